@@ -1,0 +1,180 @@
+"""The waist: a checkpoint is an index of tensors and where their bytes lie.
+
+Every reader in `formats/` returns a `Checkpoint`, every writer takes one; nothing here holds tensor data or needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from ckpttool.dtypes import itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` contiguous bytes of the file `path`, from byte `offset` on."""
+
+    path: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lazy:
+    """`length` bytes that do not exist yet: `produce()` computes them, as one or more buffers, when they are written."""
+
+    length: int
+    produce: Callable[[], Iterable[bytes | memoryview]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""
+
+    data: Span | Lazy
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.length
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One named tensor: its geometry and its storage.
+
+    `shape`, `stride` and `offset` count elements, as in torch. `storage` is None where the bytes are not one strided
+    block (`layout` then says what it is: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``, ...); such a tensor can be
+    renamed and carried by the format it came from, not computed with or converted. `packed_bytes` is then its size.
+    `payload` is the reader's own record of the entry, which the same format's writer carries through unchanged.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: Storage | None
+    layout: str = "strided"
+    packed_bytes: int = 0
+    payload: object = field(default=None, compare=False)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's own elements (not of the storage it may be a view of)."""
+        return self.packed_bytes if self.storage is None else self.numel * itemsize(self.dtype)
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size != 1 and stride != expected and self.numel:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def span(self) -> Span | None:
+        """Where the elements lie in row-major order without gaps, or None where they must be gathered or computed."""
+        if self.storage is None or not isinstance(self.storage.data, Span) or not self.is_contiguous:
+            return None
+        data = self.storage.data
+        return Span(data.path, data.offset + self.offset * itemsize(self.dtype), self.nbytes)
+
+    @property
+    def identity(self) -> object:
+        """Equal for two entries exactly when they are the same elements of the same storage (one tensor, two names)."""
+        if self.storage is None:
+            return (id(self.payload),) if self.payload is not None else (self.key,)
+        return (id(self.storage), self.offset, self.shape, self.stride, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraEntry:
+    """What a state_dict holds beside tensors (``_extra_state``, a version number): carried, never looked into.
+
+    `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None.
+    """
+
+    key: str
+    payload: object = field(default=None, compare=False)
+    value: object = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
+
+    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict).
+    `modules` are the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
+    None where it has none.
+    """
+
+    path: str
+    kind: str
+    tensors: tuple[TensorEntry, ...]
+    extras: tuple[ExtraEntry, ...] = ()
+    modules: Mapping[str, object] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors)
+
+    def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
+        """Every entry under its key, tensors first."""
+        found: dict[str, TensorEntry | ExtraEntry] = {entry.key: entry for entry in self.tensors}
+        found.update((entry.key, entry) for entry in self.extras)
+        return found
+
+    def aliases(self) -> dict[str, str]:
+        """Key -> first key of the same tensor, for every key but the first of its group."""
+        first: dict[object, str] = {}
+        found: dict[str, str] = {}
+        for entry in self.tensors:
+            key = first.setdefault(entry.identity, entry.key)
+            if key != entry.key:
+                found[entry.key] = key
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The index of one checkpoint.
+
+    `source` is what the user named, `format` the format's name in `formats.FORMATS`, `nbytes` the size of the file.
+    `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
+    `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
+    `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
+    same format's writer needs it, nothing else looks into it.
+    """
+
+    source: str
+    format: str
+    nbytes: int
+    sections: tuple[Section, ...]
+    others: tuple[str, ...] = ()
+    globals: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    container: object = field(default=None, compare=False)
+
+    def section(self, path: str) -> Section:
+        """The section at `path`; KeyError where there is none."""
+        for section in self.sections:
+            if section.path == path:
+                return section
+        raise KeyError(path)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements, as torch gives them to a new tensor of this shape."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

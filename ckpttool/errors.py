@@ -1,0 +1,42 @@
+"""The errors of the product: one line that says what is wrong, one that says what mends it, and the exit status.
+
+Everything ckpttool raises on purpose is a `CkptError`; `cli/app.py` is the only place that catches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, and the key (or path) where it is wrong."""
+
+    problem: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.problem} @ {self.key}"
+
+
+class CkptError(Exception):
+    """No answer: bad usage, unreadable or unsafe input, I/O failure (exit status 2).
+
+    `message` is one line; `hint` says what to do about it, with a command that can be pasted where there is one;
+    `problems` lists every place at once.
+    """
+
+    exit_status = 2
+
+    def __init__(self, message: str, *, hint: str, problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.problems = tuple(problems)
+
+
+class Refused(CkptError):
+    """The answer is no: a change that would lose, collide, guess or not fit. Nothing was written (exit status 1)."""
+
+    exit_status = 1

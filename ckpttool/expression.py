@@ -1,0 +1,121 @@
+"""Expressions: how one tensor is computed from others. A `Ref` names a tensor, an `Op` applies a torch operator.
+
+Expressions are data: they are saved as JSON (see CONTRACT in docs/) and evaluated only by `compute.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from ckpttool.errors import CkptError
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The tensor that stands under `key`."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """An argument that JSON has no literal for: `kind` is ``dtype``, ``layout``, ``memory_format`` or ``device``."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """`op` is the operator's full name (``aten.cat.default``, ``getitem``, or ``opaque`` for what cannot be followed)."""
+
+    op: str
+    args: tuple["Argument", ...] = ()
+    kwargs: tuple[tuple[str, "Argument"], ...] = field(default=())
+
+
+Expression = Union[Ref, Op]
+Argument = Union[Ref, Op, Special, None, bool, int, float, str, tuple["Argument", ...]]
+
+OPAQUE = "opaque"  # computed by code that cannot be written down as operators; args are the tensors that it read
+_SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "float", "complex")
+
+
+def refs(expression: Argument) -> Iterator[str]:
+    """Every key the expression reads, in order of appearance, with repeats."""
+    if isinstance(expression, Ref):
+        yield expression.key
+    elif isinstance(expression, Op):
+        yield from refs(expression.args)
+        for _, value in expression.kwargs:
+            yield from refs(value)
+    elif isinstance(expression, tuple):
+        for item in expression:
+            yield from refs(item)
+
+
+def is_opaque(expression: Argument) -> bool:
+    """True where some part of the value was computed by code that cannot be written down as operators."""
+    if isinstance(expression, Op):
+        return expression.op == OPAQUE or is_opaque(expression.args) or any(is_opaque(v) for _, v in expression.kwargs)
+    return isinstance(expression, tuple) and any(is_opaque(item) for item in expression)
+
+
+def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument:
+    """The expression with every `Ref(key)` replaced by `replace(key)`."""
+    if isinstance(expression, Ref):
+        return replace(expression.key)
+    if isinstance(expression, Op):
+        args = tuple(substitute(arg, replace) for arg in expression.args)
+        return Op(expression.op, args, tuple((name, substitute(value, replace)) for name, value in expression.kwargs))
+    if isinstance(expression, tuple):
+        return tuple(substitute(item, replace) for item in expression)
+    return expression
+
+
+def to_json(expression: Argument) -> Any:
+    """The JSON form of the contract: ``{"ref": KEY}`` or ``{"op": NAME, "args": [...], "kwargs": {...}}``."""
+    if isinstance(expression, Ref):
+        return {"ref": expression.key}
+    if isinstance(expression, Op):
+        return {
+            "op": expression.op,
+            "args": [to_json(arg) for arg in expression.args],
+            "kwargs": {name: to_json(value) for name, value in expression.kwargs},
+        }
+    if isinstance(expression, Special):
+        return {expression.kind: expression.name}
+    if isinstance(expression, tuple):
+        return [to_json(item) for item in expression]
+    if isinstance(expression, float) and not -1e308 < expression < 1e308:  # inf and nan are no JSON numbers
+        return {"float": repr(expression)}
+    return expression
+
+
+def from_json(value: Any) -> Argument:
+    """Reads what `to_json` wrote. Raises `CkptError` on anything else."""
+    if isinstance(value, Mapping):
+        if set(value) == {"ref"} and isinstance(value["ref"], str):
+            return Ref(value["ref"])
+        if "op" in value and set(value) <= {"op", "args", "kwargs"} and isinstance(value["op"], str):
+            args, kwargs = value.get("args", []), value.get("kwargs", {})
+            if isinstance(args, list) and isinstance(kwargs, Mapping):
+                return Op(
+                    value["op"], tuple(map(from_json, args)), tuple((str(k), from_json(v)) for k, v in kwargs.items())
+                )
+        if len(value) == 1:
+            kind, name = next(iter(value.items()))
+            if kind == "float":
+                return float(name)
+            if kind in _SPECIAL_KINDS and isinstance(name, str):
+                return Special(kind, name)
+    elif isinstance(value, list):
+        return tuple(map(from_json, value))
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CkptError(
+        f"not an expression: {str(value)[:80]!r}",
+        hint='an expression is {"ref": KEY} or {"op": "aten.cat.default", "args": [...], "kwargs": {...}}',
+    )

@@ -1,0 +1,202 @@
+"""Names: every name of every tensor of one model, and how the names relate. The value that `trace` makes.
+
+Needs no torch: a names file written where the model's code lives is read where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool import expression as ex
+from ckpttool.errors import CkptError
+from ckpttool.expression import Expression
+
+SCHEMA = "ckpttool.names/1"
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeTensor:
+    """A tensor as ``named_parameters(remove_duplicate=False)`` / ``named_buffers(remove_duplicate=False)`` list it.
+
+    `canonical` is the FQN without the segments that wrappers added; `kind` is ``parameter`` or ``buffer``; `alias_of`
+    the first FQN of the same tensor; `shape` is None for an uninitialised (lazy) parameter.
+    """
+
+    fqn: str
+    canonical: str
+    kind: str
+    persistent: bool
+    trainable: bool
+    dtype: str
+    shape: tuple[int, ...] | None
+    alias_of: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """The code that renamed or computed a key: its function, file, line, and the FQN of the module that it is on."""
+
+    function: str
+    file: str
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line}) on module {self.module or '(root)'}"
+
+
+@dataclass(frozen=True, slots=True)
+class SerializedKey:
+    """A tensor of ``model.state_dict()``: how it comes from runtime tensors (None: none feeds it), and by which hook."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    source: Expression | None
+    hook: Hook | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A runtime tensor after ``load_state_dict``, as an expression over serialized keys (None: no key reaches it)."""
+
+    fqn: str
+    source: Expression | None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerParam:
+    """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param group."""
+
+    id: int
+    fqn: str
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """All names of one model; the fields are those of the contract's `trace` object.
+
+    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none.
+    """
+
+    model: str
+    torch: str
+    runtime: tuple[RuntimeTensor, ...]
+    serialized: tuple[SerializedKey, ...]
+    load: tuple[LoadedTensor, ...]
+    not_serialized: tuple[str, ...] = ()
+    extra_state: tuple[str, ...] = ()
+    roundtrips: bool = True
+    roundtrip_problems: tuple[str, ...] = ()
+    optimizer: tuple[OptimizerParam, ...] = ()
+    modules: tuple[str, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The `trace` object of the contract, and the content of a names file."""
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "torch": self.torch,
+            "runtime": [
+                {
+                    "fqn": r.fqn,
+                    "canonical": r.canonical,
+                    "kind": r.kind,
+                    "persistent": r.persistent,
+                    "trainable": r.trainable,
+                    "dtype": r.dtype,
+                    "shape": _list(r.shape),
+                    "alias_of": r.alias_of,
+                }
+                for r in self.runtime
+            ],
+            "serialized": [
+                {
+                    "key": s.key,
+                    "dtype": s.dtype,
+                    "shape": _list(s.shape),
+                    "from": None if s.source is None else ex.to_json(s.source),
+                    "hook": None if s.hook is None else hook_json(s.hook),
+                }
+                for s in self.serialized
+            ],
+            "load": [{"fqn": r.fqn, "from": None if r.source is None else ex.to_json(r.source)} for r in self.load],
+            "not_serialized": list(self.not_serialized),
+            "extra_state": list(self.extra_state),
+            "roundtrips": self.roundtrips,
+            "roundtrip_problems": list(self.roundtrip_problems),
+            "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group} for p in self.optimizer],
+            "modules": None if self.modules is None else list(self.modules),
+        }
+
+    @staticmethod
+    def from_json(value: Any, source: str) -> Names:
+        """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
+        if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
+            found = value.get("schema") if isinstance(value, Mapping) else None
+            raise CkptError(f"{source} is not a names file: schema is {found!r}, not {SCHEMA!r}", hint=_HINT)
+        try:
+            return Names(
+                model=value["model"],
+                torch=value["torch"],
+                runtime=tuple(_runtime(r) for r in value["runtime"]),
+                serialized=tuple(_serialized(s) for s in value["serialized"]),
+                load=tuple(LoadedTensor(r["fqn"], _source(r["from"])) for r in value["load"]),
+                not_serialized=tuple(value["not_serialized"]),
+                extra_state=tuple(value["extra_state"]),
+                roundtrips=value["roundtrips"],
+                roundtrip_problems=tuple(value["roundtrip_problems"]),
+                optimizer=tuple(OptimizerParam(p["id"], p["fqn"], p["group"]) for p in value["optimizer"]),
+                modules=None if value.get("modules") is None else tuple(value["modules"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CkptError(f"{source} is not a names file: {error!r}", hint=_HINT) from error
+
+
+_HINT = "write one with `ckpttool trace MODEL -o names.json`"
+
+
+def hook_json(hook: Hook) -> dict[str, Any]:
+    """The `hook` object of the contract."""
+    return {"function": hook.function, "file": hook.file, "line": hook.line, "module": hook.module}
+
+
+def _list(shape: tuple[int, ...] | None) -> list[int] | None:
+    return None if shape is None else list(shape)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return None if value is None else tuple(int(size) for size in value)
+
+
+def _source(value: Any) -> Expression | None:
+    if value is None:
+        return None
+    found = ex.from_json(value)
+    if not isinstance(found, (ex.Ref, ex.Op)):
+        raise TypeError(f"not an expression: {value!r}")
+    return found
+
+
+def _hook(value: Any) -> Hook | None:
+    return None if value is None else Hook(value["function"], value["file"], value["line"], value["module"])
+
+
+def _serialized(s: Mapping[str, Any]) -> SerializedKey:
+    return SerializedKey(s["key"], s["dtype"], _shape(s["shape"]), _source(s["from"]), _hook(s["hook"]))
+
+
+def _runtime(r: Mapping[str, Any]) -> RuntimeTensor:
+    return RuntimeTensor(
+        r["fqn"],
+        r["canonical"],
+        r["kind"],
+        r["persistent"],
+        r["trainable"],
+        r["dtype"],
+        _shape(r["shape"]),
+        r["alias_of"],
+    )

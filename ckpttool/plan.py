@@ -1,0 +1,179 @@
+"""A change is a plan, and a plan is data: a list of outputs, each an expression over the source's tensors.
+
+A plan is checked against the index of its source before a byte is written, and saved as JSON.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import CkptError, Problem
+from ckpttool.expression import Expression, Ref
+
+SCHEMA = "ckpttool.plan/1"
+_HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One entry of the result: `key` in `section` is the value of `source` (a `Ref` for a rename)."""
+
+    section: str
+    key: str
+    source: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """One source entry that the result does not hold, and why."""
+
+    section: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRename:
+    """A module path of a state dict's ``_metadata`` that changes its name."""
+
+    section: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a remap does. Sections that no output and no drop names are carried through unchanged."""
+
+    outputs: tuple[Output, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    modules: tuple[ModuleRename, ...] = ()
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections that this plan rewrites, in order."""
+        return tuple(dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped]))
+
+    @property
+    def is_renames(self) -> bool:
+        """True where every output is a rename: such a plan moves bytes only and needs no torch."""
+        return all(isinstance(output.source, Ref) for output in self.outputs)
+
+    def check(self, source: Checkpoint) -> list[Problem]:
+        """Everything that makes the plan unfit for `source`: unknown refs, collisions, entries neither used nor dropped."""
+        problems: list[Problem] = []
+        for path in self.sections:
+            problems += self._check_section(path, source)
+        return problems
+
+    def _check_section(self, path: str, source: Checkpoint) -> list[Problem]:
+        outputs = [output for output in self.outputs if output.section == path]
+        dropped = [drop.key for drop in self.dropped if drop.section == path]
+        try:
+            have = source.section(path).by_key()
+        except KeyError:
+            return [Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")]
+        read = Counter(key for output in outputs for key in dict.fromkeys(ex.refs(output.source)))
+        written = Counter(output.key for output in outputs)
+        problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in read if key not in have]
+        problems += [
+            Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have
+        ]
+        problems += [
+            Problem(f"{count} sources would be written to one key ({_sources(outputs, key)})", key)
+            for key, count in written.items()
+            if count > 1
+        ]
+        problems += [
+            Problem("computed by code that is no tensor operator", o.key) for o in outputs if ex.is_opaque(o.source)
+        ]
+        problems += [
+            Problem("neither used nor dropped", key) for key in have if key not in read and key not in set(dropped)
+        ]
+        return problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The PLAN object of the contract (``modules`` is added where ``_metadata`` follows the renames)."""
+        plan: dict[str, Any] = {
+            "schema": SCHEMA,
+            "outputs": [{"section": o.section, "key": o.key, "from": ex.to_json(o.source)} for o in self.outputs],
+            "dropped": [{"section": d.section, "key": d.key, "reason": d.reason} for d in self.dropped],
+        }
+        if self.modules:
+            plan["modules"] = [{"section": m.section, "old": m.old, "new": m.new} for m in self.modules]
+        return plan
+
+    @staticmethod
+    def from_json(value: Any, source: str = "the plan") -> Plan:
+        """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
+        if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
+            found = value.get("schema") if isinstance(value, Mapping) else None
+            raise CkptError(
+                f"{source} is not a plan: schema is {found!r}, not {SCHEMA!r}",
+                hint=_HINT,
+            )
+        try:
+            outputs = tuple(
+                Output(_text(o, "section"), _text(o, "key"), _expression(o["from"])) for o in value["outputs"]
+            )
+            dropped = tuple(Dropped(_text(d, "section"), _text(d, "key"), _text(d, "reason")) for d in value["dropped"])
+            modules = tuple(
+                ModuleRename(_text(m, "section"), _text(m, "old"), _text(m, "new")) for m in value.get("modules", ())
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CkptError(f"{source} is not a plan: {error!r}", hint=_HINT) from error
+        return Plan(outputs, dropped, modules)
+
+
+def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, str]) -> tuple[ModuleRename, ...]:
+    """How the module paths of ``_metadata`` follow the renames of keys (old key -> new key).
+
+    A key and its new name say which module became which as long as their ends agree, segment by segment; the evidence
+    nearest to the tensor wins. A module without tensors follows its nearest ancestor that moved.
+    """
+    moved: dict[str, tuple[int, str]] = {}
+    for old, new in renames.items():
+        old_parts, new_parts = old.split("."), new.split(".")
+        for depth in range(1, min(len(old_parts), len(new_parts)) + 1):
+            if old_parts[-depth] != new_parts[-depth]:
+                break
+            path, target = ".".join(old_parts[:-depth]), ".".join(new_parts[:-depth])
+            if path not in moved or depth < moved[path][0]:
+                moved[path] = (depth, target)
+    found = []
+    for path in modules:
+        follows = _follow(path, moved)
+        if follows is not None and follows != path:
+            found.append(ModuleRename(section, path, follows))
+    return tuple(found)
+
+
+def _follow(path: str, moved: Mapping[str, tuple[int, str]]) -> str | None:
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):
+        known = moved.get(".".join(parts[:length]))
+        if known is not None:
+            return ".".join(filter(None, [known[1], *parts[length:]]))
+    return None
+
+
+def _sources(outputs: Iterable[Output], key: str) -> str:
+    return ", ".join(" + ".join(dict.fromkeys(ex.refs(o.source))) or "a constant" for o in outputs if o.key == key)
+
+
+def _text(value: Mapping[str, Any], name: str) -> str:
+    if not isinstance(value[name], str):
+        raise TypeError(f"{name} is not a string")
+    return str(value[name])
+
+
+def _expression(value: Any) -> Expression:
+    found = ex.from_json(value)
+    if not isinstance(found, (ex.Ref, ex.Op)):
+        raise TypeError("an output's `from` is a ref or an op")
+    return found
