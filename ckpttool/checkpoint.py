@@ -1,6 +1,6 @@
 """The waist: a checkpoint is an index of tensors and where their bytes lie.
 
-Every reader in `formats/` returns a `Checkpoint`, every writer takes one; nothing here holds tensor data or needs torch.
+Every reader in `formats/` returns a `Checkpoint`, every writer takes one; nothing here holds tensor data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """`length` bytes that do not exist yet: `produce()` computes them, as one or more buffers, when they are written."""
+    """`length` bytes that do not exist yet: `produce()` computes them, in one or more buffers, when they are written."""
 
     length: int
     produce: Callable[[], Iterable[bytes | memoryview]]
@@ -45,8 +45,8 @@ class TensorEntry:
     """One named tensor: its geometry and its storage.
 
     `shape`, `stride` and `offset` count elements, as in torch. `storage` is None where the bytes are not one strided
-    block (`layout` then says what it is: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``, ...); such a tensor can be
-    renamed and carried by the format it came from, not computed with or converted. `packed_bytes` is then its size.
+    block (`layout` then says what it is: ``sparse_coo``, ``quantized``, ``subclass``, ``meta``, ...); such a tensor can
+    be renamed and carried by the format it came from, not computed with or converted. `packed_bytes` is its size.
     `payload` is the reader's own record of the entry, which the same format's writer carries through unchanged.
     """
 

@@ -29,7 +29,7 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`op` is the operator's full name (``aten.cat.default``, ``getitem``, or ``opaque`` for what cannot be followed)."""
+    """`op` is the operator's full name: ``aten.cat.default``, ``getitem``, or ``opaque`` for what cannot be followed."""
 
     op: str
     args: tuple["Argument", ...] = ()

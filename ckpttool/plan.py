@@ -65,7 +65,7 @@ class Plan:
         return all(isinstance(output.source, Ref) for output in self.outputs)
 
     def check(self, source: Checkpoint) -> list[Problem]:
-        """Everything that makes the plan unfit for `source`: unknown refs, collisions, entries neither used nor dropped."""
+        """What makes the plan unfit for `source`: unknown refs, collisions, entries neither used nor dropped."""
         problems: list[Problem] = []
         for path in self.sections:
             problems += self._check_section(path, source)

@@ -49,7 +49,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class SerializedKey:
-    """A tensor of ``model.state_dict()``: how it comes from runtime tensors (None: none feeds it), and by which hook."""
+    """A tensor of ``model.state_dict()``: how it comes from runtime tensors (None: from none), and by which hook."""
 
     key: str
     dtype: str
