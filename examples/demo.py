@@ -1,7 +1,7 @@
-"""The main job from end to end: new weights for a program in production, without exporting again. Run it: `make demo`.
+"""The main job from end to end: new weights for a program in production, without exporting again.
 
-Works in `build/demo`, leaves its files there to play with, and exits non-zero unless the program with the swapped
-weights gives the outputs of the newly trained model, bit for bit.
+`make demo` runs it in `build/demo` (``demo.py FOLDER``: elsewhere) and leaves its files there to play with. It exits
+non-zero unless the program with the swapped weights gives the outputs of the newly trained model, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 import fusion_decoder as example
 import torch
 
-FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
 MODEL = "fusion_decoder.py:build"
 
 
@@ -54,10 +53,10 @@ def outputs(program: str) -> torch.Tensor:
         return torch.export.load(program).module()(*example.example_inputs(seed=7))
 
 
-def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    os.chdir(FOLDER)
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    Path("swapped.pt2").unlink(missing_ok=True)  # from an earlier run: ckpttool overwrites nothing unasked
     shutil.copy(example.__file__, ".")
 
     say("Train for 20 steps, export, and put the program into production.")
@@ -89,8 +88,8 @@ def main() -> None:
         sys.exit("FAILED: training changed nothing, so this proves nothing")
     if not torch.equal(outputs("swapped.pt2"), expected):
         sys.exit("FAILED: the swapped program's outputs differ from those of the newly trained model")
-    print(f"PASSED: all {expected.numel()} logits are equal, bit for bit. The files are in build/demo.")
+    print(f"PASSED: all {expected.numel()} logits are equal, bit for bit.")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "build/demo"))
