@@ -1,0 +1,205 @@
+"""The whole tool on models that nobody here wrote; torch, safetensors and the models themselves are the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import real_models
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ckpttool.cli.app import main
+
+MODELS = Path(real_models.__file__)
+State = dict[str, torch.Tensor]
+Run = Callable[..., tuple[int, Any]]
+
+torch.set_num_threads(1)
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One model: its operand, the newly trained module, and what it was saved to."""
+
+    name: str
+    operand: str
+    model: nn.Module
+    checkpoint: Path  # torch.save(model.state_dict())
+    pretrained: Path  # model.save_pretrained(...)
+    program: Path  # the program that was exported before the training
+
+    @property
+    def state(self) -> State:
+        return dict(self.model.state_dict())
+
+
+@pytest.fixture(scope="module", params=real_models.ALL)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    torch.export.save(real_models.export(real_models.build(name, seed=0), name), folder / "deployed.pt2")
+    model = real_models.build(name, seed=1)
+    torch.save(model.state_dict(), folder / "new.pt")
+    model.save_pretrained(folder / "pretrained")
+    (pretrained,) = (folder / "pretrained").glob("*.safetensors")
+    return Trained(name, f"{MODELS}:{name}", model, folder / "new.pt", pretrained, folder / "deployed.pt2")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one command; gives its exit status, and the JSON object that it prints (None where it prints none)."""
+
+    def run(*arguments: object) -> tuple[int, Any]:
+        capsys.readouterr()
+        status = main([*map(str, arguments), "--format", "json"])
+        out = capsys.readouterr().out
+        return status, json.loads(out) if out else None
+
+    return run
+
+
+def same(left: State, right: State) -> bool:
+    """Equal keys, dtypes, shapes and bits."""
+    return left.keys() == right.keys() and all(
+        left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left
+    )
+
+
+def loads(name: str, state: State) -> bool:
+    """Whether the model loads the state dict strictly."""
+    try:
+        real_models.build(name, seed=2).load_state_dict(state, strict=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def runtime(model: nn.Module) -> State:
+    """Every parameter and buffer under every one of its names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def test_trace_gives_the_names_that_torch_gives(trained: Trained, run: Run) -> None:
+    status, names = run("trace", trained.operand)
+    tensors, state = runtime(trained.model), trained.state
+    assert status == 0
+    assert {r["fqn"]: (r["shape"], f"torch.{r['dtype']}") for r in names["runtime"]} == {
+        fqn: (list(tensor.shape), str(tensor.dtype)) for fqn, tensor in tensors.items()
+    }
+    assert [s["key"] for s in names["serialized"]] == list(state)
+    assert names["not_serialized"] == [fqn for fqn in tensors if fqn not in state]
+    assert names["roundtrips"]
+    assert [p["fqn"] for p in names["optimizer"]] == [fqn for fqn, _ in trained.model.named_parameters()]
+
+
+def test_trace_finds_tied_weights(trained: Trained, run: Run) -> None:
+    _, names = run("trace", trained.operand)
+    first: dict[int, str] = {}
+    tied = {
+        fqn: first[id(tensor)]
+        for fqn, tensor in runtime(trained.model).items()
+        if first.setdefault(id(tensor), fqn) != fqn
+    }
+    assert {r["fqn"]: r["alias_of"] for r in names["runtime"] if r["alias_of"]} == tied
+
+
+def test_diff_accepts_what_the_model_saved(trained: Trained, run: Run) -> None:
+    status, diff = run("diff", "--model", trained.operand, trained.checkpoint)
+    assert status == 0
+    assert diff["identical"]
+
+
+def test_diff_judges_save_pretrained_as_torch_does(trained: Trained, run: Run) -> None:
+    """`save_pretrained` leaves tied names out, splits experts and saves adapters alone: then it is no state dict."""
+    status, _ = run("diff", "--model", trained.operand, trained.pretrained)
+    assert status == (0 if loads(trained.name, load_file(trained.pretrained)) else 1)
+
+
+def longest(state: State) -> str:
+    return max(state, key=lambda key: state[key].numel())
+
+
+DAMAGES: dict[str, Callable[[State], object]] = {
+    "a key is missing": lambda state: state.pop(longest(state)),
+    "a key too many": lambda state: state.update(more=torch.zeros(1)),
+    "a key is misspelt": lambda state: state.update(misspelt=state.pop(longest(state))),
+    "another shape": lambda state: state.update({longest(state): torch.zeros(3)}),
+    "another dtype": lambda state: state.update({longest(state): state[longest(state)].half()}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_diff_sees_damage(trained: Trained, run: Run, tmp_path: Path, damage: str) -> None:
+    state = trained.state
+    DAMAGES[damage](state)
+    torch.save(state, tmp_path / "damaged.pt")
+    status, diff = run("diff", "--model", trained.operand, tmp_path / "damaged.pt")
+    assert status == 1
+    assert not diff["identical"]
+
+
+def test_remap_to_runtime_names_and_back(trained: Trained, run: Run, tmp_path: Path) -> None:
+    there, back = tmp_path / "runtime.pt", tmp_path / "back.pt"
+    assert run("remap", trained.checkpoint, "-o", there, "--model", trained.operand, "--to", "runtime")[0] == 0
+    tensors = {fqn: t for fqn, t in runtime(trained.model).items() if fqn in trained.state}
+    assert same(torch.load(there), {fqn: tensor.detach() for fqn, tensor in tensors.items()})
+    assert run("remap", there, "-o", back, "--model", trained.operand, "--to", "serialized")[0] == 0
+    assert back.read_bytes() == trained.checkpoint.read_bytes()
+
+
+def test_conversion_to_safetensors_and_back(trained: Trained, run: Run, tmp_path: Path) -> None:
+    there, back = tmp_path / "new.safetensors", tmp_path / "back.pt"
+    assert run("remap", trained.checkpoint, "-o", there, "--keep-aliases")[0] == 0
+    kept = load_file(there)
+    assert same(kept, {key: trained.state[key] for key in kept})
+    assert run("remap", there, "-o", back)[0] == 0
+    assert same(torch.load(back, mmap=True), trained.state)
+
+
+def test_tied_weights_do_not_fit_into_safetensors_unasked(trained: Trained, run: Run, tmp_path: Path) -> None:
+    tied = len({tensor.data_ptr() for tensor in trained.state.values()}) < len(trained.state)
+    status, _ = run("remap", trained.checkpoint, "-o", tmp_path / "new.safetensors")
+    assert status == (1 if tied else 0)
+    assert (tmp_path / "new.safetensors").exists() != tied
+
+
+def test_swapped_program_computes_what_the_trained_model_computes(trained: Trained, run: Run, tmp_path: Path) -> None:
+    swapped = tmp_path / "swapped.pt2"
+    status, _ = run("swap-weights", trained.program, trained.checkpoint, "-o", swapped, "--model", trained.operand)
+    assert status == 0
+    expected = real_models.first_output(trained.model, trained.name)
+    before = real_models.first_output(torch.export.load(trained.program).module(), trained.name)
+    after = real_models.first_output(torch.export.load(swapped).module(), trained.name)
+    assert not torch.equal(before, expected)
+    assert torch.equal(after, expected)
+
+
+PEAK = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:])
+_, status, usage = os.wait4(process.pid, 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def test_trace_of_70_billion_parameters_stays_small(tmp_path: Path) -> None:
+    """In a process of its own, and asked for by another small one: a child inherits its parent's peak."""
+    command = [sys.executable, "-m", "ckpttool", "trace", f"{MODELS}:llama_70b", "-o", str(tmp_path / "names.json")]
+    ran = subprocess.run([sys.executable, "-c", PEAK, *command], stdout=subprocess.PIPE, text=True, check=True)
+    status, peak = map(int, ran.stdout.splitlines()[-1].split())
+    names = json.loads((tmp_path / "names.json").read_text())
+    assert status == 0
+    assert sum(torch.Size(s["shape"]).numel() for s in names["serialized"]) > 70e9
+    assert peak < 700 * 2**20
