@@ -13,8 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fusion_decoder as example
 import torch
+
+import fusion_decoder as example
 
 MODEL = "fusion_decoder.py:build"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import real_models
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import real_models
 from ckpttool.cli.app import main
 
 MODELS = Path(real_models.__file__)
