@@ -41,7 +41,7 @@ TABLE = (
     DType("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", None, 31),
     DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", None, 32),
     DType("float8_e8m0fnu", 1, "F8_E8M0", None, 33),
-    DType("float4_e2m1fn_x2", 1),
+    DType("float4_e2m1fn_x2", 1, "F4"),
     DType("complex32", 4, None, None, 9),
     DType("complex64", 8, "C64", "ComplexFloatStorage", 10),
     DType("complex128", 16, None, "ComplexDoubleStorage", 11),
