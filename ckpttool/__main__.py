@@ -1,0 +1,7 @@
+"""``python -m ckpttool``."""
+
+import sys
+
+from ckpttool.cli.app import main
+
+sys.exit(main())

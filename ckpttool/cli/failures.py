@@ -1,0 +1,143 @@
+"""Failures in words: any exception that ends a command becomes an error line, a hint and an exit status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from ckpttool.errors import CkptError, Problem
+from ckpttool.report.words import shell, visible
+
+# click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+_OS_HINTS = {
+    errno.ENOENT: "check the path",
+    errno.ENOSPC: "free some space, or write to another disk",
+    errno.EDQUOT: "your quota is used up: free some space, or write to another disk",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "the file system is mounted read-only: write somewhere else",
+    errno.EISDIR: "this is a directory: name a file",
+    errno.ENOTDIR: "a part of this path is a file: check the path",
+    errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+_LS_HELPS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What stderr says, and the exit status. Without `hint` the message stands alone, without both nothing is said."""
+
+    status: int
+    message: str = ""
+    hint: str = ""
+    problems: tuple[Problem, ...] = ()
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The failure that the exception means."""
+    for kind, describe in _KINDS:
+        if isinstance(error, kind):
+            return describe(error)
+    return _internal(error)
+
+
+def say(failure: Failure) -> int:
+    """Prints the failure on stderr: the error, every problem, the hint, a line each. Returns the exit status."""
+    lines = [f"error: {visible(failure.message)}"] if failure.message else []
+    lines += [f"  {visible(str(problem))}" for problem in failure.problems]
+    lines += [f"hint: {visible(failure.hint)}"] if failure.hint else []
+    with suppress(OSError):
+        sys.stderr.writelines(f"{line}\n" for line in lines)
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError:  # a closed pipe, a full disk: drop the rest, or the interpreter fails on it at its end
+            _discard(descriptor)
+    return failure.status
+
+
+def _discard(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _ours(error: CkptError) -> Failure:
+    return Failure(error.exit_status, error.message, error.hint, error.problems)
+
+
+def _usage(error: Any) -> Failure:
+    message = error.message if hasattr(error, "possibilities") else error.format_message()
+    message = message[:1].lower() + message[1:].rstrip(".")
+    context = error.ctx
+    if context is None:
+        return Failure(2, message, "see ckpttool --help")
+    near = get_close_matches(getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or (), 1)
+    hint = f"did you mean {near[0]}?" if near else "usage:" + " ".join(context.get_usage().split())[len("Usage:") :]
+    return Failure(2, message, f"{hint} (more: {context.command_path} --help)")
+
+
+def _broken_pipe(error: BrokenPipeError) -> Failure:
+    return Failure(128 + 13)  # the status of a program that SIGPIPE ended
+
+
+def _os_error(error: OSError) -> Failure:
+    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
+    hint = _OS_HINTS.get(error.errno or 0, "check the file, and the disk it is on")
+    if where and error.errno in _LS_HELPS:
+        hint += f": {shell('ls', '-ld', _nearest(os.fsdecode(error.filename)))}"
+    return Failure(2, f"{where}{error.strerror or error}", hint)
+
+
+def _nearest(path: str) -> str:
+    """The path itself, or the first of its parents that exists."""
+    while path and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path or "."
+
+
+def _interrupt(error: KeyboardInterrupt) -> Failure:
+    return Failure(128 + 2, "interrupted")
+
+
+def _exit(error: SystemExit) -> Failure:
+    return Failure(
+        2,
+        f"code of an operand ended the program: sys.exit({error.code!r})",
+        "MODEL and OPTIMIZER operands are imported: keep what a script runs under `if __name__ == '__main__':`",
+    )
+
+
+def _internal(error: BaseException) -> Failure:
+    return Failure(
+        2,
+        f"internal error: {type(error).__name__}: {error}",
+        "run it again with CKPTTOOL_DEBUG=1 and report the traceback as a bug of ckpttool",
+    )
+
+
+def _memory(error: MemoryError) -> Failure:
+    return Failure(2, f"out of memory{f': {error}' if str(error) else ''}", "free some memory, or use a larger machine")
+
+
+# The first kind that fits tells.
+_KINDS: tuple[tuple[type[BaseException], Callable[[Any], Failure]], ...] = (
+    (CkptError, _ours),
+    (UsageError, _usage),
+    (BrokenPipeError, _broken_pipe),
+    (OSError, _os_error),
+    (KeyboardInterrupt, _interrupt),
+    (SystemExit, _exit),
+    (MemoryError, _memory),
+)

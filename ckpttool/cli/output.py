@@ -1,0 +1,76 @@
+"""What every command's output has in common: the options that choose the format, and the printing itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ckpttool.report import FORMATS, check_format, format_of, render
+from ckpttool.report.document import Document
+from ckpttool.report.text import Terminal
+
+
+def _check_reports(paths: list[str] | None) -> list[str]:
+    for path in paths or ():
+        format_of(path)
+    return paths or []
+
+
+Format = Annotated[
+    str, typer.Option("--format", metavar="|".join(FORMATS), callback=check_format, help="The format of the output.")
+]
+Reports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        callback=_check_reports,
+        help="Write the output to FILE too; its ending picks the format. Repeatable.",
+    ),
+]
+
+
+def emit(document: Document, data: Mapping[str, Any], format: str, reports: Sequence[str] | None = None) -> None:
+    """Writes the report files, then prints the result to stdout: data and nothing else.
+
+    The files come first, so that stdout stays empty where one of them cannot be written. Raises OSError.
+    """
+    for path in reports or ():
+        write_report(path, render(format_of(path), document, data))
+    sys.stdout.write(render(format, document, data, _terminal()))
+    sys.stdout.flush()
+
+
+def write_report(path: str, text: str) -> None:
+    """Writes the file as UTF-8, whole or not at all: to a temporary sibling that is then renamed. Raises OSError."""
+    target = os.path.realpath(path)
+    if os.path.exists(target) and not os.path.isfile(target):  # /dev/stderr, a pipe: nothing to rename onto
+        _write(target, "w", text)
+        return
+    folder, name = os.path.split(target)
+    sibling = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    try:
+        _write(sibling, "x", text)
+        os.replace(sibling, target)
+    except OSError as error:
+        if os.path.exists(sibling):
+            os.unlink(sibling)
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+def _write(path: str, mode: str, text: str) -> None:
+    with open(path, mode, encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        file.write(text)
+
+
+def _terminal() -> Terminal | None:
+    """The terminal behind stdout, or None. ``NO_COLOR`` (no-color.org) and ``TERM=dumb`` are respected."""
+    if not sys.stdout.isatty():
+        return None
+    color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Terminal(shutil.get_terminal_size().columns, color)

@@ -1,0 +1,114 @@
+"""Documents: what a command has to say, before anyone has chosen a format. Values in, no format known here.
+
+Texts are raw: renderers pass every one of them through `words.visible` before it leaves the program. Keep the words
+around them ASCII, so that the plain rendering can be read on any terminal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Union
+
+from ckpttool.errors import Problem
+
+Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim"]
+Severity = Literal["error", "warning", "notice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A piece of text and what it is; a renderer's own table says what that looks like."""
+
+    text: str
+    role: Role = "plain"
+
+
+Inline = Union[str, Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Label and value pairs, one line each."""
+
+    pairs: tuple[tuple[str, Inline], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`role` is that of the column's bare strings; columns of numbers are set flush right."""
+
+    title: str
+    role: Role = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under columns. `footer` says what is not shown (``... 33 more (--all)``)."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Inline, ...], ...]
+    footer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One paragraph."""
+
+    text: str
+    severity: Severity = "notice"
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """Everything of one severity that is wrong, each at its key."""
+
+    problems: tuple[Problem, ...]
+    severity: Severity = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines of code or of a file, as they are."""
+
+    lines: tuple[str, ...]
+    language: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """Shell commands that can be pasted: what mends it. The last block of a document."""
+
+    title: str
+    commands: tuple[str, ...]
+
+
+Block = Union[Facts, Table, Note, Problems, Code, Commands]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A title, the answer in one line (`ok`: is it good news?), and the blocks that support it."""
+
+    title: str
+    verdict: str
+    ok: bool
+    blocks: tuple[Block, ...] = ()
+
+
+def cell(inline: Inline, role: Role = "plain") -> Cell:
+    """The cell itself, or a bare string as a cell of `role`."""
+    return inline if isinstance(inline, Cell) else Cell(inline, role)
+
+
+def cells(table: Table) -> list[list[Cell]]:
+    """The rows of the table, every bare string in the role of its column."""
+    return [[cell(inline, column.role) for column, inline in zip(table.columns, row)] for row in table.rows]
+
+
+def shortened(table: Table, limit: int | None) -> Table:
+    """The table with at most `limit` rows and a footer that says how many were left out; None leaves out none."""
+    hidden = 0 if limit is None else len(table.rows) - limit
+    if hidden <= 0:
+        return table
+    return replace(table, rows=table.rows[:limit], footer=f"... {hidden:,} more (--all)")
