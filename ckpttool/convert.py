@@ -1,0 +1,116 @@
+"""Makes a checkpoint fit the format that it is to be written in: what the format cannot hold is dropped on request,
+rewritten without loss, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint, TensorEntry
+from ckpttool.errors import Problem, Refused
+from ckpttool.expression import Op, Ref, Special
+from ckpttool.formats import Format
+from ckpttool.plan import Dropped
+from ckpttool.rules import matches
+
+
+def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
+    """`checkpoint` without the entries, sections and other contents that a pattern names, and what these were.
+
+    A pattern is matched with the key, and with the dotted way from the file's root. Raises `Refused` for a pattern that
+    names nothing, since it was meant to name something.
+    """
+    dropped: list[Dropped] = []
+    idle = set(patterns)
+
+    def hit(section: str, key: str) -> bool:
+        names = {key, ".".join(filter(None, (section, key)))}
+        used = [text for text in patterns if any(matches(text, name) for name in names)]
+        idle.difference_update(used)
+        if used:
+            dropped.append(Dropped(section, key, f"--drop {used[0]}"))
+        return bool(used)
+
+    sections = []
+    for section in checkpoint.sections:
+        if section.path and hit("", section.path):
+            continue
+        tensors = tuple(entry for entry in section.tensors if not hit(section.path, entry.key))
+        extras = tuple(entry for entry in section.extras if not hit(section.path, entry.key))
+        if tensors or extras or section.kind == "state_dict":
+            sections.append(replace(section, tensors=tensors, extras=extras))
+    others = tuple(path for path in checkpoint.others if not hit("", path))
+    if idle:
+        raise Refused(
+            f"{len(idle)} of {len(patterns)} --drop patterns match nothing",
+            hint=f"`ckpttool inspect {checkpoint.source}` lists what is there",
+            problems=[Problem("matches nothing", text) for text in patterns if text in idle],
+        )
+    return replace(checkpoint, sections=tuple(sections), others=others), dropped
+
+
+def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -> Checkpoint:
+    """`checkpoint` as `target` can hold it, with the same keys and values.
+
+    Raises `Refused`, all problems at once, on what the format has no place for.
+    """
+    if not target.tensors_only:
+        return checkpoint if checkpoint.format == target.name else replace(checkpoint, container=None)
+    problems = _not_flat(checkpoint)
+    if problems:
+        raise Refused(
+            f"{target.title} holds tensors only, and one state dict",
+            hint=_narrower(checkpoint),
+            problems=problems,
+        )
+    section = next(section for section in checkpoint.sections if section.kind == "state_dict")
+    metadata = dict(checkpoint.metadata)
+    aliases = section.aliases()
+    if aliases and not keep_aliases:
+        raise Refused(
+            f"{target.title} cannot hold one tensor under two names",
+            hint="--keep-aliases keeps the first name and records the others in __metadata__",
+            problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
+        )
+    metadata.update(aliases)
+    section = replace(
+        section, tensors=tuple(entry for entry in section.tensors if entry.key not in aliases), modules=None
+    )
+    flat = replace(checkpoint, sections=(section,), metadata=metadata)
+    return flat if checkpoint.format == target.name else replace(flat, container=None)
+
+
+def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
+    """What of the checkpoint is no tensor of its one state dict."""
+    main = next((s for s in checkpoint.sections if s.kind == "state_dict"), None)
+    problems = [
+        Problem(f"a second section ({s.kind})", s.path or "(root)") for s in checkpoint.sections if s is not main
+    ]
+    problems += [Problem("not a tensor", path) for path in checkpoint.others]
+    if main is not None:
+        problems += [Problem("not a tensor", ".".join(filter(None, (main.path, e.key)))) for e in main.extras]
+    else:
+        problems += [Problem("no state dict", checkpoint.source)]
+    return problems
+
+
+def _narrower(checkpoint: Checkpoint) -> str:
+    """The hint that names the shortest way to a checkpoint that fits."""
+    main = [s for s in checkpoint.sections if s.kind == "state_dict" and s.path]
+    others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
+    if main and others and "::" not in checkpoint.source:
+        return f"take the section alone: {checkpoint.source}::{main[0].path}, or leave the rest out with --drop PATTERN"
+    return "leave them out with --drop PATTERN, or choose an output that ends in .pt"
+
+
+def _dense(entry: TensorEntry) -> TensorEntry:
+    """The entry with its elements in row-major order; those of a strided view are gathered when they are written."""
+    if entry.storage is None or entry.is_contiguous:
+        return entry
+    from ckpttool import compute  # gathering a view is the one conversion that needs torch
+
+    copy = Op(
+        "aten.clone.default", (Ref(entry.key),), (("memory_format", Special("memory_format", "contiguous_format")),)
+    )
+    return compute.entry_of(entry.key, copy, {entry.key: entry})

@@ -1,0 +1,104 @@
+"""Which of a model's names a checkpoint's keys are: recognises the form, and takes wrappers' segments out on evidence.
+
+A key matches where it is a name, or becomes one when segments that wrappers add are taken out of it. Nothing else is
+tried: what matches in two ways, or not at all, is a problem and no guess.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from ckpttool.errors import Problem
+from ckpttool.naming.wrappers import SEGMENTS
+
+_MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`names`: key -> name, for every key that matched. `wrapped`: segments taken out, with how often."""
+
+    names: Mapping[str, str]
+    unmatched: tuple[str, ...]
+    missing: tuple[str, ...]
+    wrapped: Mapping[str, int]
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Every key is a name and every name has its key."""
+        return not (self.unmatched or self.missing or self.problems)
+
+    @property
+    def score(self) -> tuple[bool, int]:
+        """For comparing two readings of the same keys: complete ones first, then the one with fewer faults."""
+        return self.complete, -len(self.unmatched) - len(self.missing) - len(self.problems)
+
+
+def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str] = ()) -> Match:
+    """Matches `keys` with the model's names; `names` maps each name to its canonical name.
+
+    `optional` are names that may be absent without being missing (aliases, non-persistent buffers).
+    """
+    count = Counter(names.values())
+    by_canonical = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
+    by_canonical.update((name, name) for name in names)
+    prefix = _common_prefix(keys, by_canonical)
+    found: dict[str, str] = {}
+    wrapped: defaultdict[str, int] = defaultdict(int)
+    problems: list[Problem] = []
+    for key in keys:
+        hits = [(key, ())] if key in by_canonical else _unwrapped(key, prefix, by_canonical)
+        targets = {by_canonical[name] for name, _ in hits}
+        if len(targets) > 1:
+            problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))
+        elif targets:
+            found[key] = targets.pop()
+            for segment in hits[0][1]:
+                wrapped[segment] += 1
+    problems += _collisions(found)
+    ambiguous = {problem.key for problem in problems}
+    reached = set(found.values())
+    spare = set(optional)
+    return Match(
+        found,
+        tuple(key for key in keys if key not in found and key not in ambiguous),
+        tuple(name for name in names if name not in reached and name not in spare),
+        dict(wrapped),
+        tuple(problems),
+    )
+
+
+def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Names that the key becomes when some wrapper segments are taken out, as few as will do, and which they were."""
+    parts = key.split(".")
+    places = [i for i, part in enumerate(parts[:-1]) if part in SEGMENTS or (i == 0 and part == prefix)]
+    for count in range(1, min(len(places), _MOST_SEGMENTS) + 1):
+        hits = []
+        for taken in combinations(places, count):
+            name = ".".join(part for i, part in enumerate(parts) if i not in taken)
+            if name in known:
+                hits.append((name, tuple(parts[i] for i in taken)))
+        if hits:
+            return hits
+    return []
+
+
+def _common_prefix(keys: Sequence[str], known: Mapping[str, str]) -> str:
+    """A first segment that every key has and no name begins with: an attribute that holds the whole model."""
+    heads = {key.split(".", 1)[0] for key in keys}
+    if len(heads) != 1 or any(name.split(".", 1)[0] in heads for name in known):
+        return ""
+    return heads.pop()
+
+
+def _collisions(found: Mapping[str, str]) -> list[Problem]:
+    by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for key, name in found.items():
+        by_name[name].append(key)
+    return [
+        Problem(f"{' and '.join(keys)} are both this name", name) for name, keys in by_name.items() if len(keys) > 1
+    ]

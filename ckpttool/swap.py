@@ -1,0 +1,229 @@
+"""Puts a checkpoint's weights into an exported program: which key feeds which FQN, and all that stands against it.
+
+The program's graph, constants and sample inputs are not looked at; only the storages of its weights are replaced.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
+from ckpttool.errors import Problem, Refused
+from ckpttool.execute import same_bytes
+from ckpttool.expression import Expression, Op, Ref, Special
+from ckpttool.naming.forms import RUNTIME, Relation, over, read
+from ckpttool.naming.match import Match, match
+from ckpttool.naming.names import Names
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
+
+    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds.
+    """
+
+    program: Checkpoint
+    sources: Mapping[str, Expression]
+    form: str
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    """What is to feed each FQN, before anything is compared; `twins` are keys that must hold the same value."""
+
+    sources: dict[str, Expression]
+    form: str
+    problems: list[Problem] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    twins: list[tuple[str, str]] = field(default_factory=list)
+
+
+def swap(
+    program: Checkpoint, weights: Section, names: Names | None = None, *, form: str | None = None, cast: bool = False
+) -> Swap:
+    """`program` with every weight replaced by what `weights` holds for it.
+
+    Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
+    allows another dtype), or where the names of one tensor got different values.
+    """
+    target = program.section("")
+    feed = _feed_by_keys(target, weights) if names is None else _feed_by_model(target, weights, names, form)
+    fitted: dict[str, TensorEntry] = {}
+    problems = [*feed.problems]
+    for entry in target.tensors:
+        source = feed.sources.get(entry.key)
+        if source is None:
+            problems.append(Problem("no weight for it", entry.key))
+        else:
+            found = _fit(entry, source, weights, cast)
+            if isinstance(found, Problem):
+                problems.append(found)
+            else:
+                fitted[entry.key] = found
+    problems += _untied(target, fitted, weights, feed.twins)
+    if problems:
+        hint = _hint(weights, names, problems)
+        raise Refused(f"the weights do not fit the program: {len(problems)} problems", hint=hint, problems=problems)
+    section = replace(target, tensors=_replaced(target.tensors, fitted))
+    sections = tuple(section if s is target else s for s in program.sections)
+    return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
+
+
+def _feed_by_keys(target: Section, weights: Section) -> _Feed:
+    """Without a model: the keys must be the program's FQNs, but for segments that wrappers added."""
+    aliases = target.aliases()
+    found = match([entry.key for entry in weights.tensors], {e.key: e.key for e in target.tensors}, aliases)
+    sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in found.names.items()}
+    _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
+    return _Feed(sources, RUNTIME, _left_over(found), [entry.key for entry in weights.extras])
+
+
+def _feed_by_model(target: Section, weights: Section, names: Names, form: str | None) -> _Feed:
+    """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are."""
+    relation, reading = Relation(names), read(names, weights, form)
+    keys = {name: key for key, name in reading.match.names.items()}
+    values: dict[str, Expression]
+    if reading.form == RUNTIME:
+        values = {fqn: Ref(key) for fqn, key in keys.items() if fqn in relation.first}
+    else:
+        values = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
+    _share(values, relation.first)
+    fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
+    feed = _Feed(
+        {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}, reading.form, _left_over(reading.match)
+    )
+    feed.problems.extend(
+        Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched
+    )
+    used = {key for source in feed.sources.values() for key in ex.refs(source)}
+    by_source = {
+        source: keys[key] for key, source in reversed(relation.saved.items()) if key in keys and keys[key] in used
+    }
+    for name, key in keys.items():
+        source = relation.saved.get(name) if reading.form != RUNTIME else None
+        if key in used:
+            continue
+        if source is not None and source in by_source:
+            feed.twins.append((key, by_source[source]))
+        elif name in names.extra_state or (reading.form != RUNTIME and source is None) or isinstance(source, Op):
+            feed.ignored.append(key)
+        else:
+            feed.problems.append(Problem("left over: the program has no such weight", key))
+    return feed
+
+
+def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:
+    """Gives every name of a tensor the value that one of its names has, where it has none of its own."""
+    known = {first[fqn]: source for fqn, source in reversed(values.items())}
+    for fqn, root in first.items():
+        if root in known:
+            values.setdefault(fqn, known[root])
+
+
+def _left_over(found: Match) -> list[Problem]:
+    return [Problem("left over: the program has no such weight", key) for key in found.unmatched] + list(found.problems)
+
+
+def _fit(entry: TensorEntry, source: Expression, weights: Section, cast: bool) -> TensorEntry | Problem:
+    """The new value of the program's `entry`, or why it cannot be that."""
+    if ex.is_opaque(source):
+        return Problem("a hook computes it by code that is no tensor operator", entry.key)
+    try:
+        found = _value(entry.key, source, weights)
+    except Refused as error:
+        return Problem(error.message, entry.key)
+    if found.shape != entry.shape:
+        return Problem(f"shape {list(found.shape)}, the program has {list(entry.shape)} ({_named(source)})", entry.key)
+    if found.dtype == entry.dtype:
+        return found
+    if not cast:
+        return Problem(f"dtype {found.dtype}, the program has {entry.dtype} ({_named(source)})", entry.key)
+    return _value(
+        entry.key, Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),)), weights
+    )
+
+
+def _value(fqn: str, source: Expression, weights: Section) -> TensorEntry:
+    have = weights.by_key()
+    if isinstance(source, Ref):
+        found = have[source.key]
+        if isinstance(found, TensorEntry) and found.storage is not None:
+            return replace(found, key=fqn)
+        raise Refused(f"{source.key} is no dense tensor", hint="only dense tensors can be put into a program")
+    from ckpttool import compute  # torch is loaded only where a value is computed
+
+    return compute.entry_of(fqn, source, have)
+
+
+def _untied(
+    target: Section, fitted: Mapping[str, TensorEntry], weights: Section, twins: Sequence[tuple[str, str]]
+) -> list[Problem]:
+    """Names of one tensor that would get different values: the program's own ties, and those of the model."""
+    have = weights.by_key()
+    pairs = [(key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()]
+    tensors = {key: entry for key, entry in have.items() if isinstance(entry, TensorEntry)}
+    pairs += [(key, twin, tensors.get(key), tensors.get(twin)) for key, twin in twins]
+    return [
+        Problem(f"tied to {first}, and its new value is another one", key)
+        for key, first, left, right in pairs
+        if left is not None and right is not None and not _equal(left, right)
+    ]
+
+
+def _equal(left: TensorEntry, right: TensorEntry) -> bool:
+    if left.identity == replace(right, key=left.key).identity:
+        return True
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    if left.span is not None and right.span is not None:
+        return same_bytes(left.span, right.span)
+    from ckpttool import compute
+
+    return compute.to_bytes(compute.load(left)) == compute.to_bytes(compute.load(right))
+
+
+def _replaced(entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:
+    """The program's entries on their new storages, with the geometry that the program gave them."""
+    by_storage: defaultdict[Storage, list[TensorEntry]] = defaultdict(list)
+    for entry in entries:
+        if entry.storage is not None:
+            by_storage[entry.storage].append(entry)
+    fresh = {storage: _storage(storage, group, fitted) for storage, group in by_storage.items()}
+    return tuple(replace(e, storage=None if e.storage is None else fresh[e.storage]) for e in entries)
+
+
+def _storage(old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> Storage:
+    """The storage for the new values of `entries`: moved as they are where they fill it, else put in their places."""
+    first, new = entries[0], fitted[entries[0].key]
+    one_tensor = len({entry.identity for entry in entries}) == 1
+    if (
+        one_tensor
+        and first.is_contiguous
+        and first.nbytes == old.nbytes
+        and new.is_contiguous
+        and new.storage is not None
+    ):
+        return Storage(new.span) if isinstance(new.span, Span) else new.storage
+    from ckpttool import compute
+
+    return compute.arrange(old, [(entry, fitted[entry.key]) for entry in entries])
+
+
+def _named(source: Expression) -> str:
+    return "from " + ", ".join(dict.fromkeys(ex.refs(source)))
+
+
+def _hint(weights: Section, names: Names | None, problems: Sequence[Problem]) -> str:
+    text = " ".join(problem.problem for problem in problems)
+    if names is None and ("left over" in text or "no weight" in text):
+        return (
+            "state_dict hooks may rename keys when a model is saved: pass the model's definition, --model file.py:build"
+        )
+    if "dtype" in text and "shape" not in text and "left over" not in text and "no weight" not in text:
+        return "--cast converts them to the program's dtypes"
+    return "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may belong to another version of the model"
