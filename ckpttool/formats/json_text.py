@@ -6,16 +6,13 @@ Python's own reader lets duplicate keys, ``NaN``, ``-0`` as an integer and lone 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, NoReturn
-
-_BLANK = " \t\n\r"
+from typing import Any, NamedTuple, NoReturn
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One member of an object: its name, and where in the text the quoted name stands; its value."""
+class Member(NamedTuple):
+    """One member of an object: its name, and where in the text the quoted name begins and ends; its value."""
 
     name: str
     start: int
@@ -25,11 +22,8 @@ class Member:
 
 def loads(text: str) -> Any:
     """The value of the JSON text. Raises ValueError, whatever is wrong with it."""
-    try:
-        value, end = _DECODER.raw_decode(text, _skip(text, 0))
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    _at_end(text, end)
+    value, end = _value(text, _after(_BLANKS, text, 0))
+    _check_end(text, end)
     _check_surrogates(text, value)
     return value
 
@@ -40,19 +34,13 @@ def members(text: str) -> list[Member]:
     Names that stand twice in the outermost object are left for the caller to see; inside it they are an error.
     """
     found: list[Member] = []
-    at = _skip(text, _expect(text, 0, "{"))
-    try:
-        while text[at : at + 1] != "}":
-            start = _skip(text, _expect(text, at, ",")) if found else at
-            if text[start : start + 1] != '"':
-                raise ValueError(f"a quoted name expected at character {start}")
-            name, end = _DECODER.raw_decode(text, start)
-            value, at = _DECODER.raw_decode(text, _skip(text, _expect(text, end, ":")))
-            found.append(Member(name, start, end, value))
-            at = _skip(text, at)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    _at_end(text, at + 1)
+    at = _after(_OPENING, text, 0)
+    while text[at] == '"':
+        name, end = _value(text, at)
+        value, after = _value(text, _after(_COLON, text, end))
+        found.append(Member(name, at, end, value))
+        at = _after(_COMMA, text, after)
+    _check_end(text, at + 1)
     _check_surrogates(text, [(member.name, member.value) for member in found])
     return found
 
@@ -62,21 +50,28 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _skip(text: str, at: int) -> int:
-    while text[at : at + 1] and text[at] in _BLANK:
-        at += 1
-    return at
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_OPENING = re.compile(r'[ \t\n\r]*\{[ \t\n\r]*(?=["}])')
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_COMMA = re.compile(r'[ \t\n\r]*(,[ \t\n\r]*(?=")|(?=\}))')
 
 
-def _expect(text: str, at: int, mark: str) -> int:
-    at = _skip(text, at)
-    if text[at : at + 1] != mark:
-        raise ValueError(f"{mark!r} expected at character {at}")
-    return at + 1
+def _after(mark: re.Pattern[str], text: str, at: int) -> int:
+    match = mark.match(text, at)
+    if match is None:
+        raise ValueError(f"{text[at : at + 10]!r} at character {at} is out of place")
+    return match.end()
 
 
-def _at_end(text: str, at: int) -> None:
-    if text[at:].strip(_BLANK):
+def _value(text: str, at: int) -> tuple[Any, int]:
+    try:
+        return _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _check_end(text: str, at: int) -> None:
+    if _after(_BLANKS, text, at) != len(text):
         raise ValueError(f"more text after the end of the JSON value at character {at}")
 
 
