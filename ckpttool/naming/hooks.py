@@ -1,0 +1,183 @@
+"""Who renamed it: watches all user code that takes part in `state_dict()`, and notes what each piece changed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ckpttool.naming.load_model import shown
+from ckpttool.naming.names import Hook
+from ckpttool.naming.record import Recorder, token
+
+_SAVE_METHODS = ("state_dict", "_save_to_state_dict")
+_LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The last time a key got its value: the value's token, whose code did it, and when."""
+
+    token: Any
+    hook: Hook
+    clock: int
+
+
+class Watcher:
+    """Wraps the hooks and overridden methods of one fresh model, which behaves as before.
+
+    `changes` then says for each key who gave it its value last, `failed` the innermost hook that raised.
+    """
+
+    def __init__(self, root: nn.Module, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.changes: dict[str, _Change] = {}
+        self.failed: Hook | None = None
+        self.paths = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
+        for module in root.modules():
+            self._wrap(module, "_state_dict_pre_hooks", self._pre_hook)
+            self._wrap(module, "_state_dict_hooks", self._post_hook)
+            self._wrap(module, "_load_state_dict_pre_hooks", self._load_hook)
+            self._wrap(module, "_load_state_dict_post_hooks", self._load_hook)
+            for name in _SAVE_METHODS:
+                self._wrap_method(module, name, self._save_method)
+            for name in _LOAD_METHODS:
+                self._wrap_method(module, name, self._load_method)
+
+    def hook_of(self, key: str, value: Any) -> Hook | None:
+        """Whose code gave the key its value, as far as that was seen."""
+        change = self.changes.get(key)
+        if change is not None:
+            return change.hook
+        author = self.recorder.author_of(token(value)) if isinstance(value, torch.Tensor) else None
+        return author if isinstance(author, Hook) else None
+
+    def _wrap(self, module: nn.Module, table: str, wrapper: Callable[..., Any]) -> None:
+        hooks = module.__dict__.get(table) or {}
+        for number, function in list(hooks.items()):
+            hooks[number] = wrapper(function, module)
+
+    def _wrap_method(self, module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+        own = module.__dict__.get(name)
+        if own is None and getattr(type(module), name) is getattr(nn.Module, name):
+            return
+        method = own if own is not None else getattr(module, name)
+        object.__setattr__(module, name, wrapper(method, module))
+
+    def _pre_hook(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def run(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
+            with self._running(described(function, prefix[:-1])):
+                return function(module, prefix, keep_vars)
+
+        return run
+
+    def _post_hook(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        public = getattr(function, "_from_public_api", False)
+
+        def run(module: nn.Module, destination: Any, prefix: str, local_metadata: Any) -> Any:
+            hook = described(function, prefix[:-1])
+            before, clock = dict(destination), self.recorder.clock
+            with self._running(hook):
+                result = function(module, destination, prefix, local_metadata)
+            self._compare(before, destination if result is None or public else result, hook, clock)
+            return result
+
+        run._from_public_api = public  # type: ignore[attr-defined]
+        return run
+
+    def _save_method(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("destination", args[0] if args else None)
+            hook = described(method, self.paths.get(id(module), ""))
+            before, clock = dict(given) if isinstance(given, Mapping) else {}, self.recorder.clock
+            self.recorder.clock += 1
+            with self._running(hook):
+                result = method(*args, **kwargs)
+            after = result if isinstance(result, Mapping) else given
+            self._compare(before, after if isinstance(after, Mapping) else {}, hook, clock)
+            return result
+
+        return run
+
+    def _load_hook(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._running(described(function, self.paths.get(id(module), ""))):
+                return function(*args, **kwargs)
+
+        return run
+
+    def _load_method(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._running(described(method, self.paths.get(id(module), ""))):
+                return method(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _running(self, hook: Hook) -> Iterator[None]:
+        outer, self.recorder.author = self.recorder.author, hook
+        try:
+            yield
+        except Exception:
+            self.failed = self.failed or hook
+            raise
+        finally:
+            self.recorder.author = outer
+
+    def _compare(self, before: Mapping[str, Any], after: Mapping[str, Any], hook: Hook, clock: int) -> None:
+        written = self.recorder.written_since(clock) if self.recorder.clock > clock else set()
+        with quiet():
+            for key, value in after.items():
+                old = before.get(key, before)
+                if old is value and not written:
+                    continue
+                mark = _mark(value)
+                if old is not before and mark == _mark(old) and mark[0] not in written and mark not in written:
+                    continue
+                change = self.changes.get(key)
+                if change is None or change.token != mark or change.clock <= clock:
+                    self.recorder.clock += 1
+                    self.changes[key] = _Change(mark, hook, self.recorder.clock)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What runs here is ours: neither recorded nor answered for the user's code."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _mark(value: Any) -> Any:
+    return token(value) if isinstance(value, torch.Tensor) else ("object", id(value))
+
+
+def described(function: Any, module: str) -> Hook:
+    """The code behind a hook: partials, bound methods, callable objects and torch's own wrapping looked through."""
+    seen = 0
+    while seen < 16:  # wrappers of wrappers; a cycle would be the user's joke
+        seen += 1
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif type(function).__name__ == "_WrappedHook" and hasattr(function, "hook"):
+            function = function.hook
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif inspect.ismethod(function):
+            function = function.__func__
+        elif not hasattr(function, "__code__") and hasattr(type(function).__call__, "__code__"):
+            function = type(function).__call__
+        else:
+            break
+    code = getattr(function, "__code__", None)
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    name = name.rpartition("<locals>.")[2] if not name.endswith("<lambda>") else name
+    if code is None:
+        return Hook(name, "<built-in>", 0, module)
+    return Hook(name, shown(code.co_filename), code.co_firstlineno, module)

@@ -1,0 +1,149 @@
+"""What lies in one storage while a model saves or loads: an expression for each geometry that it is seen through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpttool.expression import OPAQUE, Expression, Op, Ref, Special, refs
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage, in elements of its dtype; strides of dimensions of size 1 are 0."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """One past the last element that the tensor reaches."""
+        if not self.numel:
+            return self.offset
+        return self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride)) + 1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the slowest to the fastest in memory."""
+        return tuple(sorted(range(len(self.shape)), key=lambda d: -self.stride[d] if self.shape[d] > 1 else 0))
+
+    @property
+    def is_dense(self) -> bool:
+        """True where the elements fill offset..end without gap or overlap, in some order of the dimensions."""
+        return self.end - self.offset == self.numel and not self.overlaps_itself
+
+    @property
+    def overlaps_itself(self) -> bool:
+        step = 1
+        for size, stride in sorted(zip(self.shape, self.stride), key=lambda pair: pair[1]):
+            if size > 1:
+                if stride < step:
+                    return True
+                step = stride * size
+        return False
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.conj and not self.neg
+
+
+def geometry(tensor: torch.Tensor) -> Geometry:
+    """The geometry of a strided tensor."""
+    shape = tuple(tensor.shape)
+    stride = tuple(step if size != 1 else 0 for size, step in zip(shape, tensor.stride()))
+    return Geometry(int(tensor.storage_offset()), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+@dataclass(slots=True)
+class Memory:
+    """One storage. `roots` are geometries with a value of their own, `views` those derived since the last write.
+
+    `storage` keeps the address from being given to another tensor. `author` is who created it or wrote it last,
+    `stale` says that its real bytes no longer are what the expressions say.
+    """
+
+    storage: Any
+    roots: dict[Geometry, Expression] = field(default_factory=dict)
+    views: dict[Geometry, Expression] = field(default_factory=dict)
+    author: Any = None
+    stale: bool = False
+    written: int = 0
+
+    def known(self, geom: Geometry) -> Expression | None:
+        """The value seen through `geom` if it has been noted."""
+        found = self.roots.get(geom)
+        return self.views.get(geom) if found is None else found
+
+    def read(self, geom: Geometry) -> Expression:
+        """The value seen through `geom`, derived from a root that holds all of it where it has not been noted."""
+        found = self.known(geom)
+        if found is None:
+            found = self.views[geom] = self._derive(geom)
+        return found
+
+    def _derive(self, geom: Geometry) -> Expression:
+        for root, value in self.roots.items():
+            inner = _window(root, value, geom)
+            if inner is not None:
+                return inner
+        return opaque(*self.roots.values())
+
+    def write(self, geom: Geometry, value: Expression) -> None:
+        """Replaces what is seen through `geom`; every other root that it reaches into is changed along."""
+        for root, old in list(self.roots.items()):
+            if root != geom and root.offset < geom.end and geom.offset < root.end:
+                self.roots[root] = _overwritten(root, old, geom, value)
+        if geom in self.roots or not any(_holds(root, geom) for root in self.roots):
+            self.roots[geom] = value
+        self.views = {geom: value}
+
+
+def opaque(*parts: Expression) -> Op:
+    """Computed in a way that cannot be written down: only what it was computed from is known."""
+    keys = dict.fromkeys(key for part in parts for key in refs(part))
+    return Op(OPAQUE, tuple(Ref(key) for key in keys))
+
+
+def _holds(outer: Geometry, inner: Geometry) -> bool:
+    return outer.dtype == inner.dtype and outer.offset <= inner.offset and inner.end <= outer.end
+
+
+def _flat(root: Geometry, value: Expression) -> Expression | None:
+    """`value` in memory order in a storage of its own, so that strides can be applied to it."""
+    if not root.is_dense or not root.is_plain:
+        return None
+    if root.order != tuple(range(len(root.shape))):
+        value = Op("aten.permute.default", (value, root.order))
+    return Op("aten.clone.default", (value,), (("memory_format", Special("memory_format", "contiguous_format")),))
+
+
+def _window(root: Geometry, value: Expression, geom: Geometry) -> Expression | None:
+    flat = _flat(root, value) if geom.is_plain and _holds(root, geom) else None
+    if flat is None:
+        return None
+    return Op("aten.as_strided.default", (flat, geom.shape, geom.stride, geom.offset - root.offset))
+
+
+def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Expression) -> Expression:
+    """The value of `root` after `value` was written through `geom`."""
+    covered = _window(geom, value, root)
+    if covered is not None:
+        return covered
+    flat = _flat(root, old) if geom.is_plain and _holds(root, geom) and not geom.overlaps_itself else None
+    if flat is None:
+        return opaque(old, value)
+    changed = Op("aten.as_strided_scatter.default", (flat, value, geom.shape, geom.stride, geom.offset - root.offset))
+    order = root.order
+    if order == tuple(range(len(order))):
+        return changed
+    return Op("aten.permute.default", (changed, tuple(order.index(d) for d in range(len(order)))))

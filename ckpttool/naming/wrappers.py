@@ -1,0 +1,63 @@
+"""The one table of wrappers: which segment each class puts into every name below it. Needs no torch.
+
+A segment is a wrapper's only where a live module of that class says so (`trace.wrapper_paths`), or the evidence of a
+whole file does; a user's own module may be called ``module`` or ``_orig_mod``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """`segment` is the child's name inside the wrapper, `classes` the wrapper's classes as ``module.qualname``."""
+
+    segment: str
+    classes: tuple[str, ...]
+    title: str
+
+
+TABLE = (
+    Wrapper("module", ("torch.nn.parallel.distributed.DistributedDataParallel",), "DistributedDataParallel"),
+    Wrapper("module", ("torch.nn.parallel.data_parallel.DataParallel",), "DataParallel"),
+    Wrapper("module", ("torch.optim.swa_utils.AveragedModel",), "AveragedModel"),  # and a buffer `n_averaged` beside it
+    Wrapper("_orig_mod", ("torch._dynamo.eval_frame.OptimizedModule",), "torch.compile"),
+    Wrapper(
+        "_checkpoint_wrapped_module",
+        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",),
+        "activation checkpoint",
+    ),
+    Wrapper(
+        "_fsdp_wrapped_module",
+        ("torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",),
+        "FSDP1",
+    ),
+    Wrapper(
+        "_fpw_module",
+        (
+            "torch.distributed.fsdp.flatten_params_wrapper.FlattenParamsWrapper",
+            "fairscale.nn.misc.flatten_params_wrapper.FlattenParamsWrapper",
+        ),
+        "FlattenParamsWrapper",
+    ),
+)
+
+BY_CLASS = {name: row for row in TABLE for name in row.classes}
+SEGMENTS = frozenset(row.segment for row in TABLE)
+
+
+def strip(fqn: str, wrapper_paths: Collection[str]) -> str:
+    """The canonical name: `fqn` without the segments at which a wrapper stands.
+
+    `wrapper_paths` are dotted paths whose last segment is the one that a wrapper put there (``blocks.0._orig_mod``).
+    """
+    if not wrapper_paths:
+        return fqn
+    kept, path = [], ""
+    for segment in fqn.split("."):
+        path = f"{path}.{segment}" if path else segment
+        if path not in wrapper_paths:
+            kept.append(segment)
+    return ".".join(kept)
