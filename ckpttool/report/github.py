@@ -21,8 +21,8 @@ def render(document: Document) -> str:
         messages = [*_verdict(document, level), *_messages(document, level)]
         lines += [_annotation(level, document.title, message) for message in _capped(messages)]
     lines.append(f"::group::{visible(document.title).translate(_DATA)}")
-    lines += map(_inert, text.render(document).splitlines())
-    return "\n".join([*lines, "::endgroup::"]) + "\n"
+    lines += map(_log_line, text.render(document).splitlines())
+    return _no_old_commands("\n".join([*lines, "::endgroup::"])) + "\n"
 
 
 def _verdict(document: Document, level: Severity) -> Iterator[str]:
@@ -49,9 +49,11 @@ def _annotation(level: Severity, title: str, message: str) -> str:
     return f"::{level} title={visible(title).translate(_PROPERTY)}::{message.translate(_DATA)}"
 
 
-def _inert(line: str) -> str:
-    """A line of the log that the runner does not take for a command: it obeys a leading ``::`` and any ``##[``."""
-    start = line.lstrip()
-    if start.startswith("::"):
-        line = line.replace("::", r"\x3a:", 1)
-    return line.replace("##[", r"##\x5b")
+def _log_line(line: str) -> str:
+    """A line that the runner does not take for a workflow command, as it would if ``::`` came first."""
+    return line.replace("::", r"\x3a:", 1) if line.lstrip().startswith("::") else line
+
+
+def _no_old_commands(lines: str) -> str:
+    """The runner still obeys the old form of a command, ``##[``, anywhere in a line."""
+    return lines.replace("##[", r"##\x5b")

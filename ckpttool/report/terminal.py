@@ -31,6 +31,9 @@ STYLES: dict[str, str] = {
     "notice": "",
 }
 
+_WIDEST = 4096  # columns that the cells which are never folded may ask for
+_FOLD_AT = 32  # columns that a key keeps on the narrowest terminal
+
 
 def render(document: Document, width: int, color: bool) -> str:
     """The document for a terminal of `width` columns. Keys and commands are folded, never cut."""
@@ -45,14 +48,26 @@ def render(document: Document, width: int, color: bool) -> str:
         emoji=False,
         legacy_windows=False,
     )
-    console.print(_text(document.title, "title"))
-    console.print(_text(document.verdict, "ok" if document.ok else "bad"))
+    _print(console, _text(document.title, "title"))
+    _print(console, _text(document.verdict, "ok" if document.ok else "bad"))
     for block in document.blocks:
         console.print()
         for renderable in _BLOCKS[type(block)](block):
-            # Soft wrapping leaves long lines whole, so that a command copied from the terminal is still one line.
-            console.print(renderable, soft_wrap=isinstance(renderable, Text))
+            _print(console, renderable)
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
+
+
+def _print(console: Console, renderable: RenderableType) -> None:
+    """Prints without cutting anything off: what is wider than the terminal, the terminal itself wraps.
+
+    So a command that is copied from the terminal is still one line.
+    """
+    if isinstance(renderable, Grid):
+        least = console.measure(renderable, options=console.options.update(max_width=_WIDEST)).minimum
+        renderable.width = least if least > console.width else None
+        console.print(renderable, crop=False)
+    else:
+        console.print(renderable, soft_wrap=True)
 
 
 def _text(text: str, role: str) -> Text:
@@ -78,16 +93,18 @@ def _facts(facts: Facts) -> list[RenderableType]:
 
 
 def _table(table: Table) -> list[RenderableType]:
-    grid = _grid()
-    for column in table.columns:
-        narrow = column.role in ("number", "dtype")
+    grid, rows = _grid(), cells(table)
+    for index, column in enumerate(table.columns):
+        fold = column.role in ("key", "plain")
+        longest = max(map(len, [column.title, *(row[index].text for row in rows)]))
         grid.add_column(
             _text(column.title, "title"),
             justify="right" if column.role == "number" else "left",
-            no_wrap=narrow,
+            no_wrap=not fold,
+            min_width=min(longest, _FOLD_AT if fold else _WIDEST),
             overflow="fold",
         )
-    for row in cells(table):
+    for row in rows:
         grid.add_row(*map(_cell, row))
     footer: list[RenderableType] = [_text(table.footer, "dim")] if table.footer else []
     return [_text(table.title, "title"), grid, *footer]

@@ -4,7 +4,7 @@ so that `grep` finds whole keys. On a terminal, `terminal.py` sets the same bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ def _facts(facts: Facts) -> list[str]:
 
 def _table(table: Table) -> list[str]:
     header = [Cell(column.title, column.role) for column in table.columns]
-    return [visible(table.title), *_indent(_grid([header, *cells(table)])), *_indent(filter(None, [table.footer]))]
+    footer = [visible(table.footer)] if table.footer else []
+    return [visible(table.title), *_indent([*_grid([header, *cells(table)]), *footer])]
 
 
 def _note(note: Note) -> list[str]:
@@ -58,7 +59,7 @@ def _commands(block: Commands) -> list[str]:
     return [visible(block.title), *_indent(map(visible, block.commands))]
 
 
-def _indent(lines: Any) -> list[str]:
+def _indent(lines: Iterable[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 

@@ -1,0 +1,453 @@
+"""Every renderer against an exact text, and all of them against keys that a hostile file may hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from html.parser import HTMLParser
+
+import pytest
+
+from ckpttool.errors import CkptError, Problem
+from ckpttool.report import BY_ENDING, FORMATS, format_of, render
+from ckpttool.report.collapse import collapse
+from ckpttool.report.document import (
+    Cell,
+    Code,
+    Column,
+    Commands,
+    Document,
+    Facts,
+    Note,
+    Problems,
+    Table,
+    shortened,
+)
+from ckpttool.report.text import Terminal
+from ckpttool.report.words import human_bytes, number, plural, shape_text, shell, visible
+
+COLUMNS = (Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number"))
+DIFF = Document(
+    "diff a.pt b.pt",
+    "1 key is missing",
+    False,
+    (
+        Facts((("left", Cell("a.pt", "key")), ("keys", "3"))),
+        Table(
+            "Differences",
+            COLUMNS,
+            (("w.weight", "float32", "[12, 6]", "288 bytes"), ("b", "bfloat16", "[]", Cell("2 bytes", "warn"))),
+            "... 33 more (--all)",
+        ),
+        Note("hooks rename 2 keys"),
+        Note("dtypes are not compared", "warning"),
+        Problems((Problem("missing", "w.bias"),)),
+        Code(("def hook(module):", "    ..."), "python"),
+        Commands("To mend it:", ("ckpttool remap a.pt -o b.pt",)),
+    ),
+)
+
+PLAIN = """\
+diff a.pt b.pt
+1 key is missing
+
+left  a.pt
+keys  3
+
+Differences
+  key       dtype     shape         size
+  w.weight  float32   [12, 6]  288 bytes
+  b         bfloat16  []       2 bytes
+  ... 33 more (--all)
+
+hooks rename 2 keys
+
+warning: dtypes are not compared
+
+error: missing @ w.bias
+
+  def hook(module):
+      ...
+
+To mend it:
+  ckpttool remap a.pt -o b.pt
+"""
+
+MARKDOWN = """\
+## diff a.pt b.pt
+
+❌ **1 key is missing**
+
+| | |
+| --- | --- |
+| left | `a.pt` |
+| keys | 3 |
+
+### Differences
+
+| key | dtype | shape | size |
+| --- | --- | --- | ---: |
+| `w.weight` | `float32` | `[12, 6]` | 288 bytes |
+| `b` | `bfloat16` | `[]` | *2 bytes* |
+
+... 33 more (--all)
+
+hooks rename 2 keys
+
+> [!WARNING]
+> dtypes are not compared
+
+- **error:** missing @ `w.bias`
+
+```python
+def hook(module):
+    ...
+```
+
+To mend it:
+
+```shell
+ckpttool remap a.pt -o b.pt
+```
+"""
+
+GITHUB = f"""\
+::error title=diff a.pt b.pt::1 key is missing%0Ackpttool remap a.pt -o b.pt
+::error title=diff a.pt b.pt::missing @ w.bias
+::warning title=diff a.pt b.pt::dtypes are not compared
+::group::diff a.pt b.pt
+{PLAIN}::endgroup::
+"""
+
+HTML_BODY = """\
+<h1>diff a.pt b.pt</h1>
+<p class="verdict bad">1 key is missing</p>
+<div class="scroll"><table>
+<tr><th>left</th><td class="key">a.pt</td></tr>
+<tr><th>keys</th><td>3</td></tr>
+</table></div>
+<h2>Differences</h2>
+<div class="scroll"><table>
+<tr><th>key</th><th>dtype</th><th>shape</th><th class="number">size</th></tr>
+<tr><td class="key">w.weight</td><td class="dtype">float32</td><td class="shape">[12, 6]</td>\
+<td class="number">288 bytes</td></tr>
+<tr><td class="key">b</td><td class="dtype">bfloat16</td><td class="shape">[]</td><td class="warn">2 bytes</td></tr>
+</table></div>
+<footer>... 33 more (--all)</footer>
+<p>hooks rename 2 keys</p>
+<p><strong class="warning">warning:</strong> dtypes are not compared</p>
+<ul>
+<li><strong class="error">error:</strong> missing @ <span class="key">w.bias</span></li>
+</ul>
+<pre>def hook(module):
+    ...</pre>
+<h2>To mend it:</h2>
+<pre>ckpttool remap a.pt -o b.pt</pre>
+</html>
+"""
+
+TERMINAL = """\
+\x1b[1mdiff a.pt b.pt\x1b[0m
+\x1b[31m1 key is missing\x1b[0m
+
+\x1b[1mDifferences\x1b[0m
+\x1b[1mkey\x1b[0m\x1b[1m  \x1b[0m\x1b[1msize\x1b[0m
+\x1b[36ma.w\x1b[0m     1
+
+\x1b[1;31merror: \x1b[0mmissing @ \x1b[36ma.b\x1b[0m
+
+To mend it:
+\x1b[1m  ckpttool remap a.pt -o b.pt --model model.py:Model --to runtime\x1b[0m
+"""
+
+
+@pytest.mark.parametrize(("name", "expected"), [("text", PLAIN), ("markdown", MARKDOWN), ("github", GITHUB)])
+def test_golden(name: str, expected: str) -> None:
+    assert render(name, DIFF, {}) == expected
+
+
+def test_golden_html() -> None:
+    page = render("html", DIFF, {})
+    head, body = page.split("</style>\n")
+    assert body == HTML_BODY
+    assert head.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n')
+    assert "<title>diff a.pt b.pt</title>" in head
+    assert "prefers-color-scheme: dark" in head
+    assert not re.search(r"https?:|@import|url\(|<script|<link|src=", page)
+
+
+def test_golden_terminal() -> None:
+    document = Document(
+        "diff a.pt b.pt",
+        "1 key is missing",
+        False,
+        (
+            Table("Differences", (Column("key", "key"), Column("size", "number")), (("a.w", "1"),)),
+            Problems((Problem("missing", "a.b"),)),
+            Commands("To mend it:", ("ckpttool remap a.pt -o b.pt --model model.py:Model --to runtime",)),
+        ),
+    )
+    assert render("text", document, {}, Terminal(40)) == TERMINAL
+    assert render("text", document, {}, Terminal(40, color=False)) == re.sub("\x1b\\[[0-9;]*m", "", TERMINAL)
+
+
+def test_golden_json() -> None:
+    data = {"schema": "ckpttool.diff/1", "b": [], "a": "é \x1b\x9b\u202e\ud800\U000e0041 [red]"}
+    text = render("json", DIFF, data)
+    assert text == (
+        '{\n  "schema": "ckpttool.diff/1",\n  "b": [],\n'
+        '  "a": "é \\u001b\\u009b\\u202e\\ud800\\udb40\\udc41 [red]"\n}\n'
+    )
+    assert json.loads(text) == data
+    text.encode()
+
+
+HOSTILE = [
+    "\x1b[2J\x1b]0;owned\x07",
+    "\x9b31m",
+    "a\r\nb\x00c\x7f",
+    "\u202egnp.txt\u2066\u200b\ufeff",
+    "\ud800 lone",
+    "[red]not red[/red] :smile: [link=http://x]y[/link]",
+    "a|b`c``d`",
+    "`",
+    "</td></pre><script>alert('&')</script>",
+    "%0A::error::100%",
+    "::add-mask::x",
+    "##[error]x",
+    "\u2028::error::x",
+    "```\n# title",
+    "",
+    "ключ.重み",
+]
+
+
+def hostile_document(key: str) -> Document:
+    """The key in every place of every block."""
+    return Document(
+        key,
+        key,
+        False,
+        (
+            Facts(((key, key),)),
+            Table(key, (Column(key), Column(key, "key")), ((key, key), (Cell(key, "ok"), Cell(key, "number"))), key),
+            Note(key),
+            Note(key, "warning"),
+            Problems((Problem(key, key),)),
+            Code((key,)),
+            Commands(key, (key,)),
+        ),
+    )
+
+
+def acts(char: str) -> bool:
+    return char != "\n" and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+@pytest.mark.parametrize("key", HOSTILE, ids=ascii)
+@pytest.mark.parametrize("name", FORMATS)
+def test_hostile_keys_never_act(name: str, key: str) -> None:
+    text = render(name, hostile_document(key), {"keys": [key], key: 1})
+    assert not list(filter(acts, text))
+    text.encode()
+
+
+@pytest.mark.parametrize("key", HOSTILE, ids=ascii)
+def test_a_terminal_shows_hostile_keys_as_they_are_written(key: str) -> None:
+    document = Document(key, "", True, (Table("keys", (Column("key", "key"),), ((key,),)),))
+    shown = render("text", document, {}, Terminal(200))
+    assert [line.rstrip() for line in re.sub("\x1b\\[[0-9;]*m", "", shown).splitlines()] == [
+        visible(key).rstrip(),
+        "",
+        "",
+        "keys",
+        "key",
+        visible(key).rstrip(),
+    ]
+    plain = render("text", document, {}, Terminal(200, color=False))
+    assert not list(filter(acts, plain))
+
+
+@pytest.mark.parametrize("key", HOSTILE, ids=ascii)
+def test_the_plain_text_holds_the_whole_key_on_one_line(key: str) -> None:
+    long = key + "x" * 500
+    document = Document("t", "v", True, (Table("keys", (Column("key", "key"), Column("n", "number")), ((long, "1"),)),))
+    assert f"  {visible(long)}  " in render("text", document, {})
+    assert len(render("text", document, {}).splitlines()) == 6
+
+
+@pytest.mark.parametrize("width", [1, 10, 20, 60])
+def test_a_narrow_terminal_cuts_nothing_off(width: int) -> None:
+    key = ".".join(f"layer{index}" for index in range(20))
+    document = Document("t", "v", True, (Table("T", COLUMNS, ((key, "float8_e4m3fnuz", "[1, 2, 3]", "288 bytes"),)),))
+    shown = render("text", document, {}, Terminal(width, color=False))
+    assert "float8_e4m3fnuz" in shown
+    assert "288 bytes" in shown
+    folded = "".join(line.split("  ")[0].strip() for line in shown.splitlines()[5:])
+    assert folded == key
+
+
+@pytest.mark.parametrize("key", HOSTILE, ids=ascii)
+def test_github_runs_no_command_of_a_key(key: str) -> None:
+    """The runner obeys lines that begin with `::` after blanks, and `##[` anywhere."""
+    commands = re.compile(r"\s*::(error|warning|notice|group|endgroup)[ :]")
+    lines = render("github", hostile_document(key), {}).split("\n")
+    found = [match[1] for line in lines if (match := commands.match(line))]
+    assert found == ["error", "error", "warning", "group", "endgroup"]
+    assert not any(line.lstrip().startswith("::") and not commands.match(line) for line in lines)
+    assert not any("##[" in line for line in lines)
+
+
+def test_github_escapes_data_and_properties() -> None:
+    document = Document("a: 1, 2\n%", "100%: a, b", True)
+    assert render("github", document, {}).splitlines()[0] == "::notice title=a%3A 1%2C 2\\n%25::100%25: a, b"
+
+
+@pytest.mark.parametrize(("count", "summary"), [(9, None), (10, "... 2 more, listed in the log of this step")])
+def test_github_shows_ten_annotations_and_lists_the_rest(count: int, summary: str | None) -> None:
+    problems = tuple(Problem("missing", f"k{index}") for index in range(count))
+    lines = render("github", Document("t", "v", False, (Problems(problems),)), {}).splitlines()
+    annotations = [line for line in lines if line.startswith("::error")]
+    assert len(annotations) == 10
+    assert summary is None or annotations[-1].endswith(f"::{summary}")
+    assert [line for line in lines if line.startswith("error: missing @ k")] == [f"error: {p}" for p in problems]
+
+
+@pytest.mark.parametrize("key", HOSTILE, ids=ascii)
+def test_html_reads_back_as_the_text_that_was_put_in(key: str) -> None:
+    class Reader(HTMLParser):
+        tags: list[str] = []  # noqa: RUF012
+        text = ""
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.tags = [*self.tags, tag]
+
+        def handle_data(self, data: str) -> None:
+            self.text += f"{data}\n"
+
+    reader = Reader(convert_charrefs=True)
+    reader.feed(render("html", hostile_document(key), {}))
+    assert "script" not in reader.tags
+    assert visible(key) in reader.text
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("a|b", r"`a\|b`"),
+        ("a`b", "``a`b``"),
+        ("`a``b", "``` `a``b ```"),
+        ("a\nb", r"`a\nb`"),
+        ("", ""),
+        ("@you", "`@you`"),
+    ],
+)
+def test_markdown_keys_stay_in_their_cell(key: str, expected: str) -> None:
+    document = Document("t", "v", True, (Table("T", (Column("key", "key"),), ((key,),)),))
+    assert render("markdown", document, {}).splitlines()[-1] == f"| {expected} |"
+
+
+def test_markdown_words_are_no_markup() -> None:
+    text = render("markdown", Document("t", "*a* _b_ snake_case <i> [x](y) #1 ~~c~~ $d$ a|b \\ &lt;", True), {})
+    assert text.splitlines()[2] == (
+        "✅ **\\*a\\* \\_b\\_ snake_case \\<i\\> \\[x\\](y) \\#1 \\~\\~c\\~\\~ \\$d\\$ a\\|b \\\\ \\&lt;**"
+    )
+
+
+def test_markdown_fences_are_longer_than_those_inside() -> None:
+    text = render("markdown", Document("t", "v", True, (Code(("```", "x"), "python"),)), {})
+    assert text.endswith("````python\n```\nx\n````\n")
+
+
+def test_the_ending_picks_the_format() -> None:
+    assert {path: format_of(path) for path in ("a/b.json", "x.MD", "r.html", "r.txt")} == {
+        "a/b.json": "json",
+        "x.MD": "markdown",
+        "r.html": "html",
+        "r.txt": "text",
+    }
+    assert set(BY_ENDING.values()) < set(FORMATS)
+    for path in ("report", "report.pdf", ".json", "a.json/b"):
+        with pytest.raises(CkptError) as caught:
+            format_of(path)
+        assert ".json" in caught.value.hint
+
+
+def test_an_unknown_format_is_an_error_that_lists_them() -> None:
+    with pytest.raises(CkptError) as caught:
+        render("yaml", DIFF, {})
+    assert caught.value.hint == "--format takes one of text, json, markdown, github, html"
+
+
+def test_shortened_says_how_many_are_left_out() -> None:
+    table = Table("T", (Column("k"),), tuple((str(index),) for index in range(1043)))
+    assert shortened(table, 40).footer == "... 1,003 more (--all)"
+    assert len(shortened(table, 40).rows) == 40
+    assert shortened(table, 1043) is table
+    assert shortened(table, None) is table
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1,023 bytes"),
+        (1024, "1.0 KiB"),
+        (1024**2 - 1, "1,023.9 KiB"),
+        (1536 * 1024, "1.5 MiB"),
+        (5 * 1024**4, "5.0 TiB"),
+        (2**70, "1,024.0 EiB"),
+        (2**63 - 1, "7.9 EiB"),
+    ],
+)
+def test_human_bytes(n: int, expected: str) -> None:
+    assert human_bytes(n) == expected
+
+
+def test_words() -> None:
+    assert [plural(n, "tensor") for n in (0, 1, 2000)] == ["0 tensors", "1 tensor", "2,000 tensors"]
+    assert [plural(2, word) for word in ("alias", "entry", "key", "prefix")] == [
+        "2 aliases",
+        "2 entries",
+        "2 keys",
+        "2 prefixes",
+    ]
+    assert number(1234567) == "1,234,567"
+    assert [shape_text(shape) for shape in ((12, 6), (), (3,), None)] == ["[12, 6]", "[]", "[3]", "?"]
+    assert visible("a\x1b\t\u202eé\\") == "a\\x1b\\t\\u202eé\\"
+
+
+@pytest.mark.parametrize(
+    ("arg", "expected"),
+    [("a.pt", "a.pt"), ("a b", "'a b'"), ("{x} => y", "'{x} => y'"), ("it's\n\\", "$'it\\'s\\n\\\\'")],
+)
+def test_shell_quotes_what_a_shell_would_take_apart(arg: str, expected: str) -> None:
+    assert shell("ckpttool", arg) == f"ckpttool {expected}"
+
+
+def patterns(*keys: str) -> list[str]:
+    return [group.pattern for group in collapse((key, "f32") for key in keys)]
+
+
+def test_collapse_names_exactly_the_keys_of_a_grid() -> None:
+    assert patterns(*(f"layers.{i}.w" for i in range(32))) == ["layers.{0-31}.w"]
+    assert patterns("l.0.w", "l.0.b", "l.1.w", "l.1.b") == ["l.{0-1}.w", "l.{0-1}.b"]
+    assert patterns(*(f"l.{i}.e.{j}.w" for i in range(3) for j in range(8))) == ["l.{0-2}.e.{0-7}.w"]
+    assert patterns("l.0.e.0", "l.0.e.1", "l.1.e.0") == ["l.0.e.{0-1}", "l.1.e.0"]
+    assert patterns(*(f"l.{i}.w" for i in (0, 4, 8, 12))) == ["l.{0-12/4}.w"]
+    assert patterns(*(f"l.{i}.w" for i in (5, 0, 1, 2, 9, 10))) == ["l.{0-2,5,9-10}.w"]
+
+
+def test_collapse_keeps_apart_what_is_not_alike() -> None:
+    assert patterns("l.0.w", "l.w", "0.l.w") == ["l.0.w", "l.w", "0.l.w"]
+    assert patterns("l.1.w", "l.01.w", "l.-1.w", "l.1²3.w") == ["l.1.w", "l.01.w", "l.-1.w", "l.1²3.w"]
+    assert [g.pattern for g in collapse([("l.0.w", "f32"), ("l.1.w", "bf16")])] == ["l.0.w", "l.1.w"]
+
+
+def test_collapse_loses_no_key_and_gives_up_on_hostile_ones() -> None:
+    keys = [".".join("1" if i == j else "0" for j in range(300)) for i in range(300)]
+    groups = collapse((key, None) for key in [*keys, "a.0", "a.999999999", "a.2"])
+    assert sorted(key for group in groups for key in group.keys) == sorted([*keys, "a.0", "a.999999999", "a.2"])
+    assert groups[-1].pattern == "a.{0,2,999999999}"
