@@ -147,6 +147,22 @@ HTML_BODY = """\
 </html>
 """
 
+JSON = r"""{
+  "schema": "ckpttool.diff/1",
+  "identical": false,
+  "summary": {
+    "same": 2,
+    "shape": 1
+  },
+  "entries": [
+    {"status": "same", "left": ["a"]},
+    {"status": "shape", "left": ["b"]}
+  ],
+  "fix": [],
+  "a": "é \u001b\u009b\u202e\ud800\udb40\udc41 [red]"
+}
+"""
+
 TERMINAL = """\
 \x1b[1mdiff a.pt b.pt\x1b[0m
 \x1b[31m1 key is missing\x1b[0m
@@ -193,14 +209,17 @@ def test_golden_terminal() -> None:
 
 
 def test_golden_json() -> None:
-    data = {"schema": "ckpttool.diff/1", "b": [], "a": "é \x1b\x9b\u202e\ud800\U000e0041 [red]"}
+    data = {
+        "schema": "ckpttool.diff/1",
+        "identical": False,
+        "summary": {"same": 2, "shape": 1},
+        "entries": [{"status": "same", "left": ["a"]}, {"status": "shape", "left": ["b"]}],
+        "fix": [],
+        "a": "é \x1b\x9b\u202e\ud800\U000e0041 [red]",
+    }
     text = render("json", DIFF, data)
-    assert text == (
-        '{\n  "schema": "ckpttool.diff/1",\n  "b": [],\n'
-        '  "a": "é \\u001b\\u009b\\u202e\\ud800\\udb40\\udc41 [red]"\n}\n'
-    )
+    assert text == JSON
     assert json.loads(text) == data
-    text.encode()
 
 
 HOSTILE = [

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -47,25 +48,24 @@ def emit(document: Document, data: Mapping[str, Any], format: str, reports: Sequ
 
 
 def write_report(path: str, text: str) -> None:
-    """Writes the file as UTF-8, whole or not at all: to a temporary sibling that is then renamed. Raises OSError."""
+    """Writes the file as UTF-8, whole or not at all: to a temporary sibling that is then renamed.
+
+    What is no regular file (``/dev/stderr``, a pipe) is written to directly. Raises OSError that names `path`.
+    """
     target = os.path.realpath(path)
-    if os.path.exists(target) and not os.path.isfile(target):  # /dev/stderr, a pipe: nothing to rename onto
-        _write(target, "w", text)
-        return
+    direct = os.path.exists(target) and not os.path.isfile(target)
     folder, name = os.path.split(target)
-    sibling = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    place = target if direct else os.path.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
-        _write(sibling, "x", text)
-        os.replace(sibling, target)
+        with open(place, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        if not direct:
+            os.replace(place, target)
     except OSError as error:
-        if os.path.exists(sibling):
-            os.unlink(sibling)
+        if not direct:
+            with suppress(OSError):
+                os.unlink(place)
         raise OSError(error.errno, error.strerror, path) from error
-
-
-def _write(path: str, mode: str, text: str) -> None:
-    with open(path, mode, encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-        file.write(text)
 
 
 def _terminal() -> Terminal | None:
