@@ -258,13 +258,15 @@ def failed_on_meta(error: BaseException) -> bool:
     """True where the error says that something cannot be done with a tensor that has no values."""
     seen: BaseException | None = error
     while seen is not None:
-        text = str(seen)
-        if isinstance(seen, (RuntimeError, NotImplementedError, TypeError, ValueError)) and any(
-            sign in text for sign in _META_SIGNS
-        ):
+        if isinstance(seen, (RuntimeError, NotImplementedError, TypeError, ValueError)) and says_meta(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def says_meta(text: str) -> bool:
+    """True where an error's text speaks of the meta device."""
+    return any(sign in text for sign in _META_SIGNS)
 
 
 def _hint(error: BaseException, on_meta: bool) -> str:

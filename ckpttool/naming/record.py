@@ -21,7 +21,8 @@ from ckpttool.naming.memory import Geometry, Memory, geometry, opaque
 Token = tuple[Any, ...]
 # Questions about a tensor that are answered without reading its values.
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
-                       "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim", "numel"})  # fmt: skip
+                       "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim",
+                       "numel"})  # fmt: skip
 
 
 class NeedsValues(Exception):
