@@ -19,9 +19,9 @@ def command(
 
     Reads the index only: no tensor is loaded, no pickle is run. CKPT::SECTION looks at one section.
     """
-    from ckpttool.formats import open_checkpoint
     from ckpttool.inspection import inspect
+    from ckpttool.operand import open_operand
     from ckpttool.report.inspection import document
 
-    inspection = inspect(open_checkpoint(ckpt))
+    inspection = inspect(open_operand(ckpt))
     emit(document(inspection, all=all), inspection.to_json(), format, report)
