@@ -14,6 +14,7 @@ from ckpttool.naming.hooks import Watcher, quiet
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.record import Recorder
+from ckpttool.naming.roundtrip import problems
 from ckpttool.naming.runtime import (
     dtype_name,
     fresh,
@@ -26,7 +27,7 @@ from ckpttool.naming.runtime import (
     shape_of,
     wrapper_paths,
 )
-from ckpttool.naming.verdict import DtypeChange, Verdict, load_verdict, name_unwritten, reads_of
+from ckpttool.naming.verdict import DtypeChange, Verdict, load_verdict, loaded
 
 __all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
 
@@ -44,16 +45,20 @@ class Saved:
 def trace(model: LoadedModel) -> Names:
     """All names of the model's tensors, both ways. Raises `CkptError` where its own code fails."""
     saved = on_meta_or_real(model, lambda real: save(model, real))
-    loaded = on_meta_or_real(model, lambda real: load(model, saved, real))
+    verdict = on_meta_or_real(model, lambda real: load(model, saved, real))
+    sources = {s.key: s.source for s in saved.serialized}
+    wrong = problems(saved.runtime, saved.serialized, verdict)
     metadata = metadata_of(saved.state)
     return Names(
         model=model.operand,
         torch=torch.__version__,
         runtime=saved.runtime,
         serialized=saved.serialized,
-        load=tuple(LoadedTensor(fqn, value) for fqn, value in loaded.items()),
+        load=tuple(LoadedTensor(fqn, _by_own_name(fqn, value, sources)) for fqn, value in verdict.reads.items()),
         not_serialized=_not_serialized(saved),
         extra_state=saved.extra_state,
+        roundtrips=not wrong,
+        roundtrip_problems=tuple(map(str, wrong)),
         modules=None if metadata is None else tuple(metadata),
     )
 
@@ -77,26 +82,15 @@ def save(model: LoadedModel, real: bool) -> Saved:
     return Saved(tensors, keys, tuple(key for key, value in state.items() if not _is_saved(key, value)), state)
 
 
-def load(model: LoadedModel, saved: Saved, real: bool) -> dict[str, Expression | None]:
-    """Loads fresh tensors of the serialized keys into a fresh instance and reads every runtime tensor's expression."""
-    instance = model.build(real)
-    recorder = Recorder()
+def load(model: LoadedModel, saved: Saved, real: bool) -> Verdict:
+    """Loads fresh tensors of the serialized keys into a fresh instance."""
     state: OrderedDict[str, Any] = OrderedDict()
     for key, value in saved.state.items():
         state[key] = fresh(value) if isinstance(value, torch.Tensor) else value
-        if isinstance(value, torch.Tensor):
-            recorder.name(state[key], Ref(key))
     metadata = metadata_of(saved.state)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]
-    name_unwritten(instance, recorder)
-    watcher = Watcher(instance, recorder)
-    with model_code("load_state_dict() of its own state_dict()", watcher), recording(recorder):
-        instance.load_state_dict(state, strict=False)
-    with quiet():
-        found = reads_of(instance, recorder)
-    sources = {s.key: s.source for s in saved.serialized}
-    return {fqn: _by_own_name(fqn, value, sources) for fqn, value in found.items()}
+    return loaded(model.build(real), state, real)
 
 
 def _by_own_name(fqn: str, value: Expression | None, sources: Mapping[str, Expression | None]) -> Expression | None:

@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in 
 UNWRITTEN = Op("unwritten")  # what a runtime tensor holds before loading
 
 
-@dataclass(frozen=True, slots=True)
-class DtypeChange:
+class DtypeChange(NamedTuple):
     """A runtime tensor that loading converts: from the dtype of what is loaded (`key`, if it is one key) to its own."""
 
     fqn: str
@@ -60,13 +59,17 @@ def load_verdict(model: LoadedModel, section: Section) -> Verdict:
 
 
 def _verdict(model: LoadedModel, section: Section, real: bool) -> Verdict:
-    instance = model.build(real)
+    return loaded(model.build(real), _state(section, real), real)
+
+
+def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
+    """Loads `state` strictly into `instance`, which is changed. Raises `CodeFailed` where that cannot run on meta."""
     recorder = Recorder()
-    state = _state(section, real)
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             recorder.name(value, Ref(key))
-    name_unwritten(instance, recorder)
+    for item in listed(instance):
+        recorder.name(item.tensor, UNWRITTEN)
     watcher = Watcher(instance, recorder)
     lists = _Lists(instance)
     _shield_extra_state(instance)
@@ -91,14 +94,7 @@ def _is_torchs_answer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith(_TORCH_SAYS) and not says_meta(str(error))
 
 
-def name_unwritten(instance: nn.Module, recorder: Recorder) -> None:
-    """Marks every runtime tensor as holding nothing of what will be loaded."""
-    for item in listed(instance):
-        recorder.name(item.tensor, UNWRITTEN)
-
-
-def reads_of(instance: nn.Module, recorder: Recorder) -> dict[str, Expression | None]:
-    """What each runtime tensor holds after loading; None where no key reaches it."""
+def _reads(instance: nn.Module, recorder: Recorder) -> dict[str, Expression | None]:
     found = {item.fqn: recorder.value(item.tensor) for item in listed(instance)}
     return {fqn: value if any(True for _ in refs(value)) else None for fqn, value in found.items()}
 
@@ -118,7 +114,7 @@ def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Except
         unexpected=unexpected,
         errors=errors,
         dtype_changes=tuple(changes),
-        reads=reads_of(instance, recorder),
+        reads=_reads(instance, recorder),
     )
 
 
