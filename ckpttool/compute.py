@@ -133,6 +133,19 @@ def _read(span: Span) -> bytearray:
         reader.close()
 
 
+def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float) -> str | None:
+    """How two tensors differ, in words; None where every element is within the tolerances (NaN equals NaN)."""
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    a, b = left.to(wide), right.to(wide)
+    equal = (a == b) | (a.isnan() & b.isnan())
+    close = equal | torch.isclose(a, b, rtol=rtol, atol=atol)
+    count = int((~close).sum())
+    if count or not (rtol or atol):
+        far = torch.where(equal, torch.zeros_like(a), a - b).abs().nan_to_num(nan=float("inf")).max().item()
+        return f"{count:,} of {left.numel():,} elements differ, by {far:.3g} at most"
+    return None
+
+
 def to_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements in row-major order, without a copy where it is contiguous."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()

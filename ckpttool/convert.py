@@ -114,3 +114,13 @@ def _dense(entry: TensorEntry) -> TensorEntry:
         "aten.clone.default", (Ref(entry.key),), (("memory_format", Special("memory_format", "contiguous_format")),)
     )
     return compute.entry_of(entry.key, copy, {entry.key: entry})
+
+
+def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
+    """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
+    notes = []
+    if target.tensors_only and any(section.modules is not None for section in checkpoint.sections):
+        notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
+    if checkpoint.metadata and not target.tensors_only:
+        notes.append(f"__metadata__ is left out: {target.title} has no place for it")
+    return notes

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
 from ckpttool.errors import Problem, Refused
-from ckpttool.execute import same_bytes
 from ckpttool.expression import Expression, Op, Ref, Special
 from ckpttool.naming.forms import RUNTIME, Relation, over, read
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.names import Names
+from ckpttool.values import same_values
+
+CONSTANTS = "constants"  # the section of a program's constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class Swap:
     sources: Mapping[str, Expression]
     form: str
     ignored: tuple[str, ...]
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The program's constants, which stay as they are."""
+        return tuple(e.key for section in self.program.sections if section.path == CONSTANTS for e in section.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,22 @@ def swap(
     section = replace(target, tensors=_replaced(target.tensors, fitted))
     sections = tuple(section if s is target else s for s in program.sections)
     return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
+
+
+def to_json(swapped: Swap, program: str, weights: str, output: str) -> dict[str, object]:
+    """The `swap-weights` object of the contract."""
+    return {
+        "schema": "ckpttool.swap/1",
+        "program": program,
+        "weights": weights,
+        "output": output,
+        "swapped": len(swapped.sources),
+        "kept": [],
+        "constants": list(swapped.constants),
+        "layout": swapped.program.format,
+        "from": swapped.form,
+        "ignored": list(swapped.ignored),
+    }
 
 
 def _feed_by_keys(target: Section, weights: Section) -> _Feed:
@@ -171,20 +194,8 @@ def _untied(
     return [
         Problem(f"tied to {first}, and its new value is another one", key)
         for key, first, left, right in pairs
-        if left is not None and right is not None and not _equal(left, right)
+        if left is not None and right is not None and not same_values(left, right)
     ]
-
-
-def _equal(left: TensorEntry, right: TensorEntry) -> bool:
-    if left.identity == replace(right, key=left.key).identity:
-        return True
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return False
-    if left.span is not None and right.span is not None:
-        return same_bytes(left.span, right.span)
-    from ckpttool import compute
-
-    return compute.to_bytes(compute.load(left)) == compute.to_bytes(compute.load(right))
 
 
 def _replaced(entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:

@@ -1,0 +1,135 @@
+"""``ckpttool diff``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli.operands import (
+    All,
+    Materialize,
+    Model,
+    ModelKwargs,
+    is_definition,
+    load_definition,
+    load_names,
+    options,
+)
+from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.diff import HARMLESS, Diff, Entry, Values, compare, hidden_segments
+from ckpttool.diff_names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
+from ckpttool.errors import CkptError
+from ckpttool.naming.names import Names
+from ckpttool.operand import model_section, open_operand, split
+from ckpttool.report.words import shell
+from ckpttool.values import difference
+
+
+def command(
+    operands: Annotated[list[str] | None, typer.Argument(metavar="[LEFT RIGHT | CKPT]", help="Checkpoints.")] = None,
+    model: Model = None,
+    model_kwargs: ModelKwargs = "{}",
+    materialize: Materialize = False,
+    values: Annotated[bool, typer.Option("--values", help="Compare the bytes of the tensors too.")] = False,
+    rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance of --values.")] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance of --values.")] = 0.0,
+    ignore_dtype: Annotated[bool, typer.Option("--ignore-dtype", help="Another dtype is no difference.")] = False,
+    all: All = False,
+    format: Format = "text",
+    report: Reports = None,
+) -> int:
+    """What differs, why, and the command that mends it.
+
+    LEFT is what you have, RIGHT what is expected. With --model alone: what state_dict() writes against the runtime
+    names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
+    """
+    from ckpttool.report.diff import document
+
+    paths, chosen = operands or [], [] if model is None else options(model, model_kwargs, materialize)
+    if len(paths) == 2:
+        names = None if model is None else load_names(model, model_kwargs, materialize)
+        how = partial(difference, rtol=rtol, atol=atol) if values or rtol or atol else None
+        result = _checkpoints(paths[0], paths[1], names, how, ignore_dtype)
+    elif model is not None and len(paths) == 1 and not values:
+        result = _load(model, model_kwargs, materialize, paths[0], ignore_dtype, chosen)
+    elif model is not None and not paths:
+        result = _names(load_names(model, model_kwargs, materialize), chosen)
+    else:
+        raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
+    emit(document(result, all=all), result.to_json(), format, report)
+    return 0 if result.identical else 1
+
+
+def _names(names: Names, chosen: list[str]) -> Diff:
+    """A model alone: its serialized keys against its runtime names."""
+    entries = compare_names(names)
+    lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
+    identical = not lost and all(entry.status in HARMLESS for entry in entries)
+    fix = () if identical else (shell("ckpttool", "remap", "CKPT", *chosen, "--to", "exported", "-o", "OUT"),)
+    if any(entry.status in ("renamed", "transformed") for entry in entries):
+        fix = (shell("ckpttool", "swap-weights", "PROGRAM.pt2", "CKPT", *chosen, "-o", "OUT.pt2"), *fix)
+    notes = (
+        () if names.roundtrips else tuple(f"does not load what it saves: {text}" for text in names.roundtrip_problems)
+    )
+    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, fix, notes)
+
+
+def _load(model: str, kwargs: str, materialize: bool, ckpt: str, ignore_dtype: bool, chosen: list[str]) -> Diff:
+    """A checkpoint against what the model loads; for a model's code the answer is torch's own."""
+    section = model_section(open_operand(ckpt))
+    names, verdict = load_names(model, kwargs, materialize), None
+    if is_definition(model):
+        from ckpttool.naming.trace import load_verdict
+
+        verdict = load_verdict(load_definition(model, kwargs, materialize), section)
+    entries = compare_load(names, section, verdict)
+    fits = loads(entries) if verdict is None else verdict.ok
+    converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
+    identical = fits and (ignore_dtype or not converts)
+    notes = [f"torch: {text}" for text in (() if verdict is None else verdict.errors)]
+    found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
+    if not found:
+        notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
+    fix = []
+    if not identical and any(entry.status == "renamed" for entry in entries):
+        fix.append(shell("ckpttool", "remap", ckpt, *chosen, "--to", "serialized", "-o", _beside(ckpt, "serialized")))
+    return Diff(ckpt, f"{model} (what it loads)", identical, entries, tuple(fix), tuple(notes))
+
+
+def _checkpoints(left: str, right: str, names: Names | None, how: Values | None, ignore_dtype: bool) -> Diff:
+    """Two checkpoints, read through a model where one is given."""
+    first, second = open_operand(left), open_operand(right)
+    mine, theirs = model_section(first), model_section(second)
+    entries = compare(mine, theirs, how) if names is None else compare_through(names, mine, theirs, how)
+    harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
+    identical = all(entry.status in harmless for entry in entries)
+    notes = () if names is not None else hidden_segments(entries)
+    fix = _mends(left, right, first.format, second.format, entries, notes)
+    return Diff(left, right, identical, entries, fix, notes)
+
+
+def _mends(
+    left: str, right: str, left_format: str, right_format: str, entries: Sequence[Entry], notes: Sequence[str]
+) -> tuple[str, ...]:
+    """Commands that bring the left checkpoint's keys to those of the right one."""
+    differs = any(entry.status in ("renamed", "missing", "unexpected", "transformed") for entry in entries)
+    if not differs:
+        return ()
+    model = ["--model", "MODEL"] if notes else []
+    if right_format == "pt2":
+        return (shell("ckpttool", "swap-weights", right, left, *model, "-o", _beside(right, "swapped")),)
+    if left_format == "pt2":
+        return (shell("ckpttool", "swap-weights", left, right, *model, "-o", _beside(left, "swapped")),)
+    return (
+        shell("ckpttool", "remap", left, "--model", "MODEL", "--to", "serialized", "-o", _beside(left, "serialized")),
+    )
+
+
+def _beside(operand: str, word: str) -> str:
+    """A name for the output next to the source: ``train.pt::model`` -> ``train.serialized.pt``."""
+    path = Path(split(operand)[0])
+    return str(path.with_name(f"{path.stem}.{word}{path.suffix}"))

@@ -1,0 +1,113 @@
+"""``ckpttool remap``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from ckpttool import execute
+from ckpttool.cli.operands import Materialize, Model, ModelKwargs, load_names, read_json
+from ckpttool.cli.output import Format, Reports, emit, write_report
+from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
+from ckpttool.convert import fit, losses
+from ckpttool.errors import CkptError
+from ckpttool.formats import format_for
+from ckpttool.operand import open_operand, split
+from ckpttool.plan import Plan
+from ckpttool.remap import FORMS, by_plan, remap, to_json
+from ckpttool.rules import parse
+
+
+def command(
+    ckpt: Annotated[
+        str, typer.Argument(metavar="CKPT", help="The checkpoint to read; CKPT::SECTION takes one section.")
+    ],
+    out: Out = None,
+    model: Model = None,
+    model_kwargs: ModelKwargs = "{}",
+    materialize: Materialize = False,
+    to: Annotated[str | None, typer.Option("--to", metavar="FORM", help=f"{', '.join(FORMS)}.")] = None,
+    was: Annotated[str | None, typer.Option("--from", metavar="FORM", help="Default: recognised.")] = None,
+    rule: Annotated[list[str] | None, typer.Option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Apply the rules from TO to FROM.")] = False,
+    drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None,
+    plan: Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Carry out a saved plan.")] = None,
+    save_plan: Annotated[
+        str | None, typer.Option("--save-plan", metavar="FILE", help="Write the plan as JSON.")
+    ] = None,
+    keep_aliases: Annotated[
+        bool, typer.Option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
+    ] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Replace CKPT itself, atomically.")] = False,
+    force: Force = False,
+    dry_run: DryRun = False,
+    verify: Verify = False,
+    no_fsync: NoFsync = False,
+    format: Format = "text",
+    report: Reports = None,
+) -> None:
+    """Rewrite the keys, optimizer ids and format of a checkpoint.
+
+    The ending of OUT decides the format. What would lose, collide or have to be guessed is refused, and nothing is
+    written.
+    """
+    from ckpttool.report.remap import document
+
+    out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
+    _check(model, to, was, rule, plan, reverse)
+    target = None if out is None else format_for(out)
+    if out is not None and not dry_run:
+        execute.preflight(out, [split(ckpt)[0]], force=force, in_place=in_place)
+    source = open_operand(ckpt)
+    if plan is not None:
+        done = by_plan(source, Plan.from_json(read_json(plan, "write one with --save-plan"), plan))
+    else:
+        names = None if model is None else load_names(model, model_kwargs, materialize)
+        rules = [parse(text, reverse=reverse) for text in rule or ()]
+        done = remap(source, names=names, to=to, was=was, rules=rules, drops=drop or ())
+    if target is not None:
+        fitted = fit(done.result, target, keep_aliases=keep_aliases)
+        done = replace(done, notes=(*done.notes, *losses(done.result, target)))
+        pieces = target.layout(fitted)
+        if not dry_run:
+            write(pieces, str(out), fsync=not no_fsync)
+            if verify:
+                prove(str(out), fitted)
+    data = {**to_json(done, ckpt, out or ""), **({"plan": done.plan.to_json()} if dry_run else {})}
+    if save_plan is not None:
+        from ckpttool.report import json
+
+        write_report(save_plan, json.render(done.plan.to_json()))
+    emit(document(done, ckpt, out, dry_run=dry_run, verified=verify), data, format, report)
+
+
+def _output(ckpt: str, out: str | None, in_place: bool, optional: bool) -> str | None:
+    if in_place and out is not None:
+        raise CkptError("--in-place and -o OUT exclude each other", hint="choose one")
+    if in_place:
+        if split(ckpt)[1] is not None:
+            raise CkptError(
+                "--in-place would leave only one section of the file", hint="name the file without ::SECTION"
+            )
+        return ckpt
+    if out is None and not optional:
+        raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
+    return out
+
+
+def _check(
+    model: str | None, to: str | None, was: str | None, rule: Sequence[str] | None, plan: str | None, reverse: bool
+) -> None:
+    """Options that do not go together, or name a form that is none."""
+    for option, form in (("--to", to), ("--from", was)):
+        if form is not None and form not in FORMS:
+            raise CkptError(f"{option} {form}: no such form", hint=f"the forms are {', '.join(FORMS)}")
+        if form is not None and model is None:
+            raise CkptError(f"{option} {form} needs the model's names", hint="pass --model MODEL")
+    if plan is not None and (model is not None or rule):
+        raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --model and --rule out")
+    if reverse and not rule:
+        raise CkptError("--reverse without a --rule", hint="--to runtime and --to serialized are each other's reverse")

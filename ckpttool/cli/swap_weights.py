@@ -1,0 +1,65 @@
+"""``ckpttool swap-weights``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpttool import execute
+from ckpttool.cli.operands import Materialize, Model, ModelKwargs, load_names
+from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
+from ckpttool.errors import CkptError
+from ckpttool.formats import FORMATS, open_checkpoint
+from ckpttool.operand import model_section, open_operand, split
+from ckpttool.remap import FORMS
+from ckpttool.swap import swap, to_json
+
+
+def command(
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="The exported program (.pt2).")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The checkpoint with the new weights.")],
+    out: Out = None,
+    model: Model = None,
+    model_kwargs: ModelKwargs = "{}",
+    materialize: Materialize = False,
+    was: Annotated[str | None, typer.Option("--from", metavar="FORM", help="NEW's form; default: recognised.")] = None,
+    cast: Annotated[bool, typer.Option("--cast", help="Convert weights of another dtype to the program's.")] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Replace PROGRAM itself, atomically.")] = False,
+    force: Force = False,
+    dry_run: DryRun = False,
+    verify: Verify = False,
+    no_fsync: NoFsync = False,
+    format: Format = "text",
+    report: Reports = None,
+) -> None:
+    """Put new weights into an exported program.
+
+    The graph is not read, so the machine needs neither the program's custom operators nor its torch version. Refused,
+    with nothing written: weights that are missing, left over, of another shape or dtype, or tied and different.
+    """
+    from ckpttool.report.swap import document
+
+    if in_place == (out is not None) and not dry_run:
+        raise CkptError(
+            "no output named" if not in_place else "--in-place and -o OUT exclude each other", hint="-o OUT"
+        )
+    if was is not None and was not in FORMS:
+        raise CkptError(f"--from {was}: no such form", hint=f"the forms are {', '.join(FORMS)}")
+    target = program if in_place else out
+    if target is not None and not dry_run:
+        execute.preflight(target, [program, split(new)[0]], force=force, in_place=in_place)
+    deployed = open_checkpoint(program)
+    if deployed.format != "pt2":
+        raise CkptError(f"{program} is no exported program: {FORMATS[deployed.format].title}", hint="PROGRAM is a .pt2")
+    weights = model_section(open_operand(new))
+    names = None if model is None else load_names(model, model_kwargs, materialize)
+    swapped = swap(deployed, weights, names, form=None if was is None else FORMS[was], cast=cast)
+    pieces = FORMATS["pt2"].layout(swapped.program)
+    if target is not None and not dry_run:
+        write(pieces, target, fsync=not no_fsync)
+        if verify:
+            prove(target, swapped.program)
+    data = to_json(swapped, program, new, target or "")
+    emit(document(swapped, program, new, target, dry_run=dry_run, verified=verify), data, format, report)

@@ -1,0 +1,243 @@
+"""Diffs that a model's names explain: its serialized keys against its runtime names, a checkpoint against both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.diff import Entry, Values, compare_pair, leftover, renamed, segment_change, segment_reason
+from ckpttool.expression import Expression, Op, Ref
+from ckpttool.naming.forms import RUNTIME, SERIALIZED, Relation, over, read
+from ckpttool.naming.names import Hook, Names
+
+if TYPE_CHECKING:
+    from ckpttool.naming.verdict import Verdict
+
+NON_PERSISTENT = "a non-persistent buffer"
+
+
+def compare_names(names: Names) -> tuple[Entry, ...]:
+    """The model alone: what ``state_dict()`` writes (left) against what the tensors are called at runtime (right)."""
+    relation, hooks = Relation(names), {s.key: s.hook for s in names.serialized}
+    entries = [_pair(key, fqn, hooks.get(key)) for key, fqn in relation.fqn_of.items()]
+    entries += _transformed(relation, hooks)
+    for key, source in relation.saved.items():
+        if source is None:
+            entries.append(Entry("unexpected", (key,), (), "a hook adds it: no runtime tensor feeds it", hooks[key]))
+        elif isinstance(source, Ref) and key not in relation.fqn_of:
+            entries.append(
+                Entry("alias", (key,), (), "a second key of one tensor", hooks[key], f"same as {source.key}")
+            )
+    entries += [Entry("extra_state", (key,), (), "extra state: no tensor of a program") for key in names.extra_state]
+    named = {fqn for entry in entries for fqn in entry.right}
+    entries += [_unsaved(names, fqn, first, named) for fqn, first in relation.first.items() if fqn not in named]
+    return tuple(entries)
+
+
+def _pair(key: str, fqn: str, hook: Hook | None) -> Entry:
+    if key == fqn:
+        return Entry("same", (key,), (fqn,))
+    by = "state_dict hook" if hook is not None else "saving"
+    return Entry("renamed", (key,), (fqn,), f"{by} {segment_change(fqn, key)}", hook)
+
+
+def _transformed(relation: Relation, hooks: Mapping[str, Hook | None]) -> list[Entry]:
+    """Keys whose values are computed when the model is saved, together with the tensors that they are computed from."""
+    taken = set(relation.fqn_of.values())
+    computed = {key: source for key, source in relation.saved.items() if isinstance(source, Op)}
+    entries = []
+    for keys, fqns in _components({key: list(ex.refs(source)) for key, source in computed.items()}):
+        source = computed[keys[0]]
+        right = tuple(fqn for fqn in fqns if fqn not in taken)
+        entries.append(Entry("transformed", tuple(keys), right, _computed(source), hooks[keys[0]]))
+    return entries
+
+
+def _computed(source: Expression) -> str:
+    if ex.is_opaque(source):
+        return "computed by code that is no tensor operator"
+    return f"computed: {_operators(source)}"
+
+
+def _components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
+    """Groups of left names and the right names that they are linked with, such that no link leaves its group."""
+    groups: list[tuple[list[str], list[str]]] = []
+    home: dict[str, tuple[list[str], list[str]]] = {}  # right name -> its group
+    for left, rights in links.items():
+        group: tuple[list[str], list[str]] = ([left], list(dict.fromkeys(r for r in rights if r not in home)))
+        for other in {id(home[r]): home[r] for r in rights if r in home}.values():
+            group = (other[0] + group[0], other[1] + group[1])
+            groups.remove(other)
+        groups.append(group)
+        home.update(dict.fromkeys(group[1], group))
+    return groups
+
+
+def _operators(source: ex.Argument) -> str:
+    """The operators of an expression, innermost first: ``split, transpose``."""
+    names: list[str] = []
+
+    def walk(node: ex.Argument) -> None:
+        if isinstance(node, Op):
+            for arg in node.args:
+                walk(arg)
+            names.append(node.op.removeprefix("aten.").partition(".")[0])
+        elif isinstance(node, tuple):
+            for item in node:
+                walk(item)
+
+    walk(source)
+    return ", ".join(dict.fromkeys(name for name in names if name != "getitem"))
+
+
+def _unsaved(names: Names, fqn: str, first: str, named: Collection[str]) -> Entry:
+    tensor = next(tensor for tensor in names.runtime if tensor.fqn == fqn)
+    if first in named and first != fqn:
+        return Entry("alias", (), (fqn,), "a second name of one tensor", None, f"same as {first}")
+    if not tensor.persistent:
+        return Entry("not_serialized", (), (fqn,), NON_PERSISTENT)
+    lost = next((text for text in names.roundtrip_problems if text.endswith(f"@ {fqn}")), None)
+    return Entry("not_serialized", (), (fqn,), "state_dict() leaves it out", None, lost)
+
+
+def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:
+    """A checkpoint (left) against the serialized keys that the model loads (right).
+
+    `verdict` is what torch itself says of loading it; without one (a names file) the keys and shapes have to do.
+    """
+    have = section.by_key()
+    want = {s.key: s for s in names.serialized}
+    expected = [*want, *(key for key in names.extra_state if key not in want)]
+    entries = [_loaded(have[key], want.get(key)) for key in expected if key in have]
+    mine = {key: have[key] for key in have if key not in set(expected)}
+    theirs = [key for key in expected if key not in have]
+    entries += _other_form(names, section, mine, theirs)
+    entries += [_accepted(key, verdict) for key in mine]
+    entries += [_absent(key, names, verdict) for key in theirs]
+    return tuple(entries)
+
+
+def _loaded(entry: TensorEntry | ExtraEntry, want: object) -> Entry:
+    from ckpttool.naming.names import SerializedKey
+
+    key = (entry.key,)
+    if not isinstance(want, SerializedKey):
+        return Entry("extra_state", key, key, "extra state")
+    if isinstance(entry, ExtraEntry):
+        return Entry("shape", key, key, "not a tensor, where the model has one")
+    if want.shape is not None and entry.shape != want.shape:
+        return Entry("shape", key, key, "another shape", None, f"{list(entry.shape)} instead of {list(want.shape)}")
+    if entry.dtype != want.dtype:
+        return Entry("dtype", key, key, f"{entry.dtype} instead of {want.dtype}")
+    return Entry("same", key, key)
+
+
+def _other_form(
+    names: Names, section: Section, mine: dict[str, TensorEntry | ExtraEntry], theirs: list[str]
+) -> list[Entry]:
+    """Keys under another name of a tensor that the model loads (wrapped, runtime); takes them off both lists."""
+    entries = []
+    relation, hooks = Relation(names), {s.key: s.hook for s in names.serialized}
+    for form in (SERIALIZED, RUNTIME):
+        for key, name in read(names, section, form).match.names.items():
+            if key not in mine:
+                continue
+            for target in _targets(relation, name, form):
+                if target in theirs:
+                    reason, hook = _why(key, name, target, form, hooks)
+                    del mine[key]
+                    theirs.remove(target)
+                    entries.append(Entry("renamed", (key,), (target,), reason, hook))
+                    break
+    return entries
+
+
+def _targets(relation: Relation, name: str, form: str) -> list[str]:
+    """The serialized keys that a name stands for."""
+    if form == SERIALIZED:
+        return [name]
+    return [key for key, fqn in relation.fqn_of.items() if relation.first[fqn] == relation.first.get(name)]
+
+
+def _why(key: str, name: str, target: str, form: str, hooks: Mapping[str, Hook | None]) -> tuple[str, Hook | None]:
+    wrapped = "" if key == name else segment_reason(key, name)
+    if form == SERIALIZED or name == target:
+        return wrapped, None
+    runtime = f"left has the runtime name; the state_dict hook {segment_change(name, target)}"
+    return "; ".join(filter(None, (runtime, wrapped))), hooks.get(target)
+
+
+def _accepted(key: str, verdict: Verdict | None) -> Entry:
+    """A key that the model does not write: unexpected, but where its load hooks take it."""
+    if verdict is not None and key not in verdict.unexpected:
+        fqns = [fqn for fqn, source in verdict.reads.items() if source is not None and key in ex.refs(source)]
+        if fqns:
+            return Entry(
+                "renamed", (key,), (), "a load hook takes it under this name", None, f"goes to {', '.join(fqns)}"
+            )
+        return Entry("unexpected", (key,), (), "only left has it; a load hook takes it away without an error")
+    return Entry("unexpected", (key,), (), "only left has it")
+
+
+def _absent(key: str, names: Names, verdict: Verdict | None) -> Entry:
+    if verdict is not None and key not in verdict.missing and verdict.ok:
+        return Entry("missing", (), (key,), "only right has it; loading does without it")
+    return Entry("missing", (), (key,), "only right has it")
+
+
+def loads(entries: Iterable[Entry]) -> bool:
+    """Without the model's code: whether every key is there, with its shape, and no other."""
+    return all(entry.status in ("same", "extra_state", "dtype") and entry.left and entry.right for entry in entries)
+
+
+def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
+    """Two checkpoints of one model, each in whatever form its keys are: both are read as its runtime tensors."""
+    relation, hooks = Relation(names), {s.key: s.hook for s in names.serialized}
+    mine, theirs = _tensors(names, relation, left), _tensors(names, relation, right)
+    have, want = left.by_key(), right.by_key()
+    entries: list[Entry] = []
+    links: dict[str, list[str]] = {}
+    for fqn, source in mine.items():
+        other = theirs.get(fqn)
+        if isinstance(source, Ref) and isinstance(other, Ref):
+            entries.append(_same_tensor(have[source.key], want[other.key], relation, hooks, values))
+        elif other is not None:
+            for key in ex.refs(source):
+                links.setdefault(key, []).extend(ex.refs(other))
+    for lefts, rights in _components(links):
+        entries.append(Entry("transformed", tuple(lefts), tuple(rights), "computed by a state_dict hook"))
+    named_left = {key for entry in entries for key in entry.left}
+    named_right = {key for entry in entries for key in entry.right}
+    entries += leftover("unexpected", left, [key for key in have if key not in named_left], named_left)
+    entries += leftover("missing", right, [key for key in want if key not in named_right], named_right)
+    return tuple(entries)
+
+
+def _tensors(names: Names, relation: Relation, section: Section) -> dict[str, Expression]:
+    """Each runtime FQN as an expression over the section's keys."""
+    reading = read(names, section)
+    keys = {name: key for key, name in reading.match.names.items()}
+    if reading.form == RUNTIME:
+        return {name: Ref(key) for name, key in keys.items()}
+    found: dict[str, Expression] = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
+    extras = (*names.extra_state, *(key for key, source in relation.saved.items() if source is None))
+    return found | {name: Ref(keys[name]) for name in extras if name in keys}
+
+
+def _same_tensor(
+    left: TensorEntry | ExtraEntry,
+    right: TensorEntry | ExtraEntry,
+    relation: Relation,
+    hooks: Mapping[str, Hook | None],
+    values: Values | None,
+) -> Entry:
+    if left.key == right.key:
+        return compare_pair(left, right, values)
+    hook = hooks.get(left.key) or hooks.get(right.key)
+    reason = segment_reason(left.key, right.key)
+    if hook is not None:
+        saved, runtime = (left.key, right.key) if hooks.get(left.key) is not None else (right.key, left.key)
+        reason = f"state_dict hook {segment_change(runtime, saved)}"
+    return renamed(left, right, reason, values, hook)

@@ -1,0 +1,48 @@
+"""The documents of `trace` and `explain`: how a model's names relate, and one tensor under all its names."""
+
+from __future__ import annotations
+
+from ckpttool.diff import Diff
+from ckpttool.diff_names import compare_names
+from ckpttool.errors import Problem
+from ckpttool.naming.names import Names
+from ckpttool.report import diff as diff_report
+from ckpttool.report.document import Block, Document, Facts, Note, Problems, Table
+from ckpttool.report.words import number, plural
+
+
+def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
+    """What `trace` shows: counts, every cause for which a serialized key is not a runtime name, and the way back."""
+    entries = compare_names(names)
+    diff = Diff("serialized", "runtime", False, entries)
+    tables = [block for block in diff_report.document(diff, all=all).blocks if isinstance(block, Table)]
+    blocks: list[Block] = [Facts(_counts(names)), *tables]
+    if names.roundtrips:
+        blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
+    else:
+        blocks.append(Note("load_state_dict() does not read back what state_dict() writes:", "warning"))
+        blocks.append(Problems(tuple(_problem(text) for text in names.roundtrip_problems), "warning"))
+    if written is not None:
+        blocks.append(Note(f"names file: {written}"))
+    renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
+    verdict = f"{plural(len(names.serialized), 'serialized key')}, {number(renamed)} of them not under the runtime name"
+    return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks))
+
+
+def _counts(names: Names) -> tuple[tuple[str, str], ...]:
+    parameters = [t for t in names.runtime if t.kind == "parameter"]
+    frozen = sum(not t.trainable for t in parameters)
+    aliases = sum(t.alias_of is not None for t in names.runtime)
+    return (
+        ("parameters", f"{number(len(parameters))} ({number(frozen)} frozen)"),
+        ("buffers", number(len(names.runtime) - len(parameters))),
+        ("aliases", number(aliases)),
+        ("serialized keys", number(len(names.serialized))),
+        ("extra state", number(len(names.extra_state))),
+        ("torch", names.torch),
+    )
+
+
+def _problem(text: str) -> Problem:
+    problem, _, key = text.rpartition(" @ ")
+    return Problem(problem or text, key)

@@ -1,0 +1,52 @@
+"""Compares the values of two tensors where their bytes lie, streamed; torch is needed only for views and tolerances."""
+
+from __future__ import annotations
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry
+from ckpttool.errors import Problem
+from ckpttool.execute import same_bytes
+
+
+def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
+    """Whether two entries have the same dtype, shape and bytes. What is no dense tensor is compared by kind only."""
+    if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
+        return type(left) is type(right)
+    if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
+        return False
+    if left.storage is None or right.storage is None or left.identity == right.identity:
+        return True
+    if left.span is not None and right.span is not None:
+        return same_bytes(left.span, right.span)
+    from ckpttool import compute
+
+    return compute.to_bytes(compute.load(left)) == compute.to_bytes(compute.load(right))
+
+
+def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> str | None:
+    """How the values of two tensors of one dtype and shape differ, or None where they are the same.
+
+    Bitwise where both tolerances are 0, else ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
+    """
+    if same_values(left, right):
+        return None
+    if left.storage is None or right.storage is None:
+        return "not dense tensors: not compared"
+    from ckpttool import compute
+
+    return compute.difference(compute.load(left), compute.load(right), rtol, atol)
+
+
+def verify(written: Checkpoint, expected: Checkpoint) -> list[Problem]:
+    """What of `expected` the file that was `written` does not hold: every key, dtype, shape and byte is compared."""
+    have = {(section.path, key): entry for section in written.sections for key, entry in section.by_key().items()}
+    want = {(section.path, key): entry for section in expected.sections for key, entry in section.by_key().items()}
+    problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
+    problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
+    both = [at for at in want if at in have]
+    return problems + [
+        Problem("other bytes in the output", _place(*at)) for at in both if not same_values(want[at], have[at])
+    ]
+
+
+def _place(section: str, key: str) -> str:
+    return ".".join(filter(None, (section, key)))
