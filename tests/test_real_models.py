@@ -61,7 +61,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*arguments: object) -> tuple[int, Any]:
         capsys.readouterr()
         status = main([*map(str, arguments), "--format", "json"])
-        out = capsys.readouterr().out
+        out, err = capsys.readouterr()
+        sys.stderr.write(err)  # pytest shows it where the test fails
         return status, json.loads(out) if out else None
 
     return run
