@@ -5,10 +5,11 @@ from __future__ import annotations
 from ckpttool.diff import Diff
 from ckpttool.diff_names import compare_names
 from ckpttool.errors import Problem
+from ckpttool.explain import Explanation
 from ckpttool.naming.names import Names
 from ckpttool.report import diff as diff_report
-from ckpttool.report.document import Block, Document, Facts, Note, Problems, Table
-from ckpttool.report.words import number, plural
+from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
+from ckpttool.report.words import number, plural, shape_text
 
 
 def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
@@ -46,3 +47,28 @@ def _counts(names: Names) -> tuple[tuple[str, str], ...]:
 def _problem(text: str) -> Problem:
     problem, _, key = text.rpartition(" @ ")
     return Problem(problem or text, key)
+
+
+def explained(found: Explanation) -> Document:
+    """What `explain` shows."""
+    tensor = found.tensor
+    kind = f"{'trainable' if tensor.trainable else 'frozen'} parameter" if tensor.kind == "parameter" else "buffer"
+    pairs: list[tuple[str, str | Cell]] = [
+        ("runtime", Cell(tensor.fqn, "key")),
+        ("canonical", Cell(tensor.canonical, "key")),
+        ("serialized", Cell(", ".join(found.serialized) or "not serialized", "key")),
+        ("aliases", Cell(", ".join(found.aliases) or "none", "key")),
+        ("tensor", f"{tensor.dtype} {shape_text(tensor.shape)}, {kind}"),
+    ]
+    if not tensor.persistent:
+        pairs.append(("persistent", "no"))
+    if found.optimizer_id is not None:
+        pairs.append(("optimizer id", str(found.optimizer_id)))
+    if found.hook is not None:
+        pairs.append(("renamed by", str(found.hook)))
+    return Document(
+        f"explain {found.name}",
+        f"{len({tensor.fqn, *found.serialized, *found.aliases})} names",
+        True,
+        (Facts(tuple(pairs)),),
+    )

@@ -1,0 +1,26 @@
+"""``ckpttool explain``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli.operands import Materialize, ModelKwargs, load_names
+from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.explain import explain
+
+
+def command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tensor's name in any form.")],
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model that has the tensor.")],
+    model_kwargs: ModelKwargs = "{}",
+    materialize: Materialize = False,
+    format: Format = "text",
+    report: Reports = None,
+) -> None:
+    """One tensor: all its names, and the hook that renames it."""
+    from ckpttool.report.names import explained
+
+    found = explain(load_names(model, model_kwargs, materialize), name)
+    emit(explained(found), found.to_json(), format, report)
