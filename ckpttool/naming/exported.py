@@ -1,0 +1,37 @@
+"""The names of an exported program: its FQNs, which are runtime and serialized names in one (pytorch#137609).
+
+Needs neither torch nor the code that the program was exported from.
+"""
+
+from __future__ import annotations
+
+from ckpttool.expression import Ref
+from ckpttool.formats import pt2
+from ckpttool.formats.pt2_signature import signature
+from ckpttool.naming.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
+
+
+def names(path: str) -> Names:
+    """All names of the program's parameters and buffers; constants that were lifted out of its code have none.
+
+    Raises `CkptError` where `path` is no exported program that can be read.
+    """
+    checkpoint = pt2.read(path)
+    program = signature(checkpoint)
+    tensors = [tensor for tensor in program.inputs if tensor.kind != "constant"]
+    first = {tensor.fqn: tensor.alias_of or tensor.fqn for tensor in tensors}
+    persistent = {tensor.fqn for tensor in tensors if tensor.persistent}
+    return Names(
+        model=path,
+        torch=program.torch,
+        runtime=tuple(
+            RuntimeTensor(t.fqn, t.fqn, t.kind, t.persistent, t.trainable, t.dtype, t.shape, t.alias_of)
+            for t in tensors
+        ),
+        serialized=tuple(
+            SerializedKey(entry.key, entry.dtype, entry.shape, Ref(first[entry.key]), None)
+            for entry in checkpoint.section("").tensors
+        ),
+        load=tuple(LoadedTensor(t.fqn, Ref(t.fqn) if t.fqn in persistent else None) for t in tensors),
+        not_serialized=tuple(t.fqn for t in tensors if not t.persistent),
+    )
