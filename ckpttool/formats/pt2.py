@@ -252,7 +252,7 @@ def _replaced(program: Program, sections: Sequence[Section]) -> tuple[dict[str, 
                 if _data(old) != _data(new)
             ]
     data, found = _by_record(weights)
-    if _has_compiled_code(program.archive):
+    if data and _has_compiled_code(program.archive):
         found.append(Problem("compiled code in the file (AOTInductor) holds the old weights too", "data/aotinductor"))
     return data, problems + found
 
