@@ -328,9 +328,9 @@ def test_only_the_changed_weight_is_not_copied_whole(folder):
     assert sum(isinstance(piece.data, Span) for piece in pieces) == 3  # before, the weight, after
 
 
-def replace_storage(checkpoint: Checkpoint, key: str, storage: Storage | None, **changes) -> Checkpoint:
+def replace_storage(checkpoint: Checkpoint, fqn: str, storage: Storage | None, **changes) -> Checkpoint:
     tensors = checkpoint.section("").tensors
-    return with_tensors(checkpoint, *(replace(e, storage=storage, **changes) if e.key == key else e for e in tensors))
+    return with_tensors(checkpoint, *(replace(e, storage=storage, **changes) if e.key == fqn else e for e in tensors))
 
 
 def problems(checkpoint: Checkpoint) -> list[str]:
