@@ -38,10 +38,16 @@ def token(tensor: torch.Tensor) -> Token:
         return (type(tensor), tuple(tensor.shape), *(token(getattr(tensor, name)) for name in names))
     try:
         if tensor.layout == torch.strided:
-            return (tensor.untyped_storage()._cdata, geometry(tensor))
+            return (address(tensor), geometry(tensor))
         return (tensor.layout, tuple(tensor.shape), *map(token, components(tensor)))
     except (RuntimeError, NotImplementedError):
         return ("object", id(tensor))
+
+
+def address(tensor: torch.Tensor) -> int:
+    """A number for the tensor's storage: where its bytes lie (numpy may share them), or the storage object on meta."""
+    storage = tensor.untyped_storage()
+    return (0 if tensor.device.type == "meta" else storage.data_ptr()) or storage._cdata
 
 
 def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -170,6 +176,8 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags:
             return self._reshape_in_place(func, args, kwargs)
         targets = [t for name in written for t in _tensors([_bound(func, args, kwargs).get(name)], {})]
+        for target in targets:
+            _refuse_overlap(target)
         pure = fn.functional(func)
         values = self._results(func, pure, args, kwargs, targets)
         run_args, run_kwargs = self._runnable(args, kwargs), _moved(func, args, kwargs)
@@ -291,6 +299,15 @@ def _written(func: Any) -> tuple[str, ...]:
     if schema is None or not schema.is_mutable:
         return ()
     return tuple(arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+def _refuse_overlap(target: torch.Tensor) -> None:
+    """As torch does for tensors with values: one place in memory cannot take two of them (expanded buffers)."""
+    if target.layout == torch.strided and any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride())):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
 
 
 def _is_out(func: Any, name: str) -> bool:

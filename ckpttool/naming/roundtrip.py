@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from ckpttool.compute import evaluate
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
-from ckpttool.naming.names import RuntimeTensor, SerializedKey
+from ckpttool.naming.saving import Saved
 from ckpttool.naming.simplify import Simplifier
 from ckpttool.naming.verdict import Verdict
 
 _PROBE_LIMIT = 50_000_000  # elements of the tensors that are filled with random values to compare both ways
 
 
-def problems(
-    runtime: Sequence[RuntimeTensor], serialized: Sequence[SerializedKey], verdict: Verdict
-) -> tuple[Problem, ...]:
+def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
     """Every way in which loading what was saved does not give the same model again; `verdict` is of its own keys."""
     found = [Problem("load_state_dict expects a key that state_dict does not write", key) for key in verdict.missing]
     found += [Problem("state_dict writes a key that load_state_dict does not expect", k) for k in verdict.unexpected]
     found += [Problem("load_state_dict refuses what state_dict wrote", _line(error)) for error in verdict.errors]
     if not verdict.ok and not found:
         found.append(Problem("load_state_dict refuses what state_dict wrote", "(root)"))
-    return (*found, *_values(runtime, serialized, verdict))
+    return (*found, *_values(saved, verdict))
 
 
-def _values(
-    runtime: Sequence[RuntimeTensor], serialized: Sequence[SerializedKey], verdict: Verdict
-) -> Iterator[Problem]:
-    sources = {s.key: s.source for s in serialized}
+def _values(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
+    sources = {s.key: s.source for s in saved.serialized}
     fed = {key for source in sources.values() if source is not None for key in refs(source)}
-    first = {r.fqn: r.alias_of or r.fqn for r in runtime}
-    leaves = {
-        r.fqn: torch.empty(r.shape, dtype=getattr(torch, r.dtype), device="meta")
-        for r in runtime
-        if r.shape is not None and not _packed(r.dtype)
-    }
-    simplifier = Simplifier(leaves)
+    first = {r.fqn: r.alias_of or r.fqn for r in saved.runtime}
+    simplifier = Simplifier(_leaves(saved))
     for fqn, value in verdict.reads.items():
         if first.get(fqn) not in fed:
             continue
@@ -73,10 +65,9 @@ def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | 
 def _probe(way: Op, own: Ref, leaves: Mapping[str, torch.Tensor]) -> str:
     """Compares both sides on random values, bit by bit."""
     names = list(dict.fromkeys([own.key, *refs(way)]))
-    if any(name not in leaves for name in names) or sum(leaves[name].numel() for name in names) > _PROBE_LIMIT:
+    if any(name not in leaves for name in names) or sum(_base(leaves[name]).numel() for name in names) > _PROBE_LIMIT:
         return "cannot be told whether it is given back: too large to try out"
-    generator = torch.Generator().manual_seed(0)
-    values = {name: _random(leaves[name], generator) for name in names}
+    values = _filled({name: leaves[name] for name in names})
     try:
         back = evaluate(way, values.__getitem__)
     except CkptError as error:
@@ -85,6 +76,47 @@ def _probe(way: Op, own: Ref, leaves: Mapping[str, torch.Tensor]) -> str:
     if back.shape != own_value.shape or back.dtype != own_value.dtype:
         return "loading gives it another shape or dtype"
     return "" if torch.equal(_bits(back), _bits(own_value)) else "loading does not give the saved value back exactly"
+
+
+def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
+    """The runtime tensors without data; those that overlap in the model share a storage here too."""
+    storages: dict[Any, torch.Tensor] = {}
+    found = {}
+    for r in saved.runtime:
+        place = saved.places[r.fqn]
+        if r.shape is None or not isinstance(getattr(torch, r.dtype, None), torch.dtype) or r.dtype.startswith("q"):
+            continue
+        dtype = getattr(torch, r.dtype)
+        if not isinstance(place[0], int):
+            found[r.fqn] = torch.empty(r.shape, dtype=dtype, device="meta")
+            continue
+        geom, key = place[1], (place[0], dtype)
+        if key not in storages or storages[key].numel() < geom.end:
+            storages[key] = torch.empty(geom.end, dtype=dtype, device="meta")
+    for r in saved.runtime:
+        place = saved.places[r.fqn]
+        base = storages.get((place[0], getattr(torch, r.dtype, None)))
+        if base is not None and r.shape is not None:
+            geom = place[1]
+            found[r.fqn] = base.as_strided(geom.shape, geom.stride, geom.offset)
+    return found
+
+
+def _filled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Random values for tensors without data, sharing memory where they do."""
+    generator = torch.Generator().manual_seed(0)
+    storages: dict[int, torch.Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        base = _base(tensor)
+        if id(base) not in storages:
+            storages[id(base)] = _random(base, generator)
+        found[name] = storages[id(base)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return found
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -96,10 +128,6 @@ def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _packed(dtype: str) -> bool:
-    return not isinstance(getattr(torch, dtype, None), torch.dtype) or dtype.startswith(("q", "bits"))
 
 
 def _line(text: str) -> str:

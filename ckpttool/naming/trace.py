@@ -4,50 +4,33 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression, Ref, refs
-from ckpttool.naming.hooks import Watcher, quiet
 from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
-from ckpttool.naming.record import Recorder
+from ckpttool.naming.lost import lost_problems
+from ckpttool.naming.names import LoadedTensor, Names
 from ckpttool.naming.roundtrip import problems
-from ckpttool.naming.runtime import (
-    dtype_name,
-    fresh,
-    listed,
-    metadata_of,
-    model_code,
-    on_meta_or_real,
-    recording,
-    runtime_tensors,
-    shape_of,
-    wrapper_paths,
-)
+from ckpttool.naming.runtime import fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
+from ckpttool.naming.saving import Saved, save, without_constants
 from ckpttool.naming.verdict import DtypeChange, Verdict, load_verdict, loaded
 
 __all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
 
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What one run of ``state_dict()`` showed; `state` is what it returned."""
-
-    runtime: tuple[RuntimeTensor, ...]
-    serialized: tuple[SerializedKey, ...]
-    extra_state: tuple[str, ...]
-    state: Mapping[str, Any]
+_WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real where meta leaves a value unexplained
 
 
 def trace(model: LoadedModel) -> Names:
     """All names of the model's tensors, both ways. Raises `CkptError` where its own code fails."""
-    saved = on_meta_or_real(model, lambda real: save(model, real))
-    verdict = on_meta_or_real(model, lambda real: load(model, saved, real))
+    saved = _saved(model)
+    verdict = on_meta_or_real(model, lambda real: _load(model, saved, real))
     sources = {s.key: s.source for s in saved.serialized}
-    wrong = problems(saved.runtime, saved.serialized, verdict)
+    wrong = [*_unstable(saved), *lost_problems(model, saved), *problems(saved, verdict)]
     metadata = metadata_of(saved.state)
     return Names(
         model=model.operand,
@@ -63,31 +46,21 @@ def trace(model: LoadedModel) -> Names:
     )
 
 
-def save(model: LoadedModel, real: bool) -> Saved:
-    """Runs ``state_dict()`` on a fresh instance and reads every key's expression."""
-    instance = model.build(real)
-    items = listed(instance)
-    recorder = Recorder()
-    for item in items:
-        recorder.name(item.tensor, Ref(item.first))
-    tensors = runtime_tensors(instance, items)
-    watcher = Watcher(instance, recorder)
-    with model_code("state_dict()", watcher), recording(recorder):
-        state = instance.state_dict()
-    first = {item.fqn: item.first for item in items}
-    with quiet():
-        keys = tuple(
-            _serialized(key, value, recorder, watcher, first) for key, value in state.items() if _is_saved(key, value)
-        )
-    return Saved(tensors, keys, tuple(key for key, value in state.items() if not _is_saved(key, value)), state)
+def _saved(model: LoadedModel) -> Saved:
+    saved = on_meta_or_real(model, lambda real: save(model, real))
+    if saved.is_opaque and not saved.real and nbytes(model.build(False)) <= _WORTH_BUILDING:
+        with suppress(CkptError):  # it builds on meta only; what meta showed stands
+            saved = save(model, True)
+    return replace(saved, serialized=without_constants(saved.serialized))
 
 
-def load(model: LoadedModel, saved: Saved, real: bool) -> Verdict:
+def _load(model: LoadedModel, saved: Saved, real: bool) -> Verdict:
     """Loads fresh tensors of the serialized keys into a fresh instance."""
+    source = saved if saved.real == real else save(model, real)
     state: OrderedDict[str, Any] = OrderedDict()
-    for key, value in saved.state.items():
+    for key, value in source.state.items():
         state[key] = fresh(value) if isinstance(value, torch.Tensor) else value
-    metadata = metadata_of(saved.state)
+    metadata = metadata_of(source.state)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]
     return loaded(model.build(real), state, real)
@@ -101,24 +74,10 @@ def _by_own_name(fqn: str, value: Expression | None, sources: Mapping[str, Expre
     return value
 
 
-def _is_saved(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
-
-
-def _serialized(
-    key: str, value: torch.Tensor, recorder: Recorder, watcher: Watcher, first: Mapping[str, str]
-) -> SerializedKey:
-    source = recorder.value(value)
-    natural = isinstance(source, Ref) and first.get(key) == source.key
-    return SerializedKey(
-        key=key,
-        dtype=dtype_name(value.dtype),
-        shape=shape_of(value),
-        source=source if any(True for _ in refs(source)) else None,
-        hook=None if natural else watcher.hook_of(key, value),
-    )
-
-
 def _not_serialized(saved: Saved) -> tuple[str, ...]:
     fed = {key for s in saved.serialized if s.source is not None for key in refs(s.source)}
     return tuple(r.fqn for r in saved.runtime if (r.alias_of or r.fqn) not in fed)
+
+
+def _unstable(saved: Saved) -> list[Problem]:
+    return [Problem("which keys are saved depends on the values of the tensors", "(root)")] if saved.unstable else []

@@ -13,9 +13,10 @@ from torch import nn
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
-from ckpttool.expression import Expression, Op, Ref, refs
+from ckpttool.expression import Argument, Expression, Op, Ref, refs
 from ckpttool.naming.hooks import Watcher, quiet
 from ckpttool.naming.load_model import LoadedModel, describe, says_meta
+from ckpttool.naming.memory import opaque
 from ckpttool.naming.record import Recorder
 from ckpttool.naming.runtime import CodeFailed, dtype_name, listed, on_meta_or_real, recording
 
@@ -96,7 +97,19 @@ def _is_torchs_answer(error: BaseException) -> bool:
 
 def _reads(instance: nn.Module, recorder: Recorder) -> dict[str, Expression | None]:
     found = {item.fqn: recorder.value(item.tensor) for item in listed(instance)}
-    return {fqn: value if any(True for _ in refs(value)) else None for fqn, value in found.items()}
+    return {fqn: _over_keys(value) for fqn, value in found.items()}
+
+
+def _over_keys(value: Expression) -> Expression | None:
+    if not any(True for _ in refs(value)):
+        return None
+    return opaque(value) if _holds(value, UNWRITTEN) else value
+
+
+def _holds(value: Argument, part: Expression) -> bool:
+    if isinstance(value, Op):
+        return value == part or _holds(value.args, part) or any(_holds(v, part) for _, v in value.kwargs)
+    return isinstance(value, tuple) and any(_holds(item, part) for item in value)
 
 
 def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Exception | None) -> Verdict:

@@ -1,0 +1,140 @@
+"""Runs of a model's own ``state_dict()`` under the recorder: every key's expression, and whose code named it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.expression import Expression, Ref, is_opaque, refs
+from ckpttool.naming.hooks import Watcher, quiet
+from ckpttool.naming.load_model import LoadedModel
+from ckpttool.naming.memory import opaque
+from ckpttool.naming.names import Hook, RuntimeTensor, SerializedKey
+from ckpttool.naming.record import Recorder, Token
+from ckpttool.naming.runtime import (
+    CodeFailed,
+    dtype_name,
+    listed,
+    model_code,
+    recording,
+    runtime_tensors,
+    shape_of,
+)
+
+Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
+_FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What ``state_dict()`` showed; `state` is what it returned, `real` says whether its tensors have values.
+
+    `places` are the tokens of the runtime tensors before the run. `unstable` says that the keys depend on values.
+    """
+
+    runtime: tuple[RuntimeTensor, ...]
+    serialized: tuple[SerializedKey, ...]
+    extra_state: tuple[str, ...]
+    state: Mapping[str, Any]
+    places: Mapping[str, Token]
+    real: bool
+    unstable: bool = False
+
+    @property
+    def is_opaque(self) -> bool:
+        """True where some key was computed in a way that could not be followed."""
+        return any(s.source is not None and is_opaque(s.source) for s in self.serialized)
+
+
+def save(model: LoadedModel, real: bool) -> Saved:
+    """Runs ``state_dict()`` on a fresh instance; again with other values where its code looked at values.
+
+    Raises `CodeFailed` where the model's own code raises.
+    """
+    saved, reads = _run(model.build(real), real)
+    if not reads and not real:
+        return saved
+    serialized, unstable = saved.serialized, False
+    for seed in _FILLINGS:
+        instance = model.build(real)
+        fill(instance, seed)
+        try:
+            other, more = _run(instance, real)
+        except CodeFailed:
+            continue  # a check on values that these do not pass
+        reads += more
+        by_key = {s.key: s for s in other.serialized}
+        unstable = unstable or list(by_key) != [s.key for s in serialized]
+        serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
+    return Saved(saved.runtime, serialized, saved.extra_state, saved.state, saved.places, real, unstable)
+
+
+def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> SerializedKey:
+    """`one`; opaque where its expression holds for these values only."""
+    if other is None or (other.source == one.source and (one.source is None or not is_opaque(one.source))):
+        return one
+    parts = [s.source for s in (one, other) if s.source is not None]
+    seen = [Ref(name) for hook, names in reads if hook == one.hook for name in names]
+    return SerializedKey(one.key, one.dtype, one.shape, opaque(*parts, *seen), one.hook)
+
+
+def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, ...]:
+    """The keys, with no expression for those that no runtime tensor feeds."""
+    return tuple(
+        s
+        if s.source is None or any(True for _ in refs(s.source))
+        else SerializedKey(s.key, s.dtype, s.shape, None, s.hook)
+        for s in keys
+    )
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    """Gives every floating point tensor that has values other ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for item in listed(model):
+            tensor = item.tensor
+            plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+            if plain and tensor.device.type == "cpu" and tensor.is_floating_point() and 0 not in tensor.stride():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def run_once(instance: nn.Module) -> tuple[SerializedKey, ...]:
+    """The keys that `instance`, which is changed, saves as it stands. Raises `CodeFailed` where its code raises."""
+    return _run(instance, real=True)[0].serialized
+
+
+def _run(instance: nn.Module, real: bool) -> tuple[Saved, Reads]:
+    items = listed(instance)
+    recorder = Recorder()
+    for item in items:
+        recorder.name(item.tensor, Ref(item.first))
+    runtime = runtime_tensors(instance, items)
+    watcher = Watcher(instance, recorder)
+    with model_code("state_dict()", watcher), recording(recorder):
+        state = instance.state_dict()
+    first = {item.fqn: item.first for item in items}
+    with quiet():
+        keys = tuple(
+            _serialized(key, value, recorder, watcher, first) for key, value in state.items() if _is_saved(key, value)
+        )
+    extra = tuple(key for key, value in state.items() if not _is_saved(key, value))
+    places = {item.fqn: item.token for item in items}
+    return Saved(runtime, keys, extra, state, places, real), tuple(recorder.reads)
+
+
+def _is_saved(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
+
+
+def _serialized(
+    key: str, value: torch.Tensor, recorder: Recorder, watcher: Watcher, first: Mapping[str, str]
+) -> SerializedKey:
+    source: Expression = recorder.value(value)
+    natural = isinstance(source, Ref) and first.get(key) == source.key
+    hook = None if natural else watcher.hook_of(key, value)
+    return SerializedKey(key, dtype_name(value.dtype), shape_of(value), source, hook)
