@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import random
 import shlex
 import subprocess
 import sys
@@ -467,6 +470,37 @@ def test_a_signature_that_is_none(tmp_path, model):
     assert len(read(path).section("").tensors) == 2
     with pytest.raises(CkptError, match="not as torch"):
         names(path)
+
+
+JUNK = [None, True, 0, -1, 7, 2**70, 1.5, "", "weight_1", [], {}, [1], {"as_int": 2}, {"as_int": None}, [{"as_int": 2}]]
+MODEL = "models/model.json"
+
+
+def places(value, path=()):
+    yield path
+    for step in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[step], (*path, step))
+
+
+@pytest.mark.parametrize("name", [CONFIG, MODEL])
+def test_junk_anywhere_is_an_error_or_harmless(tmp_path, name):
+    path, chance = linear(tmp_path), random.Random(0)
+    text = records(path)[name]
+    signature = ("graph_module", "signature")
+    candidates = [place for place in places(json.loads(text)) if place and (name == CONFIG or place[:2] == signature)]
+    for place in chance.choices(candidates, k=150):
+        value = json.loads(text)
+        inner = functools.reduce(lambda outer, step: outer[step], place[:-1], value)
+        inner[place[-1]] = chance.choice(JUNK)
+        broken = with_record(path, name, json.dumps(value).encode(), tmp_path / "broken.pt2")
+        with contextlib.suppress(CkptError):  # any other exception fails the test
+            layout(read(broken))
+            names(broken)
+
+
+def test_a_big_endian_program(tmp_path):
+    with pytest.raises(CkptError, match="big-endian"):
+        read(with_record(linear(tmp_path), "byteorder", b"big", tmp_path / "big.pt2"))
 
 
 def test_other_archives(tmp_path):

@@ -67,6 +67,7 @@ def read(path: str, program: str | None = None) -> Checkpoint:
     """
     archive = read_archive(path)
     root, name = _find_program(archive, program)
+    _check_byte_order(archive, root)
     weights = Section("", "state_dict", *_payloads(archive, root, name, "weights"))
     constants = Section(CONSTANTS, "other", *_payloads(archive, root, name, "constants"))
     sections = (weights, constants) if constants.tensors or constants.extras else (weights,)
@@ -98,6 +99,15 @@ def _find_program(archive: Archive, program: str | None) -> tuple[str, str]:
     if f"{root}data/weights/{name}.pt" in archive.by_name:
         raise _older(archive, f"{root}models/{name}.json", "2.8")
     return root, name
+
+
+def _check_byte_order(archive: Archive, root: str) -> None:
+    record = archive.by_name.get(f"{root}byteorder")
+    if record is not None and read_record(archive, record, 64) != b"little":
+        raise CkptError(
+            f"{archive.path} was written on a big-endian machine, its weights are not as they lie in memory here",
+            hint=_resave(archive.path),
+        )
 
 
 def _root(archive: Archive) -> str:
