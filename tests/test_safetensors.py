@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
-from support import write_pieces
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats import safetensors as st_format
-from ckpttool.formats.safetensors import layout, overlapping, read
+from ckpttool.formats.overlap import overlapping
+from ckpttool.formats.safetensors import layout, read
+from support import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 DTYPES = """

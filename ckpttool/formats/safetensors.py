@@ -23,6 +23,7 @@ from ckpttool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats import json_text
 from ckpttool.formats.json_text import Member
+from ckpttool.formats.overlap import overlapping
 from ckpttool.formats.reading import opened
 from ckpttool.pieces import Piece
 
@@ -261,35 +262,6 @@ def tensor_problem(entry: TensorEntry) -> str | None:
     if entry.span is None and (entry.offset or entry.nbytes != entry.storage.nbytes):
         return "a part of a storage that is still to be computed"
     return None
-
-
-def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
-    """Key -> an earlier key whose bytes it shares, wholly or in part, for every such key. Non-contiguous views count
-    with all bytes from their first element to their last."""
-    by_storage: dict[int, list[tuple[int, int, int, str]]] = {}
-    for position, entry in enumerate(tensors):
-        begin, end = _extent(entry)
-        if entry.storage is not None and begin < end:
-            by_storage.setdefault(id(entry.storage), []).append((begin, end, position, entry.key))
-    found: list[tuple[int, str, str]] = []
-    for group in by_storage.values():
-        reach: tuple[int, int, str] | None = None
-        for begin, end, position, key in sorted(group):
-            if reach is not None and begin < reach[0]:
-                (_, first), (later, second) = sorted([(reach[1], reach[2]), (position, key)])
-                found.append((later, second, first))
-            if reach is None or end > reach[0]:
-                reach = (end, position, key)
-    return {key: other for _, key, other in sorted(found)}
-
-
-def _extent(entry: TensorEntry) -> tuple[int, int]:
-    """First byte and end of the elements in the storage."""
-    if entry.storage is None or not entry.numel:
-        return 0, 0
-    itemsize = entry.nbytes // entry.numel
-    last = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride))
-    return entry.offset * itemsize, (entry.offset + last + 1) * itemsize
 
 
 def _rename(header: Header, tensors: Sequence[TensorEntry]) -> str | None:
