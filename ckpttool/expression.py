@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Union
 
 from ckpttool.errors import CkptError
@@ -29,7 +30,7 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """`op` is the operator's full name: ``aten.cat.default``, ``getitem``, or ``opaque`` for what cannot be followed."""
+    """`op` is the operator's full name: ``aten.cat.default``, ``getitem``, or ``opaque`` (no operator)."""
 
     op: str
     args: tuple["Argument", ...] = ()
@@ -40,7 +41,8 @@ Expression = Union[Ref, Op]
 Argument = Union[Ref, Op, Special, None, bool, int, float, str, tuple["Argument", ...]]
 
 OPAQUE = "opaque"  # computed by code that cannot be written down as operators; args are the tensors that it read
-_SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "float", "complex")
+MAX_DEPTH = 200  # operators and lists inside each other that are read from JSON; evaluation recurses as deep
+_SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")
 
 
 def refs(expression: Argument) -> Iterator[str]:
@@ -89,33 +91,44 @@ def to_json(expression: Argument) -> Any:
         return {expression.kind: expression.name}
     if isinstance(expression, tuple):
         return [to_json(item) for item in expression]
-    if isinstance(expression, float) and not -1e308 < expression < 1e308:  # inf and nan are no JSON numbers
+    if isinstance(expression, float) and not isfinite(expression):  # inf and nan are no JSON numbers
         return {"float": repr(expression)}
     return expression
 
 
-def from_json(value: Any) -> Argument:
-    """Reads what `to_json` wrote. Raises `CkptError` on anything else."""
+def from_json(value: Any, depth: int = 0) -> Argument:
+    """Reads what `to_json` wrote. Raises `CkptError` on anything else, or if nested deeper than `MAX_DEPTH`."""
+    if depth > MAX_DEPTH:
+        raise CkptError(f"an expression is nested more than {MAX_DEPTH} deep", hint=_FORM)
     if isinstance(value, Mapping):
-        if set(value) == {"ref"} and isinstance(value["ref"], str):
-            return Ref(value["ref"])
-        if "op" in value and set(value) <= {"op", "args", "kwargs"} and isinstance(value["op"], str):
-            args, kwargs = value.get("args", []), value.get("kwargs", {})
-            if isinstance(args, list) and isinstance(kwargs, Mapping):
-                return Op(
-                    value["op"], tuple(map(from_json, args)), tuple((str(k), from_json(v)) for k, v in kwargs.items())
-                )
-        if len(value) == 1:
-            kind, name = next(iter(value.items()))
-            if kind == "float":
-                return float(name)
-            if kind in _SPECIAL_KINDS and isinstance(name, str):
-                return Special(kind, name)
-    elif isinstance(value, list):
-        return tuple(map(from_json, value))
-    elif value is None or isinstance(value, (bool, int, float, str)):
+        return _object(value, depth)
+    if isinstance(value, list):
+        return tuple(from_json(item, depth + 1) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise CkptError(
-        f"not an expression: {str(value)[:80]!r}",
-        hint='an expression is {"ref": KEY} or {"op": "aten.cat.default", "args": [...], "kwargs": {...}}',
-    )
+    raise _no_expression(value)
+
+
+def _object(value: Mapping[str, Any], depth: int) -> Argument:
+    if "op" in value:
+        args, kwargs = value.get("args", []), value.get("kwargs", {})
+        known = set(value) <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
+        if known and isinstance(args, list) and isinstance(kwargs, Mapping):
+            items = tuple((str(name), from_json(item, depth + 1)) for name, item in kwargs.items())
+            return Op(value["op"], tuple(from_json(arg, depth + 1) for arg in args), items)
+    elif len(value) == 1:
+        ((kind, name),) = value.items()
+        if isinstance(name, str) and kind == "ref":
+            return Ref(name)
+        if isinstance(name, str) and kind in _SPECIAL_KINDS:
+            return Special(kind, name)
+        if name in ("inf", "-inf", "nan") and kind == "float":
+            return float(name)
+    raise _no_expression(value)
+
+
+_FORM = 'an expression is {"ref": KEY} or {"op": "aten.cat.default", "args": [...], "kwargs": {...}}'
+
+
+def _no_expression(value: Any) -> CkptError:
+    return CkptError(f"not an expression: {str(value)[:80]!r}", hint=_FORM)

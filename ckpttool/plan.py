@@ -5,7 +5,6 @@ A plan is checked against the index of its source before a byte is written, and 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,36 +65,13 @@ class Plan:
 
     def check(self, source: Checkpoint) -> list[Problem]:
         """What makes the plan unfit for `source`: unknown refs, collisions, entries neither used nor dropped."""
-        problems: list[Problem] = []
-        for path in self.sections:
-            problems += self._check_section(path, source)
-        return problems
-
-    def _check_section(self, path: str, source: Checkpoint) -> list[Problem]:
-        outputs = [output for output in self.outputs if output.section == path]
-        dropped = [drop.key for drop in self.dropped if drop.section == path]
-        try:
-            have = source.section(path).by_key()
-        except KeyError:
-            return [Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")]
-        read = Counter(key for output in outputs for key in dict.fromkeys(ex.refs(output.source)))
-        written = Counter(output.key for output in outputs)
-        problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in read if key not in have]
-        problems += [
-            Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have
-        ]
-        problems += [
-            Problem(f"{count} sources would be written to one key ({_sources(outputs, key)})", key)
-            for key, count in written.items()
-            if count > 1
-        ]
-        problems += [
-            Problem("computed by code that is no tensor operator", o.key) for o in outputs if ex.is_opaque(o.source)
-        ]
-        problems += [
-            Problem("neither used nor dropped", key) for key in have if key not in read and key not in set(dropped)
-        ]
-        return problems
+        outputs: dict[str, list[Output]] = {path: [] for path in self.sections}
+        dropped: dict[str, list[str]] = {path: [] for path in self.sections}
+        for output in self.outputs:
+            outputs[output.section].append(output)
+        for drop in self.dropped:
+            dropped[drop.section].append(drop.key)
+        return [p for path in self.sections for p in _check_section(path, outputs[path], dropped[path], source)]
 
     def to_json(self) -> dict[str, Any]:
         """The PLAN object of the contract (``modules`` is added where ``_metadata`` follows the renames)."""
@@ -130,6 +106,38 @@ class Plan:
         return Plan(outputs, dropped, modules)
 
 
+def _check_section(path: str, outputs: list[Output], dropped: list[str], source: Checkpoint) -> list[Problem]:
+    try:
+        have = source.section(path).by_key()
+    except KeyError:
+        return [Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")]
+    read = dict.fromkeys(key for output in outputs for key in ex.refs(output.source))
+    gone = set(dropped)
+    problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in read if key not in have]
+    problems += [Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have]
+    problems += _collisions(outputs)
+    problems += [
+        Problem("computed by code that is no tensor operator", o.key) for o in outputs if ex.is_opaque(o.source)
+    ]
+    problems += [Problem("neither used nor dropped", key) for key in have if key not in read and key not in gone]
+    return problems
+
+
+def _collisions(outputs: Iterable[Output]) -> list[Problem]:
+    writers: dict[str, list[Expression]] = {}
+    for output in outputs:
+        writers.setdefault(output.key, []).append(output.source)
+    return [
+        Problem(f"{len(sources)} sources would be written to one key ({', '.join(map(_read_by, sources))})", key)
+        for key, sources in writers.items()
+        if len(sources) > 1
+    ]
+
+
+def _read_by(source: Expression) -> str:
+    return " + ".join(dict.fromkeys(ex.refs(source))) or "a constant"
+
+
 def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, str]) -> tuple[ModuleRename, ...]:
     """How the module paths of ``_metadata`` follow the renames of keys (old key -> new key).
 
@@ -160,10 +168,6 @@ def _follow(path: str, moved: Mapping[str, tuple[int, str]]) -> str | None:
         if known is not None:
             return ".".join(filter(None, [known[1], *parts[length:]]))
     return None
-
-
-def _sources(outputs: Iterable[Output], key: str) -> str:
-    return ", ".join(" + ".join(dict.fromkeys(ex.refs(o.source))) or "a constant" for o in outputs if o.key == key)
 
 
 def _text(value: Mapping[str, Any], name: str) -> str:

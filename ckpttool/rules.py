@@ -27,9 +27,20 @@ class Rule:
     template: str | tuple[str, ...]  # a regular expression's replacement, or the segments of TO
 
     def apply(self, key: str) -> str | None:
-        """The key's new name, or None where the rule does not match. Raises `Refused` where it matches in two ways."""
-        if isinstance(self.template, str):
-            return self._expand(key, self.template)
+        """The key's new name, or None where the rule does not match.
+
+        Raises `Refused` where it matches in two ways, or leaves nothing of the key.
+        """
+        name = self._expand(key, self.template) if isinstance(self.template, str) else self._fill(key, self.template)
+        if name == "":
+            raise Refused(
+                f"the rule {self.text!r} leaves nothing of a key",
+                hint="let TO keep a segment at least",
+                problems=[Problem("would have no name", key)],
+            )
+        return name
+
+    def _fill(self, key: str, template: tuple[str, ...]) -> str | None:
         found, other = self.greedy.fullmatch(key + "."), self.lazy.fullmatch(key + ".")
         if found is None or other is None:
             return None
@@ -39,7 +50,7 @@ class Rule:
                 hint="name more of the segments literally, or write the rule as a regular expression (re:…)",
                 problems=[Problem("ambiguous match", key)],
             )
-        return "".join(_fill(segment, found.groupdict()) for segment in self.template)[:-1]
+        return "".join(_fill(segment, found.groupdict()) for segment in template)[:-1]
 
     def _expand(self, key: str, template: str) -> str | None:
         found = self.greedy.fullmatch(key)
@@ -61,6 +72,10 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
         return _parse_regex(text, left[3:].strip(), right)
     if reverse:
         left, right = right, left
+    kinds = set(_names(left)) | set(_names(right))
+    both = sorted(name for name in kinds if name + "*" in kinds)
+    if both:
+        raise CkptError(f"the rule {text!r} uses {{{both[0]}}} and {{{both[0]}*}}: name them differently", hint=_SYNTAX)
     unbound = set(_names(right)) - set(_names(left))
     if unbound:
         raise CkptError(f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind", hint=_SYNTAX)
