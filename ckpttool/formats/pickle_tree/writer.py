@@ -17,9 +17,12 @@ from ckpttool.formats.pickle_tree.nodes import ABSENT, ByteString, Call, Global,
 _BATCH = 1000  # items an APPENDS or SETITEMS takes, as in CPython
 
 
-def dumps(pickle: Pickle) -> bytes:
-    """The pickle's bytes. The tree may be nested to any depth and hold cycles."""
-    writer = _Writer(max(pickle.protocol, 2))
+def dumps(pickle: Pickle, references: list[Persistent] | None = None) -> bytes:
+    """The pickle's bytes. The tree may be nested to any depth and hold cycles.
+
+    `references` receives every `Persistent` of the tree, in the order in which a reader meets them.
+    """
+    writer = _Writer(max(pickle.protocol, 2), references)
     writer.out.append(b"\x80" + bytes([writer.protocol]))
     writer.write(pickle.root)
     writer.out.append(b".")
@@ -33,8 +36,9 @@ class _Writer:
     the file's author chooses how deep the tree is nested.
     """
 
-    def __init__(self, protocol: int) -> None:
+    def __init__(self, protocol: int, references: list[Persistent] | None) -> None:
         self.protocol = protocol
+        self.references = [] if references is None else references
         self.out: list[bytes] = []
         self.memo: dict[int, int] = {}
         self.todo: list[Any] = []
@@ -226,6 +230,7 @@ def _save_global(writer: _Writer, node: Global) -> None:
 
 
 def _save_persistent(writer: _Writer, node: Persistent) -> None:
+    writer.references.append(node)
     writer.then(node.id, *_emit(b"Q"))
 
 

@@ -1,0 +1,216 @@
+"""The format of torch.save since torch 1.6: a zip archive of ``NAME/data.pkl`` and a record for each storage.
+
+Reading indexes the tensors of the pickle without executing it. Writing changes the tree of the pickle and moves the
+storages as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpttool.checkpoint import Checkpoint, Storage
+from ckpttool.errors import CkptError
+from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.torch_rebuild import Rebuilder
+from ckpttool.formats.torch_tensor import Storages, is_torch
+from ckpttool.formats.torch_tree import Tree, find_sections
+from ckpttool.formats.torch_write import changed_root, fresh_root
+from ckpttool.formats.zip_archive import STORED, Archive, Record, read_archive, read_record
+from ckpttool.formats.zip_layout import ALIGNMENT, NewRecord, layout_archive
+from ckpttool.pieces import Pieces
+
+MAX_PICKLE = 1 << 29  # bytes of data.pkl; a tensor takes about 110
+_MAX_NOTE = 64  # bytes of the records that hold a word or a number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Container:
+    """What the writer needs of the file that was read; `folder` is the prefix of all records, ``NAME/``."""
+
+    archive: Archive
+    folder: str
+    pickle: Pickle
+    tree: Tree
+
+
+# Reading
+
+
+def read(path: str) -> Checkpoint:
+    """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or not as torch.save writes."""
+    archive = read_archive(path)
+    return read_from(archive, path)
+
+
+def read_from(archive: Archive, source: str) -> Checkpoint:
+    """The index of an archive that torch.save wrote; `source` is what the user calls it."""
+    folder = _folder(archive)
+    _check_byteorder(archive, folder)
+    data = read_record(archive, archive.by_name[folder + "data.pkl"], MAX_PICKLE)
+    pickle = loads(data)
+    if pickle.end != len(data):
+        raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle")
+    tree = find_sections(pickle.root, Storages(lambda key, nbytes: _storage(archive, folder, key, nbytes)))
+    return Checkpoint(
+        source=source,
+        format="torch_zip",
+        nbytes=archive.length,
+        sections=tuple(place.section for place in tree.places.values()),
+        others=tuple(tree.others),
+        globals=foreign(pickle.globals),
+        container=Container(archive, folder, pickle, tree),
+    )
+
+
+def _folder(archive: Archive) -> str:
+    found = [name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise _unfit(archive, f"{len(found)} records are called NAME/data.pkl, not one")
+    folder = found[0].removesuffix("data.pkl")
+    if folder + "constants.pkl" in archive.by_name:
+        raise _unfit(archive, "it is a TorchScript archive")
+    return folder
+
+
+def _check_byteorder(archive: Archive, folder: str) -> None:
+    record = archive.by_name.get(folder + "byteorder")
+    if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
+        raise CkptError(
+            f"{archive.path}: its storages are not little-endian",
+            hint="load and save it with torch on the machine where it is used",
+        )
+
+
+def _storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storage:
+    record = archive.by_name.get(f"{folder}data/{key}")
+    if record is None:
+        raise _unfit(archive, f"storage {key} is missing")
+    if record.method != STORED:
+        raise CkptError(
+            f"{archive.path}: storage {key} is compressed, so its tensors lie nowhere in the file",
+            hint="store it again uncompressed: unzip it to a folder, then zip -0 -r OUT.pt FOLDER",
+        )
+    if not 0 <= record.nbytes - nbytes < 16:  # a storage need not be a whole number of elements
+        raise _unfit(archive, f"storage {key} is {record.nbytes} bytes, its tensors say {nbytes}")
+    return Storage(archive.span(record))
+
+
+_BUILTINS = frozenset(
+    ("set", "frozenset", "list", "dict", "tuple", "int", "float", "str", "bytes", "complex", "bytearray", "slice")
+    + ("range", "xrange", "bool", "unicode", "long")
+)
+_PYTHON = {
+    "collections": frozenset(("OrderedDict", "defaultdict", "Counter", "deque")),
+    "builtins": _BUILTINS,
+    "__builtin__": _BUILTINS,  # its name in pickles that Python 2 can read
+    "_codecs": frozenset(("encode",)),
+}
+
+
+def foreign(globals: Sequence[Global]) -> tuple[str, ...]:
+    """The names that are neither torch's nor of Python's own containers, sorted."""
+    return tuple(sorted({str(g) for g in globals if not is_torch(g) and g.name not in _PYTHON.get(g.module, ())}))
+
+
+def _unfit(archive: Archive, message: str) -> CkptError:
+    return CkptError(
+        f"{archive.path}: not as torch.save writes it: {message}",
+        hint="the file is damaged, or written by another program: save it again with torch.save",
+    )
+
+
+# Writing
+
+
+def layout(checkpoint: Checkpoint) -> Pieces:
+    """The bytes of the checkpoint's file: like the one it was read from (its `container`) but for what was changed.
+
+    Raises `Refused` for an entry that this format cannot hold, or cannot hold at its place.
+    """
+    if isinstance(checkpoint.container, Container):
+        return _changed(checkpoint, checkpoint.container)
+    return _fresh(checkpoint)
+
+
+def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
+    archive, folder, pickle = container.archive, container.folder, container.pickle
+    rebuilder = Rebuilder(taken={key for r in archive.records if (key := _storage_key(r, folder)) is not None})
+    for key, storage in container.tree.storages.found.items():
+        rebuilder.adopt(storage, key)
+    root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
+    if root is pickle.root:
+        return layout_archive(archive, archive.records)
+    references: list[Persistent] = []
+    data = dumps(Pickle(root, pickle.protocol), references)
+    keys = _keys(references)
+    entries: list[Record | NewRecord] = []
+    for record in archive.records:
+        if record.name == folder + "data.pkl":
+            entries.append(NewRecord(record.name, data))
+        elif (key := _storage_key(record, folder)) is None or key in keys:
+            entries.append(record)
+    new = [key for key in keys if f"{folder}data/{key}" not in archive.by_name]
+    at = _behind_storages(entries, folder)
+    entries[at:at] = [_record(folder, key, rebuilder) for key in new]
+    return layout_archive(archive, _without_version(entries, folder, keys), _alignment(archive, folder))
+
+
+def _storage_key(record: Record | NewRecord, folder: str) -> str | None:
+    """The key of the storage that a record holds; None for any other record."""
+    prefix = folder + "data/"
+    return record.name.removeprefix(prefix) if record.name.startswith(prefix) else None
+
+
+def _keys(references: Sequence[Persistent]) -> dict[str, None]:
+    """The keys of the storages in the order in which a reader of the pickle meets them."""
+    return dict.fromkeys(r.id[2] for r in references if type(r.id) is tuple and len(r.id) > 2 and type(r.id[2]) is str)
+
+
+def _behind_storages(entries: Sequence[Record | NewRecord], folder: str) -> int:
+    stored = [index for index, entry in enumerate(entries) if _storage_key(entry, folder) is not None]
+    return stored[-1] + 1 if stored else len(entries)
+
+
+def _without_version(entries: list[Record | NewRecord], folder: str, keys: dict[str, None]) -> list[Record | NewRecord]:
+    """The entries; without ``.format_version`` where a reader that trusts it would look for storages in wrong places.
+
+    From version 1 on torch computes where a storage lies from those read before it, if they are read in file order and
+    the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device).
+    """
+    stored = {index: key for index, entry in enumerate(entries) if (key := _storage_key(entry, folder)) is not None}
+    in_a_row = not stored or max(stored) - min(stored) == len(stored) - 1
+    if in_a_row and list(stored.values()) == list(keys) and list(keys)[:1] in ([], ["0"]):
+        return entries
+    return [entry for entry in entries if entry.name != folder + ".format_version"]
+
+
+def _alignment(archive: Archive, folder: str) -> int:
+    record = archive.by_name.get(folder + ".storage_alignment")
+    text = read_record(archive, record, _MAX_NOTE) if record is not None else b""
+    return int(text) if text.isdigit() and 0 < int(text) <= 1 << 16 else ALIGNMENT
+
+
+_FOLDER = "archive/"  # torch.save names it after the file, and "archive" where there is no name
+
+
+def _fresh(checkpoint: Checkpoint) -> Pieces:
+    rebuilder = Rebuilder()
+    references: list[Persistent] = []
+    data = dumps(Pickle(fresh_root(checkpoint, rebuilder), 2), references)
+    keys = _keys(references)
+    serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
+    notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}
+    entries: list[Record | NewRecord] = [
+        NewRecord(_FOLDER + "data.pkl", data),
+        *(NewRecord(_FOLDER + name, note) for name, note in notes.items()),
+        *(_record(_FOLDER, key, rebuilder) for key in keys),
+        NewRecord(_FOLDER + "version", b"3\n"),
+        NewRecord(_FOLDER + ".data/serialization_id", b"%040d" % serialization_id),
+    ]
+    return layout_archive(None, _without_version(entries, _FOLDER, keys))
+
+
+def _record(folder: str, key: str, rebuilder: Rebuilder) -> NewRecord:
+    return NewRecord(f"{folder}data/{key}", rebuilder.storages[key].data)
