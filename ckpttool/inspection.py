@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.naming.chain import recognise, segments
 
 SCHEMA = "ckpttool.inspect/1"
 
@@ -63,14 +64,14 @@ class Inspection:
         ]
 
 
-def _no_wrappers(section: Section) -> Sequence[str]:
-    return ()
-
-
-def inspect(checkpoint: Checkpoint, wrappers: Callable[[Section], Sequence[str]] = _no_wrappers) -> Inspection:
-    """The inspection of `checkpoint`; `wrappers` recognises the wrapper segments in the keys of a section."""
+def inspect(checkpoint: Checkpoint) -> Inspection:
+    """The inspection of `checkpoint`. Wrappers are recognised by the evidence of a section's keys."""
     return Inspection(
         checkpoint,
-        {section.path: tuple(wrappers(section)) for section in checkpoint.sections},
+        {section.path: _wrappers(section) for section in checkpoint.sections},
         {section.path: section.aliases() for section in checkpoint.sections},
     )
+
+
+def _wrappers(section: Section) -> tuple[str, ...]:
+    return tuple(segments(recognise(section.by_key()))) if section.kind == "state_dict" else ()

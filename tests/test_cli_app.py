@@ -212,6 +212,13 @@ def test_inspect_in_text_and_reports(checkpoint: str, tmp_path: Path) -> None:
     )
 
 
+def test_a_failure_is_an_object_where_json_was_asked_for(tmp_path: Path) -> None:
+    done = ckpttool("inspect", str(tmp_path / "none.pt"), "--format", "json")
+    failure = json.loads(done.stdout)
+    assert (failure["schema"], failure["status"], done.returncode) == ("ckpttool.error/1", 2, 2)
+    assert done.stderr.splitlines() == [f"error: {failure['error']}", f"hint: {failure['hint']}"]
+
+
 def test_a_report_that_cannot_be_written_leaves_nothing(checkpoint: str, tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "r.json", Path("/dev/full")):
         link = tmp_path / "r.json"
@@ -220,7 +227,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(checkpoint: str, tmp_pat
             path = link
         done = ckpttool("inspect", checkpoint, "--report", str(path), "--format", "json")
         assert done.returncode == 2
-        assert done.stdout == ""
+        assert json.loads(done.stdout)["schema"] == "ckpttool.error/1"
         assert done.stderr.startswith(f"error: {path}: ")
         assert len(done.stderr.splitlines()) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "r.json"]

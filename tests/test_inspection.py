@@ -37,12 +37,8 @@ TRAIN = Checkpoint(
 )
 
 
-def module_wrapper(section: Section) -> tuple[str, ...]:
-    return ("module",) if all(entry.key.startswith("module.") for entry in section.tensors) else ()
-
-
 def test_the_object_of_the_contract() -> None:
-    data = inspect(TRAIN, module_wrapper).to_json()
+    data = inspect(TRAIN).to_json()
     assert data["tensors"][0] == {
         "section": "model",
         "key": "module.embed.weight",
@@ -109,7 +105,7 @@ Foreign pickled classes and functions, never run
 
 
 def test_the_document() -> None:
-    assert render("text", document(inspect(TRAIN, module_wrapper)), {}) == TEXT
+    assert render("text", document(inspect(TRAIN)), {}) == TEXT
 
 
 def test_all_gives_every_tensor_a_line() -> None:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -33,14 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a key that the terminal's encoding has not is escaped, not an error
             stream.reconfigure(errors="backslashreplace")
+    args = sys.argv[1:] if argv is None else list(argv)
     try:
-        status = run(sys.argv[1:] if argv is None else list(argv))
+        status = run(args)
         sys.stdout.flush()
         return status
     except BaseException as error:
         if os.environ.get("CKPTTOOL_DEBUG") == "1":
             traceback.print_exc()
-        return say(failure_of(error))
+        return say(failure_of(error), as_json=_asks_for_json(args))
+
+
+def _asks_for_json(args: Sequence[str]) -> bool:
+    """Whether the command line asks for JSON; looked for by hand, since it may be the command line that is wrong."""
+    return "--format=json" in args or ("--format", "json") in pairwise(args)
 
 
 def run(args: list[str]) -> int:

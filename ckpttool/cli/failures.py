@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from ckpttool.errors import CkptError, Problem
+from ckpttool.report import json
 from ckpttool.report.words import shell, visible
 
 # click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
@@ -52,19 +53,34 @@ def failure_of(error: BaseException) -> Failure:
     return _internal(error)
 
 
-def say(failure: Failure) -> int:
-    """Prints the failure on stderr: the error, every problem, the hint, a line each. Returns the exit status."""
+def say(failure: Failure, as_json: bool = False) -> int:
+    """Prints the failure on stderr: the error, every problem, the hint, a line each. Returns the exit status.
+
+    With `as_json` a program reads the same on stdout, as one object: ``ckpttool.error/1``.
+    """
     lines = [f"error: {visible(failure.message)}"] if failure.message else []
     lines += [f"  {visible(str(problem))}" for problem in failure.problems]
     lines += [f"hint: {visible(failure.hint)}"] if failure.hint else []
     with suppress(OSError):
         sys.stderr.writelines(f"{line}\n" for line in lines)
+        if as_json and failure.message:
+            sys.stdout.write(json.render(_error_json(failure)))
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()
         except OSError:  # a closed pipe, a full disk: drop the rest, or the interpreter fails on it at its end
             _discard(descriptor)
     return failure.status
+
+
+def _error_json(failure: Failure) -> dict[str, Any]:
+    return {
+        "schema": "ckpttool.error/1",
+        "status": failure.status,
+        "error": failure.message,
+        "problems": [{"problem": problem.problem, "key": problem.key} for problem in failure.problems],
+        "hint": failure.hint,
+    }
 
 
 def _discard(descriptor: int) -> None:
