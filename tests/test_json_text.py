@@ -1,0 +1,67 @@
+"""Strict JSON: Python's reader is the oracle for what it reads right, and its leniencies are errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.formats.json_text import dumps, loads, members
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(value=st.dictionaries(st.text(), VALUES), indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans())
+def test_members_stand_where_they_say(value, indent, ascii_only):
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    found = members(text)
+    assert {member.name: member.value for member in found} == value == loads(text)
+    assert [json.loads(text[member.start : member.end]) for member in found] == list(value)
+    assert loads(dumps(value)) == value
+
+
+def test_a_list_has_no_members():
+    assert loads("[]") == []
+    with pytest.raises(ValueError, match="out of place"):
+        members("[]")
+
+
+def test_a_name_may_stand_twice_outermost_only():
+    assert [(m.name, m.value) for m in members('{"a":1,"\\u0061":2}')] == [("a", 1), ("a", 2)]
+    with pytest.raises(ValueError, match="'a' stands twice"):
+        members('{"b":{"a":1,"a":2}}')
+
+
+NO_OBJECTS = [
+    "",
+    "{",
+    "{]",
+    "{,}",
+    '{"a"}',
+    '{"a":}',
+    '{"a":1,}',
+    '{"a":1 "b":2}',
+    '{"a":1}}',
+    "{a:1}",
+    "{'a':1}",
+    "\ufeff{}",
+]
+NO_VALUES = ["NaN", "-Infinity", "1e999", "01", "+1", '"\\ud800"', '"\n"', "[" * 99_999, "9" * 5000]
+
+
+@pytest.mark.parametrize("text", [*NO_OBJECTS, *(f'{{"a":{value}}}' for value in NO_VALUES)])
+def test_everything_else_is_an_error(text):
+    with pytest.raises(ValueError):  # noqa: PT011 - the kind of error is the promise
+        members(text)
+    with pytest.raises(ValueError):  # noqa: PT011
+        loads(text)
+
+
+def test_minus_zero_is_no_integer():
+    assert isinstance(loads("-0"), float)
