@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hook_zoo import ZOO
 from torch import nn
 
 from ckpttool import expression as ex
@@ -12,6 +11,7 @@ from ckpttool.compute import evaluate
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.names import Names
 from ckpttool.naming.trace import trace
+from hook_zoo import ZOO
 
 torch.set_num_threads(1)
 

@@ -92,9 +92,15 @@ def _factory(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -
                 f"{operand} gives a {type(built).__name__}, not an nn.Module",
                 hint="name an nn.Module, a class of one, or a function that returns one",
             )
-        return built
+        return copied(built, real) if _is_kept(target, built) else built
 
     return make
+
+
+def _is_kept(target: Callable[..., Any], built: nn.Module) -> bool:
+    """True where the factory hands out an object that it keeps, which the next call would find changed."""
+    module = sys.modules.get(getattr(target, "__module__", ""))
+    return hasattr(target, "cache_info") or any(value is built for value in (vars(module) if module else {}).values())
 
 
 def _check_arguments(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -> None:
@@ -172,7 +178,11 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     _keep_importable(str(path.resolve().parent))
     with user_code(f"{path} cannot be imported"):
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpttool.expression import OPAQUE, Expression, Op, Ref, Special, refs
+
+_SMALL = 1 << 22  # elements; below, the overlap of two strided tensors is found by marking every element
 
 
 class Geometry(NamedTuple):
@@ -100,12 +103,23 @@ class Memory:
 
     def write(self, geom: Geometry, value: Expression) -> None:
         """Replaces what is seen through `geom`; every other root that it reaches into is changed along."""
-        for root, old in list(self.roots.items()):
-            if root != geom and root.offset < geom.end and geom.offset < root.end:
-                self.roots[root] = _overwritten(root, old, geom, value)
+        reached = {root: old for root, old in self.roots.items() if root != geom and _meet(root, geom)}
+        changed = {root: _overwritten(root, old, geom, value) for root, old in reached.items()}
+        for root, new in changed.items():
+            self.roots[root] = new or self._through_whole(root, geom, changed) or opaque(self.roots[root], value)
         if geom in self.roots or not any(_holds(root, geom) for root in self.roots):
             self.roots[geom] = value
         self.views = {geom: value}
+
+    @staticmethod
+    def _through_whole(
+        root: Geometry, geom: Geometry, changed: Mapping[Geometry, Expression | None]
+    ) -> Expression | None:
+        """What `root` sees of a third tensor that holds both it and what was written."""
+        for whole, value in changed.items():
+            if value is not None and _holds(whole, root) and _holds(whole, geom):
+                return _window(whole, value, root)
+        return None
 
 
 def opaque(*parts: Expression) -> Op:
@@ -116,6 +130,17 @@ def opaque(*parts: Expression) -> Op:
 
 def _holds(outer: Geometry, inner: Geometry) -> bool:
     return outer.dtype == inner.dtype and outer.offset <= inner.offset and inner.end <= outer.end
+
+
+def _meet(one: Geometry, other: Geometry) -> bool:
+    """True where the two share an element (or might: very large interleaved ones are not looked into)."""
+    if one.offset >= other.end or other.offset >= one.end:
+        return False
+    if one.dtype != other.dtype or max(one.end, other.end) > _SMALL:
+        return True
+    touched = torch.zeros(max(one.end, other.end), dtype=torch.bool)
+    touched.as_strided(one.shape, one.stride, one.offset).fill_(True)
+    return bool(touched.as_strided(other.shape, other.stride, other.offset).any())
 
 
 def _flat(root: Geometry, value: Expression) -> Expression | None:
@@ -134,14 +159,14 @@ def _window(root: Geometry, value: Expression, geom: Geometry) -> Expression | N
     return Op("aten.as_strided.default", (flat, geom.shape, geom.stride, geom.offset - root.offset))
 
 
-def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Expression) -> Expression:
-    """The value of `root` after `value` was written through `geom`."""
+def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Expression) -> Expression | None:
+    """The value of `root` after `value` was written through `geom`; None where strides cannot say it."""
     covered = _window(geom, value, root)
     if covered is not None:
         return covered
     flat = _flat(root, old) if geom.is_plain and _holds(root, geom) and not geom.overlaps_itself else None
     if flat is None:
-        return opaque(old, value)
+        return None
     changed = Op("aten.as_strided_scatter.default", (flat, value, geom.shape, geom.stride, geom.offset - root.offset))
     order = root.order
     if order == tuple(range(len(order))):

@@ -233,6 +233,8 @@ class Recorder(TorchDispatchMode):
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> Expression:
         value, mark = self.value(source), token(target)
         self.conversions.pop(mark, None)
+        if torch.nn.parameter.is_lazy(source) or torch.nn.parameter.is_lazy(target):
+            return value
         if source.dtype != target.dtype:
             self.conversions[mark] = (source.dtype, target.dtype, value)
             value = fn.cast(value, target.dtype)
@@ -303,6 +305,8 @@ def _written(func: Any) -> tuple[str, ...]:
 
 def _refuse_overlap(target: torch.Tensor) -> None:
     """As torch does for tensors with values: one place in memory cannot take two of them (expanded buffers)."""
+    if torch.nn.parameter.is_lazy(target):
+        return
     if target.layout == torch.strided and any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride())):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "

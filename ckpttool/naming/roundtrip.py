@@ -21,7 +21,9 @@ def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
     """Every way in which loading what was saved does not give the same model again; `verdict` is of its own keys."""
     found = [Problem("load_state_dict expects a key that state_dict does not write", key) for key in verdict.missing]
     found += [Problem("state_dict writes a key that load_state_dict does not expect", k) for k in verdict.unexpected]
-    found += [Problem("load_state_dict refuses what state_dict wrote", _line(error)) for error in verdict.errors]
+    found += [
+        Problem(f"load_state_dict refuses what state_dict wrote: {_line(text)}", "(root)") for text in verdict.errors
+    ]
     if not verdict.ok and not found:
         found.append(Problem("load_state_dict refuses what state_dict wrote", "(root)"))
     return (*found, *_values(saved, verdict))
@@ -33,7 +35,7 @@ def _values(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
     first = {r.fqn: r.alias_of or r.fqn for r in saved.runtime}
     simplifier = Simplifier(_leaves(saved))
     for fqn, value in verdict.reads.items():
-        if first.get(fqn) not in fed:
+        if first.get(fqn) not in fed or fqn in verdict.missing:
             continue
         if value is None:
             yield Problem("saved, but not loaded again", fqn)

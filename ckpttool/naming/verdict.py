@@ -148,8 +148,7 @@ class _Lists:
     def read(self, failed: Exception | None) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         text = str(failed) if failed is not None else ""
         if failed is not None and not text.startswith(_TORCH_SAYS):
-            missing, unexpected, _ = self.found or ([], [], [])
-            return tuple(missing), tuple(unexpected), (describe(failed),)
+            return (), (), (describe(failed),)
         if self.found is None:
             return _quoted(text, _MISSING), _quoted(text, _UNEXPECTED), _messages(text)
         missing, unexpected, errors = self.found
