@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from ckpttool.dtypes import itemsize
 
@@ -112,7 +113,8 @@ class Section:
 
     `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict).
     `modules` are the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
-    None where it has none.
+    None where it has none. `mapping` is an optimizer's whole state dict: Python's own dicts, lists, tuples and scalars,
+    with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for what is neither; None for other kinds.
     """
 
     path: str
@@ -120,6 +122,7 @@ class Section:
     tensors: tuple[TensorEntry, ...]
     extras: tuple[ExtraEntry, ...] = ()
     modules: Mapping[str, object] | None = None
+    mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:

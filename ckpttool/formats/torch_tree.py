@@ -11,7 +11,9 @@ from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.formats.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.torch_mapping import mapping_of
 from ckpttool.formats.torch_tensor import Carried, Storages, entry_of, is_tensor, malformed
+from ckpttool.naming.optimizer import looks_flat
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
@@ -144,7 +146,9 @@ def metadata_of(node: Any) -> dict[Any, Any] | None:
 
 def _is_optimizer(node: Any) -> bool:
     pairs = pairs_of(node)
-    return pairs is not None and pairs_of(pairs.get("state")) is not None and type(pairs.get("param_groups")) is list
+    if pairs is None or looks_flat(list(pairs)):
+        return pairs is not None
+    return pairs_of(pairs.get("state")) is not None and type(pairs.get("param_groups")) is list
 
 
 def _is_state_dict(node: Any, foreign: bool) -> bool:
@@ -182,7 +186,9 @@ def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -
     for child_path, child_steps, child in _named_children(node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
     name = _free(".".join(path), tree.places)
-    tree.places[name] = Place(Section(name, "optimizer", tuple(inner.loose)), steps, node, inner.loose_steps)
+    mapping = mapping_of(node, tree.storages)
+    section = Section(name, "optimizer", tuple(inner.loose), mapping=mapping)
+    tree.places[name] = Place(section, steps, node, inner.loose_steps)
 
 
 def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:

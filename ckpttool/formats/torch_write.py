@@ -8,6 +8,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.formats.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.torch_mapping import node_of
 from ckpttool.formats.torch_rebuild import Rebuilder
 from ckpttool.formats.torch_tensor import Carried, Storages
 from ckpttool.formats.torch_tree import REMOVE, Place, Steps, Tree, clone, edited, metadata_of, pairs_of
@@ -32,6 +33,8 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
         section = now.get(path)
         if section is None:
             edits.update(_removal(place))
+        elif section.mapping is not place.section.mapping:
+            edits[place.steps] = node_of(section.mapping, nodes.of)
         elif section is not place.section:
             change = _state_dict_edits if section.kind == "state_dict" else _tensor_edits
             edits.update(change(section, place, nodes))
@@ -49,7 +52,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
     problems += [
         Problem("an optimizer's state cannot be written to a new file", section.path or "(root)")
         for section in checkpoint.sections
-        if section.kind == "optimizer"
+        if section.kind == "optimizer" and section.mapping is None
     ]
     if problems:
         raise Refused("not everything fits into a new file", hint=_HINT, problems=problems)
@@ -65,7 +68,9 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
     return root
 
 
-def _fresh_state_dict(section: Section, nodes: _Nodes) -> Call:
+def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
+    if section.mapping is not None:
+        return node_of(section.mapping, nodes.of)
     made = Call(nodes.ordered_dict, ())
     made.pairs = {entry.key: nodes.of(entry) for entry in _entries(section)}
     if section.modules is not None:
