@@ -97,14 +97,12 @@ def _storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storage:
     return Storage(archive.span(record))
 
 
-_BUILTINS = frozenset(
-    ("set", "frozenset", "list", "dict", "tuple", "int", "float", "str", "bytes", "complex", "bytearray", "slice")
-    + ("range", "xrange", "bool", "unicode", "long")
-)
+_CONTAINERS = frozenset(("set", "frozenset", "list", "dict", "tuple", "bytearray", "slice", "range", "xrange"))
+_SCALARS = frozenset(("int", "float", "str", "bytes", "complex", "bool", "unicode", "long"))
 _PYTHON = {
     "collections": frozenset(("OrderedDict", "defaultdict", "Counter", "deque")),
-    "builtins": _BUILTINS,
-    "__builtin__": _BUILTINS,  # its name in pickles that Python 2 can read
+    "builtins": _CONTAINERS | _SCALARS,
+    "__builtin__": _CONTAINERS | _SCALARS,  # its name in pickles that Python 2 can read
     "_codecs": frozenset(("encode",)),
 }
 

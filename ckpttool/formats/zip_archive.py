@@ -89,8 +89,9 @@ def read_record(archive: Archive, record: Record, limit: int) -> bytes:
     Raises `CkptError` where it holds more than `limit` bytes, is compressed by a method other than deflate, or is
     damaged.
     """
-    if record.size > limit or record.nbytes > limit:
-        raise _corrupt(archive.path, f"record {record.name} is {record.size} bytes, at most {limit} are expected there")
+    nbytes = max(record.size, record.nbytes)
+    if nbytes > limit:
+        raise _corrupt(archive.path, f"record {record.name} is {nbytes} bytes, at most {limit} are expected there")
     data = read_span(archive.span(record))
     if record.method == DEFLATED:
         data = _inflate(archive.path, record, data)

@@ -1,0 +1,195 @@
+"""Zip archives: Python's zipfile and torch's writer are the oracle, hostile ones are built byte by byte."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpttool.errors import CkptError
+from ckpttool.formats.zip_archive import Archive, read_archive, read_record
+
+
+@dataclass
+class Entry:
+    """One record of a hand-made archive; `says` are central directory fields that lie."""
+
+    name: bytes
+    data: bytes = b"data"
+    flags: int = 0
+    method: int = 0
+    offset: int | None = None
+    size: int | None = None
+    nbytes: int | None = None
+    local_name: bytes | None = None
+    disk: int = 0
+
+
+def archive_bytes(entries: list[Entry], *, count: int | None = None, size: int | None = None, disk: int = 0) -> bytes:
+    body, directory = b"", b""
+    for entry in entries:
+        crc = zlib.crc32(entry.data)
+        start = len(body) if entry.offset is None else entry.offset
+        local = entry.local_name or entry.name
+        sizes = (len(entry.data), len(entry.data))
+        body += struct.pack("<4s5H3I2H", b"PK\3\4", 20, entry.flags, 0, 0, 0, crc, *sizes, len(local), 0)
+        body += local + entry.data
+        nbytes = len(entry.data) if entry.nbytes is None else entry.nbytes
+        size_ = len(entry.data) if entry.size is None else entry.size
+        fields = (20, 20, entry.flags, entry.method, 0, 0, crc, nbytes, size_, len(entry.name), 0, 0, entry.disk, 0, 0)
+        directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields, start) + entry.name
+    number = len(entries) if count is None else count
+    length = len(directory) if size is None else size
+    return body + directory + struct.pack("<4s4H2IH", b"PK\5\6", disk, disk, number, number, length, len(body), 0)
+
+
+def read(tmp_path: Path, data: bytes) -> Archive:
+    path = tmp_path / "archive.zip"
+    path.write_bytes(data)
+    return read_archive(str(path))
+
+
+def torch_archive() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.arange(5), "b": torch.ones(3)}, buffer)
+    return buffer.getvalue()
+
+
+def test_records_of_a_torch_archive_lie_where_zipfile_says(tmp_path: Path) -> None:
+    data = torch_archive()
+    archive = read(tmp_path, data)
+    oracle = zipfile.ZipFile(io.BytesIO(data))
+    assert [r.name for r in archive.records] == oracle.namelist()
+    for record in archive.records:
+        assert record.data % 64 == 0
+        assert read_record(archive, record, 1 << 20) == oracle.read(record.name)
+        assert data[record.data : record.data + record.nbytes] == oracle.read(record.name)
+    ends = [record.end for record in archive.records]
+    assert ends[:-1] == [record.start for record in archive.records[1:]]
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_archives_of_other_writers(tmp_path: Path, compression: int) -> None:
+    path = tmp_path / "plain.zip"
+    contents = {"a/ü.txt": b"x" * 1000, "empty": b"", "b": bytes(range(256))}
+    with zipfile.ZipFile(path, "w", compression) as out:
+        for name, content in contents.items():
+            out.writestr(name, content)
+        out.comment = b"with a comment PK\5\6 in it"
+    archive = read_archive(str(path))
+    assert {name: read_record(archive, record, 1000) for name, record in archive.by_name.items()} == contents
+
+
+def test_streamed_records_have_their_descriptor(tmp_path: Path) -> None:
+    class Unseekable(io.BytesIO):
+        def seekable(self) -> bool:
+            return False
+
+        def seek(self, *_: int) -> int:
+            raise OSError
+
+        def tell(self) -> int:
+            raise OSError
+
+    buffer = Unseekable()
+    with zipfile.ZipFile(buffer, "w") as out:
+        out.writestr("a", b"first")
+        out.writestr("b", b"second")
+    archive = read(tmp_path, buffer.getvalue())
+    assert archive.by_name["a"].end == archive.by_name["b"].start
+    assert read_record(archive, archive.by_name["b"], 10) == b"second"
+
+
+def test_an_archive_inside_a_file(tmp_path: Path) -> None:
+    inner = torch_archive()
+    path = tmp_path / "outer"
+    path.write_bytes(b"before" + inner + b"after")
+    archive = read_archive(str(path), base=6, length=len(inner))
+    record = archive.by_name["archive/byteorder"]
+    assert read_record(archive, record, 10) == b"little"
+    span = archive.span(record)
+    assert path.read_bytes()[span.offset : span.offset + span.length] == b"little"
+
+
+LYING = {
+    "truncated": torch_archive()[:-1],
+    "cut in half": torch_archive()[:400],
+    "empty": b"",
+    "no zip": b"nothing of the kind" * 10,
+    "directory outside": archive_bytes([Entry(b"a")], size=10_000),
+    "more records than announced": archive_bytes([Entry(b"a"), Entry(b"b")], count=1),
+    "fewer records than announced": archive_bytes([Entry(b"a")], count=2),
+    "far fewer records than announced": archive_bytes([Entry(b"a")], count=65_534),
+    "one name twice": archive_bytes([Entry(b"a"), Entry(b"a")]),
+    "encrypted": archive_bytes([Entry(b"a", flags=1)]),
+    "several disks": archive_bytes([Entry(b"a")], disk=1),
+    "record on another disk": archive_bytes([Entry(b"a", disk=3)]),
+    "offset outside": archive_bytes([Entry(b"a", offset=1 << 20)]),
+    "offset into nothing": archive_bytes([Entry(b"a", offset=2)]),
+    "overlapping": archive_bytes([Entry(b"a", nbytes=40, size=40), Entry(b"b")]),
+    "two records at one place": archive_bytes([Entry(b"a"), Entry(b"b", offset=0, local_name=b"a")]),
+    "longer than the file": archive_bytes([Entry(b"a", nbytes=1 << 30, size=1 << 30)]),
+    "other name in the header": archive_bytes([Entry(b"a", local_name=b"b")]),
+    "stored with two sizes": archive_bytes([Entry(b"a", size=5)]),
+    "name not UTF-8": archive_bytes([Entry(b"\xff\xfe", flags=0x800)]),
+    "zip64 sizes missing": archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF)]),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_archives_that_lie(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CkptError):
+        read(tmp_path, LYING[name])
+
+
+def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path) -> None:
+    whole = torch_archive()
+    random.seed(0)
+    for _ in range(200):
+        data = bytearray(whole)
+        for _ in range(random.randint(1, 4)):
+            data[random.randrange(len(data))] = random.randrange(256)
+        try:
+            archive = read(tmp_path, bytes(data[: random.choice([len(data), random.randrange(len(data))])]))
+            for record in archive.records:
+                read_record(archive, record, 1 << 20)
+        except CkptError:
+            pass
+
+
+def test_a_record_larger_than_expected_is_not_read(tmp_path: Path) -> None:
+    archive = read(tmp_path, archive_bytes([Entry(b"a", b"12345")]))
+    with pytest.raises(CkptError, match="at most 4"):
+        read_record(archive, archive.by_name["a"], 4)
+
+
+def test_a_bomb_stops_at_its_announced_size(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("a", bytes(1 << 24))
+    data = bytearray(buffer.getvalue())
+    entry = data.rindex(b"PK\1\2")
+    struct.pack_into("<I", data, entry + 24, 100)
+    archive = read(tmp_path, bytes(data))
+    with pytest.raises(CkptError, match="101 bytes"):
+        read_record(archive, archive.by_name["a"], 1 << 20)
+
+
+def test_a_damaged_record_is_found(tmp_path: Path) -> None:
+    data = bytearray(archive_bytes([Entry(b"a", b"12345")]))
+    data[31] ^= 1
+    archive = read(tmp_path, bytes(data))
+    with pytest.raises(CkptError, match="CRC-32"):
+        read_record(archive, archive.by_name["a"], 10)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CkptError):
+        read_archive(str(tmp_path / "none"))
