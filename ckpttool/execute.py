@@ -8,13 +8,14 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
 from ckpttool.pieces import Piece, Pieces
+from ckpttool.spans import CHUNK, SpanReader
 
-CHUNK = 1 << 20  # bytes a read; larger ones were no faster, and memory stays flat
 Progress = Callable[[int], None]
 
 
@@ -27,6 +28,8 @@ def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -
         raise CkptError(f"{out} is a folder", hint="name a file")
     if not os.access(path.parent, os.W_OK):
         raise CkptError(f"{path.parent}: not writable", hint="choose another folder for the output")
+    if path.exists() and not path.is_file():
+        raise CkptError(f"{out} is no regular file", hint="name a file that can be replaced")
     if path.exists():
         if any(os.path.samefile(path, name) for name in source if os.path.exists(name)):
             if not in_place:
@@ -43,10 +46,22 @@ def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | 
     """
     path = Path(os.path.realpath(out))
     nbytes = sum(piece.nbytes for piece in pieces)
-    free = shutil.disk_usage(path.parent).free
-    if nbytes > free:
-        raise CkptError(f"{out}: needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".tmp", dir=path.parent)
+    try:
+        free = shutil.disk_usage(path.parent).free
+        if nbytes > free:
+            raise CkptError(
+                f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere"
+            )
+        _write_sibling(pieces, path, fsync, progress)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise CkptError(f"{out}: {reason}", hint="nothing was changed; free some space or write elsewhere") from error
+    return nbytes
+
+
+def _write_sibling(pieces: Pieces, path: Path, fsync: bool, progress: Progress | None) -> None:
+    """Writes a file next to `path` and renames it, or leaves nothing behind."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:50]}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb", buffering=CHUNK) as file:
             for data in _stream(pieces):
@@ -58,15 +73,12 @@ def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | 
             if fsync:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise CkptError(f"{out}: {reason}", hint="nothing was changed; free some space or write elsewhere") from error
-    finally:
-        if os.path.exists(temporary):
+    except BaseException:
+        with suppress(OSError):
             os.unlink(temporary)
+        raise
     if fsync:
         _sync_folder(path.parent)
-    return nbytes
 
 
 def _mode(path: Path) -> int:
@@ -120,57 +132,3 @@ def _computed(lazy: Lazy) -> Iterator[bytes | memoryview]:
         raise CkptError(
             f"computed {written:,} bytes where {lazy.length:,} were planned", hint="this is a bug: report it"
         )
-
-
-class SpanReader:
-    """Reads spans in chunks through one reused buffer; keeps the last file open."""
-
-    def __init__(self) -> None:
-        self._path = ""
-        self._descriptor = -1
-        self._buffer = memoryview(bytearray(CHUNK))
-
-    def chunks(self, span: Span) -> Iterator[memoryview]:
-        """The span's bytes. Each chunk is valid until the next one is asked for. Raises `CkptError` at an early end."""
-        self._open(span.path)
-        offset, left = span.offset, span.length
-        while left:
-            count = os.preadv(self._descriptor, [self._buffer[: min(left, CHUNK)]], offset)
-            if not count:
-                raise CkptError(
-                    f"{span.path} ends at byte {offset:,}", hint="it was truncated while it was read: copy it again"
-                )
-            yield self._buffer[:count]
-            offset, left = offset + count, left - count
-
-    def _open(self, path: str) -> None:
-        if path == self._path:
-            return
-        self.close()
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise CkptError(
-                f"{path}: {error.strerror}", hint="the source must stay where it is until the output is written"
-            ) from error
-        self._path = path
-
-    def close(self) -> None:
-        """Closes the file that is open."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._path, self._descriptor = "", -1
-
-
-def same_bytes(left: Span, right: Span) -> bool:
-    """Whether two spans hold the same bytes, streamed."""
-    if left == right:
-        return True
-    if left.length != right.length:
-        return False
-    readers = SpanReader(), SpanReader()
-    try:
-        return all(a == b for a, b in zip(readers[0].chunks(left), readers[1].chunks(right)))
-    finally:
-        for reader in readers:
-            reader.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry
 from ckpttool.errors import Problem
-from ckpttool.execute import same_bytes
+from ckpttool.spans import same_bytes
 
 
 def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
@@ -19,7 +19,7 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
         return same_bytes(left.span, right.span)
     from ckpttool import compute
 
-    return compute.to_bytes(compute.load(left)) == compute.to_bytes(compute.load(right))
+    return compute.same_bits(compute.load(left), compute.load(right))
 
 
 def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> str | None:
