@@ -371,6 +371,8 @@ def _buffer(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state:
 
 
 def _text(data: bytes) -> str:
+    if len(data) == 1 and data.isdigit():
+        return str(int(data))  # a new string: decoding gives one for all, and what the pickle does not share would be
     return str(data, "utf-8", "surrogatepass")
 
 
