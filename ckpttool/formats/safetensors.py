@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry,
 from ckpttool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats import json_text
-from ckpttool.formats.json_text import Member
 from ckpttool.formats.overlap import overlapping
 from ckpttool.formats.reading import opened
 from ckpttool.pieces import Piece
@@ -60,16 +59,18 @@ class Packed:
 class Header:
     """The header as it stands in the file, without the blanks at its end; `Checkpoint.container` of this format.
 
-    `length` is its length in bytes with them. `names` are the places of the tensors' quoted names in `text`, in the
-    order of `tensors`. `data` are all bytes after the header.
+    `length` is its length in bytes with them, `data` are all bytes after it; `tensors` are in the header's order.
     """
 
     text: str
     length: int
     metadata: dict[str, str]
-    names: tuple[tuple[int, int], ...]
     tensors: tuple[TensorEntry, ...]
     data: Span
+
+    def names(self) -> list[tuple[int, int]]:
+        """The places of the tensors' quoted names in `text`, in the order of `tensors`."""
+        return [(member.start, member.end) for member in json_text.members(self.text) if member.name != METADATA]
 
 
 # Reading
@@ -82,16 +83,14 @@ def read(path: str) -> Checkpoint:
     """
     text, length, nbytes = _read_header(path)
     try:
-        members = json_text.members(text)
+        infos = json_text.loads(text)
     except ValueError as error:
         raise _invalid(path, f"its header is not valid JSON: {error}") from error
-    metadata = _metadata(path, [member.value for member in members if member.name == METADATA])
-    members = [member for member in members if member.name != METADATA]
-    _check(path, members, nbytes - 8 - length)
+    metadata = _metadata(path, infos.pop(METADATA, None))
+    _check(path, infos, nbytes - 8 - length)
     data = Span(path, 8 + length, nbytes - 8 - length)
-    tensors = tuple(_entry(path, data.offset, member) for member in members)
-    names = tuple((member.start, member.end) for member in members)
-    header = Header(text.rstrip(" \t\n\r"), length, metadata, names, tensors, data)
+    tensors = tuple(_entry(path, data.offset, name, info) for name, info in infos.items())
+    header = Header(text.rstrip(" \t\n\r"), length, metadata, tensors, data)
     section = Section("", "state_dict", tensors)
     return Checkpoint(path, FORMAT, nbytes, (section,), metadata=metadata, container=header)
 
@@ -117,33 +116,30 @@ def _read_header(path: str) -> tuple[str, int, int]:
         raise _invalid(path, f"its header is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _metadata(path: str, values: Sequence[Any]) -> dict[str, str]:
-    if len(values) > 1:
-        raise _invalid(path, f"{METADATA} stands twice in its header")
-    value = values[0] if values and values[0] is not None else {}
+def _metadata(path: str, value: Any) -> dict[str, str]:
+    value = {} if value is None else value
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise _invalid(path, f"{METADATA} holds something else than strings under names")
     return value
 
 
-def _check(path: str, members: Sequence[Member], data_length: int) -> None:
+def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
     """Every check of the reference reader: each entry by itself, then that the entries cover the data without gaps."""
-    problems = [Problem(problem, member.name) for member in members if (problem := _problem(member.value))]
-    problems += [Problem("the name stands twice", name) for name in _repeated(member.name for member in members)]
+    problems = [Problem(problem, name) for name, info in infos.items() if (problem := _problem(info))]
+    end = 0
     if not problems:
-        ordered = sorted(members, key=lambda member: member.value["data_offsets"])
-        ends = [0, *(member.value["data_offsets"][1] for member in ordered)]
-        problems = [
-            Problem(f"its data begins at byte {begin}, the data before it ends at byte {end}", member.name)
-            for member, end in zip(ordered, ends)
-            if (begin := member.value["data_offsets"][0]) != end
-        ]
+        for (begin, next_end), name in sorted((info["data_offsets"], name) for name, info in infos.items()):
+            if begin != end:
+                problems.append(
+                    Problem(f"its data begins at byte {begin}, the data before it ends at byte {end}", name)
+                )
+            end = next_end
     if problems:
         raise _invalid(path, "its header describes tensors wrongly", problems)
-    if ends[-1] > data_length:
-        raise _invalid(path, f"the file is truncated: its tensors need {ends[-1]} bytes, {data_length} are there")
-    if ends[-1] < data_length:
-        raise _invalid(path, f"{data_length - ends[-1]} bytes after the last tensor belong to none")
+    if end > data_length:
+        raise _invalid(path, f"the file is truncated: its tensors need {end} bytes, {data_length} are there")
+    if end < data_length:
+        raise _invalid(path, f"{data_length - end} bytes after the last tensor belong to none")
 
 
 def _problem(info: Any) -> str | None:
@@ -178,7 +174,9 @@ def _bits(shape: Sequence[int], per_element: int) -> int | None:
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size <= _U64_MAX for size in value)
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) <= _U64_MAX)
 
 
 def _repeated(names: Iterable[str]) -> list[str]:
@@ -186,17 +184,16 @@ def _repeated(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
-def _entry(path: str, data_start: int, member: Member) -> TensorEntry:
-    info = member.value
+def _entry(path: str, data_start: int, key: str, info: Mapping[str, Any]) -> TensorEntry:
     code, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
     span = Span(path, data_start + begin, end - begin)
     if code in _SUB_BYTE:
         halves = code == _PAIRS_IN_A_BYTE and shape and shape[-1] % 2 == 0
         if not halves:
             name = _SUB_BYTE[code][0]
-            return TensorEntry(member.name, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span))
+            return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span))
         shape = (*shape[:-1], shape[-1] // 2)
-    return TensorEntry(member.name, BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), 0, Storage(span))
+    return TensorEntry(key, BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), 0, Storage(span))
 
 
 def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:
@@ -271,7 +268,7 @@ def _rename(header: Header, tensors: Sequence[TensorEntry]) -> str | None:
         return None
     parts: list[str] = []
     at = 0
-    for (start, end), old in zip(header.names, header.tensors):
+    for (start, end), old in zip(header.names(), header.tensors):
         new = by_bytes.get(id(_bytes_of(old)))
         if new is None or (new is not old and replace(new, key=old.key) != old):
             return None
