@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a key that the terminal's encoding has not is escaped, not an error
             stream.reconfigure(errors="backslashreplace")
+    gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         status = run(args)
