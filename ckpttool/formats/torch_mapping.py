@@ -1,4 +1,4 @@
-"""An optimizer's state dict between the tree of a torch file's pickle and plain dicts and lists with entries in them."""
+"""An optimizer's state dict as plain dicts and lists with entries in them: from the tree of a pickle, and back."""
 
 from __future__ import annotations
 

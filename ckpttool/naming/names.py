@@ -79,7 +79,8 @@ class OptimizerParam:
 class Names:
     """All names of one model; the fields are those of the contract's `trace` object.
 
-    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none.
+    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none. `optimizer_groups` are
+    the hyperparameters of each param group, as far as they are plain values.
     """
 
     model: str
@@ -93,6 +94,8 @@ class Names:
     roundtrip_problems: tuple[str, ...] = ()
     optimizer: tuple[OptimizerParam, ...] = ()
     modules: tuple[str, ...] | None = None
+    optimizer_class: str | None = None
+    optimizer_groups: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The `trace` object of the contract, and the content of a names file."""
@@ -130,6 +133,8 @@ class Names:
             "roundtrip_problems": list(self.roundtrip_problems),
             "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group} for p in self.optimizer],
             "modules": None if self.modules is None else list(self.modules),
+            "optimizer_class": self.optimizer_class,
+            "optimizer_groups": [dict(group) for group in self.optimizer_groups],
         }
 
     @staticmethod
@@ -151,6 +156,8 @@ class Names:
                 roundtrip_problems=tuple(value["roundtrip_problems"]),
                 optimizer=tuple(OptimizerParam(p["id"], p["fqn"], p["group"]) for p in value["optimizer"]),
                 modules=None if value.get("modules") is None else tuple(value["modules"]),
+                optimizer_class=value.get("optimizer_class"),
+                optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CkptError(f"{source} is not a names file: {error!r}", hint=_HINT) from error

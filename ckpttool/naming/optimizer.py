@@ -32,8 +32,9 @@ class ParamGroup:
     def param_names(self) -> tuple[str, ...] | None:
         """The FQNs that the optimizer was given with its parameters (torch 2.6 and later), or None."""
         names = self.options.get(PARAM_NAMES)
-        fits = isinstance(names, (list, tuple)) and len(names) == len(self.params)
-        return tuple(names) if fits and all(isinstance(name, str) for name in names) else None
+        if not isinstance(names, (list, tuple)) or len(names) != len(self.params):
+            return None
+        return tuple(names) if all(isinstance(name, str) for name in names) else None
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -111,10 +112,7 @@ def read(section: Section) -> OptimizerState:
         )
     mapping = _kept(mapping, {entry.key for entry in section.tensors})
     problems: list[Problem] = []
-    if looks_flat(list(mapping)):
-        found = _read_flat(mapping, problems)
-    else:
-        found = _read_nested(mapping, problems)
+    found = (_read_flat if looks_flat(list(mapping)) else _read_nested)(mapping, problems)
     twice = [param for param, count in Counter(found.params).items() if count > 1]
     problems += [Problem("stands in more than one place of the param groups", str(param)) for param in twice]
     if problems:
