@@ -22,10 +22,14 @@ _MAX_PARTS = 100_000  # nodes looked at to find the tensors inside one
 
 @dataclass(slots=True, eq=False)
 class Storages:
-    """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once."""
+    """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once.
+
+    `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
+    """
 
     find: Callable[[str, int], Storage]
     found: dict[str, Storage] = field(default_factory=dict)
+    carried: dict[int, Carried] = field(default_factory=dict)
 
     def get(self, key: str, nbytes: int) -> Storage:
         """The storage under `key`, of which the pickle says that it holds `nbytes`."""
@@ -89,19 +93,21 @@ def is_torch(name: Global) -> bool:
 
 def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
     """The index entry of a tensor's node. Raises `CkptError` where its geometry does not fit its storage."""
+    carried = storages.carried.get(id(node))
+    if carried is None:
+        carried = storages.carried[id(node)] = Carried(node, storages, _geometry_of(key, node, storages))
+    assert carried.geometry is not None
+    return TensorEntry(key, *carried.geometry, payload=carried)
+
+
+def _geometry_of(key: str, node: Call, storages: Storages) -> Geometry:
     try:
-        geometry = _read(node, storages, 0)
+        return _read(node, storages, 0)
     except CkptError as error:
-        raise CkptError(error.message, hint=error.hint, problems=[Problem(error.message, key)]) from error
+        problem = error
     except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
         problem = malformed(f"the arguments of {node.func}: {error}")
-        raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)]) from error
-    return TensorEntry(key, *geometry, payload=Carried(node, storages, geometry))
-
-
-def persistents(node: Any) -> Iterator[Persistent]:
-    """Every storage reference inside the node, each once."""
-    return (part for part in _parts(node) if type(part) is Persistent)
+    raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)])
 
 
 def _parts(root: Any) -> Iterator[Any]:
@@ -177,10 +183,15 @@ _PLAIN_TYPES = ("Tensor", "Parameter", "Buffer")
 
 def _from_type(args: Any, storages: Storages, depth: int) -> Geometry:
     func, kind, inner = args[:3]
-    found = _read(Call(func, inner), storages, depth + 1)
+    call = Call(func, inner)
+    parts = _inner(args[2:], storages, depth)
+    nbytes = sum(part.nbytes for part in parts)
+    if not is_tensor(call):  # a class with a function of its own: of its geometry only the dtype is known
+        return Geometry(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
+    found = _read(call, storages, depth + 1)
     if is_torch(kind) and kind.name in _PLAIN_TYPES:
         return found
-    return found.packed("subclass", max(found.nbytes, _inner_bytes(args[2:], storages, depth)))
+    return found.packed("subclass", max(found.nbytes, nbytes))
 
 
 def _wrapper_subclass(args: Any, storages: Storages, depth: int) -> Geometry:
@@ -252,11 +263,17 @@ _REBUILD: dict[str, Callable[[Any, Storages, int], Geometry]] = {
 }
 
 
+_INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+
+
+def _inner(node: Any, storages: Storages, depth: int) -> list[Geometry]:
+    """The tensors that a packed tensor is made of."""
+    found = (part for part in _parts(node) if is_tensor(part) and part.func.name in _INNERMOST)
+    return [_read(part, storages, depth + 1) for part in found]
+
+
 def _inner_bytes(node: Any, storages: Storages, depth: int) -> int:
-    """Bytes of the tensors that a packed tensor is made of."""
-    innermost = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
-    found = (part for part in _parts(node) if is_tensor(part) and part.func.name in innermost)
-    return sum(_read(part, storages, depth + 1).nbytes for part in found)
+    return sum(part.nbytes for part in _inner(node, storages, depth))
 
 
 def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
