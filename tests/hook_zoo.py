@@ -5,12 +5,14 @@ A factory takes no arguments and builds on whatever device is the default one, s
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 ZOO: dict[str, Callable[[], nn.Module]] = {}
 
@@ -881,4 +883,193 @@ def constructor_leaves_cpu_tensors() -> nn.Module:
     model = nn.Linear(2, 2)
     model.register_buffer("freqs", torch.from_numpy(torch.arange(3, device="cpu").numpy()).float())
     model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "freqs": sd[p + "freqs"] * 2}))
+    return model
+
+
+# Awkward code
+
+
+@pattern
+def catches_the_error_of_reading() -> nn.Module:
+    """On meta the read fails and the hook would go another way."""
+    model = nn.Linear(2, 2)
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        try:
+            float(sd[prefix + "weight"].sum())
+            renamed(sd, prefix, "weight", "kernel")
+        except (RuntimeError, NotImplementedError):
+            renamed(sd, prefix, "weight", "fallback")
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+class LoadsBySlices(nn.Module):
+    """Its loading half copies into parts of the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3))
+        self.columns = nn.Parameter(torch.randn(2, 4))
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "a"], destination[prefix + "b"] = self.weight.detach().split([2, 4])
+        destination[prefix + "left"], destination[prefix + "right"] = self.columns.detach().chunk(2, dim=1)
+
+    def _load_from_state_dict(self, sd: dict, prefix: str, *args: object) -> None:
+        with torch.no_grad():
+            self.weight[2:].copy_(sd[prefix + "b"])
+            self.weight[:2] = sd[prefix + "a"]
+            self.columns[:, :2] = sd[prefix + "left"]
+            self.columns.data[:, 2:] = sd[prefix + "right"]
+
+
+@pattern
+def loads_by_slices() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"deep": LoadsBySlices()}))
+
+
+@pattern
+def loads_a_part_only() -> nn.Module:
+    model = nn.Linear(3, 4, bias=False)
+
+    def restore(sd: dict, prefix: str, *args: object) -> None:
+        with torch.no_grad():
+            model.weight[:2].copy_(sd[prefix + "weight"][:2])
+        sd[prefix + "weight"] = model.weight
+
+    model._register_load_state_dict_pre_hook(restore)
+    return model
+
+
+class CopiesItself(nn.Module):
+    """Saves a deep copy that it changed first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OverridesStateDict()
+
+    def state_dict(self, *args: object, **kwargs: object) -> dict:
+        other = copy.deepcopy(self.inner)
+        with torch.no_grad():
+            other.inner.layer.weight.mul_(2)
+        return other.state_dict(*args, **kwargs)
+
+
+@pattern
+def copies_itself() -> nn.Module:
+    return CopiesItself()
+
+
+@pattern
+def works_in_a_long_loop() -> nn.Module:
+    model = nn.Linear(2, 2)
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        weight = sd[prefix + "weight"].clone()
+        for step in range(400):
+            weight[step % 2] *= 1.5 if step % 4 else 0.5
+        sd[prefix + "weight"] = weight
+        bias = sd[prefix + "bias"]
+        for _ in range(60):
+            bias = (bias + bias) * 0.5
+        sd[prefix + "bias"] = bias
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+class OldListing(nn.Linear):
+    """Overrides the listing with the signature of before torch 2.0."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> object:
+        return super().named_parameters(prefix, recurse)
+
+
+@pattern
+def old_listing() -> nn.Module:
+    return OldListing()
+
+
+class Nested(nn.Module):
+    """Returns a plain dict with another dict inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def state_dict(self, *args: object, **kwargs: object) -> dict:
+        return {"weight": self.net.weight.detach(), "config": {"bias": self.net.bias.detach()}}
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False) -> None:
+        with torch.no_grad():
+            self.net.weight.copy_(state_dict["weight"])
+            self.net.bias.copy_(state_dict["config"]["bias"])
+
+
+@pattern
+def nested_dict() -> nn.Module:
+    return Nested()
+
+
+@pattern
+def sparse_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    indices = torch.tensor([[0, 1], [1, 0]])
+    model.register_buffer("adjacency", torch.sparse_coo_tensor(indices, torch.randn(2), (2, 2)))
+    model._register_state_dict_hook(Renamer("adjacency", "graph"))
+    return model
+
+
+@pattern
+def two_tensors_in_one() -> nn.Module:
+    """A tensor subclass that wraps others, as quantised weights do."""
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(TwoTensor(torch.randn(2, 2), torch.randn(2, 2)))
+    model._register_state_dict_hook(Renamer("weight", "kernel"))
+    model._register_load_state_dict_pre_hook(lambda sd, p, *a: renamed(sd, p, "kernel", "weight"))
+    return model
+
+
+@pattern
+def unpacks_a_subclass() -> nn.Module:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(TwoTensor(torch.randn(2, 2), torch.randn(2, 2)))
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        sd[prefix + "inner"] = sd.pop(prefix + "weight").a
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+@pattern
+def copies_into_cpu_memory() -> nn.Module:
+    """As offloading does: the values are put into a buffer made beforehand on the CPU."""
+    model = nn.Linear(2, 2)
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        for key in list(sd):
+            held = torch.empty(sd[key].shape, dtype=sd[key].dtype, device="cpu")
+            held.copy_(sd[key], non_blocking=True)
+            sd[key] = held
+        sd[prefix + "weight"] += 1
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+@pattern
+def asks_where_tensors_are() -> nn.Module:
+    model = Block()
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        if all(not value.is_meta for value in sd.values()):
+            renamed(sd, prefix, "layer.", "")
+
+    model._register_state_dict_hook(save)
     return model

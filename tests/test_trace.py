@@ -43,13 +43,15 @@ def randomized(model: nn.Module, seed: int) -> nn.Module:
 
 
 def runtime_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = [*nn.Module.named_parameters(model, remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {n: t if nn.parameter.is_lazy(t) else t.detach().clone() for n, t in named}
 
 
 def assert_same(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
     assert found.dtype == wanted.dtype, where
     assert found.shape == wanted.shape, where
+    if wanted.layout != torch.strided:
+        found, wanted = found.to_dense(), wanted.to_dense()
     assert torch.equal(found.resolve_conj(), wanted.resolve_conj()), where
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from operator import and_, is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ckpttool.naming.identity import token
 from ckpttool.naming.load_model import shown
 from ckpttool.naming.names import Hook
-from ckpttool.naming.record import Recorder, token
+from ckpttool.naming.record import Recorder
 
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
+
+
+_Runner = Callable[..., Any]  # runs (function, module path, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,21 @@ class _Change:
     token: Any
     hook: Hook
     clock: int
+
+
+class _Watched:
+    """Stands in a hook's or method's place, and has the watcher run it; a deep copy of the model gets a copy of it."""
+
+    def __init__(self, function: Callable[..., Any], path: str, run: _Runner) -> None:
+        self.function, self.path, self.run = function, path, run
+        if getattr(function, "_from_public_api", False):
+            self._from_public_api = True  # torch looks at it: such a hook may return nothing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.function, self.path, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watched:
+        return _Watched(copy.deepcopy(self.function, memo), self.path, self.run)
 
 
 class Watcher:
@@ -44,12 +66,12 @@ class Watcher:
         for module in root.modules():
             self._wrap(module, "_state_dict_pre_hooks", self._pre_hook)
             self._wrap(module, "_state_dict_hooks", self._post_hook)
-            self._wrap(module, "_load_state_dict_pre_hooks", self._load_hook)
-            self._wrap(module, "_load_state_dict_post_hooks", self._load_hook)
+            self._wrap(module, "_load_state_dict_pre_hooks", self._load)
+            self._wrap(module, "_load_state_dict_post_hooks", self._load)
             for name in _SAVE_METHODS:
                 self._wrap_method(module, name, self._save_method)
             for name in _LOAD_METHODS:
-                self._wrap_method(module, name, self._load_method)
+                self._wrap_method(module, name, self._load)
 
     def hook_of(self, key: str, value: Any) -> Hook | None:
         """Whose code gave the key its value, as far as that was seen."""
@@ -59,66 +81,46 @@ class Watcher:
         author = self.recorder.author_of(token(value)) if isinstance(value, torch.Tensor) else None
         return author if isinstance(author, Hook) else None
 
-    def _wrap(self, module: nn.Module, table: str, wrapper: Callable[..., Any]) -> None:
+    def _wrap(self, module: nn.Module, table: str, run: _Runner) -> None:
         hooks = module.__dict__.get(table) or {}
         for number, function in list(hooks.items()):
-            hooks[number] = wrapper(function, module)
+            hooks[number] = _Watched(function, self.paths.get(id(module), ""), run)
 
-    def _wrap_method(self, module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+    def _wrap_method(self, module: nn.Module, name: str, run: _Runner) -> None:
         own = module.__dict__.get(name)
         if own is None and getattr(type(module), name) is getattr(nn.Module, name):
             return
         method = own if own is not None else getattr(module, name)
-        object.__setattr__(module, name, wrapper(method, module))
+        object.__setattr__(module, name, _Watched(method, self.paths.get(id(module), ""), run))
 
-    def _pre_hook(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        def run(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
-            with self._running(described(function, prefix[:-1])):
-                return function(module, prefix, keep_vars)
+    def _pre_hook(self, function: Callable[..., Any], path: str, *args: Any) -> Any:
+        prefix = args[1] if len(args) > 1 and isinstance(args[1], str) else path + "."
+        with self._running(described(function, prefix[:-1])):
+            return function(*args)
 
-        return run
+    def _post_hook(self, function: Callable[..., Any], path: str, *args: Any) -> Any:
+        destination, prefix = args[1:3]
+        hook = described(function, prefix[:-1])
+        before, clock = dict(destination), self.recorder.clock
+        with self._running(hook):
+            result = function(*args)
+        replaced = isinstance(result, Mapping) and not getattr(function, "_from_public_api", False)
+        self._compare(before, result if replaced else destination, hook, clock)
+        return result
 
-    def _post_hook(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        public = getattr(function, "_from_public_api", False)
+    def _save_method(self, method: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("destination", args[0] if args else None)
+        hook = described(method, path)
+        before, clock = dict(given) if isinstance(given, Mapping) else {}, self.recorder.clock
+        with self._running(hook):
+            result = method(*args, **kwargs)
+        after = result if isinstance(result, Mapping) else given
+        self._compare(before, after if isinstance(after, Mapping) else {}, hook, clock)
+        return result
 
-        def run(module: nn.Module, destination: Any, prefix: str, local_metadata: Any) -> Any:
-            hook = described(function, prefix[:-1])
-            before, clock = dict(destination), self.recorder.clock
-            with self._running(hook):
-                result = function(module, destination, prefix, local_metadata)
-            self._compare(before, destination if result is None or public else result, hook, clock)
-            return result
-
-        run._from_public_api = public  # type: ignore[attr-defined]
-        return run
-
-    def _save_method(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = kwargs.get("destination", args[0] if args else None)
-            hook = described(method, self.paths.get(id(module), ""))
-            before, clock = dict(given) if isinstance(given, Mapping) else {}, self.recorder.clock
-            self.recorder.clock += 1
-            with self._running(hook):
-                result = method(*args, **kwargs)
-            after = result if isinstance(result, Mapping) else given
-            self._compare(before, after if isinstance(after, Mapping) else {}, hook, clock)
-            return result
-
-        return run
-
-    def _load_hook(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._running(described(function, self.paths.get(id(module), ""))):
-                return function(*args, **kwargs)
-
-        return run
-
-    def _load_method(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._running(described(method, self.paths.get(id(module), ""))):
-                return method(*args, **kwargs)
-
-        return run
+    def _load(self, function: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
+        with self._running(described(function, path)):
+            return function(*args, **kwargs)
 
     @contextmanager
     def _running(self, hook: Hook) -> Iterator[None]:
@@ -133,8 +135,9 @@ class Watcher:
 
     def _compare(self, before: Mapping[str, Any], after: Mapping[str, Any], hook: Hook, clock: int) -> None:
         written = self.recorder.written_since(clock) if self.recorder.clock > clock else set()
+        start = 0 if written else _unchanged(before, after)
         with quiet():
-            for key, value in after.items():
+            for key, value in islice(after.items(), start, None):
                 old = before.get(key, before)
                 if old is value and not written:
                     continue
@@ -145,6 +148,12 @@ class Watcher:
                 if change is None or change.token != mark or change.clock <= clock:
                     self.recorder.clock += 1
                     self.changes[key] = _Change(mark, hook, self.recorder.clock)
+
+
+def _unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
+    """How many entries at the start are the same objects: a hook deep in a large model changes the last few keys."""
+    same = map(and_, map(is_, before, after), map(is_, before.values(), after.values()))
+    return sum(takewhile(bool, same))
 
 
 @contextmanager
@@ -167,6 +176,8 @@ def described(function: Any, module: str) -> Hook:
             function = function.func
         elif type(function).__name__ == "_WrappedHook" and hasattr(function, "hook"):
             function = function.hook
+        elif isinstance(function, _Watched):
+            function = function.function
         elif hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         elif inspect.ismethod(function):

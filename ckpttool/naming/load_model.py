@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from torch import nn
 from ckpttool.errors import CkptError
 
 _FORM = "a model is package.module:attr or path/to/file.py:attr"
+_ABSENT = object()
+# Files as they were when they were run: a model and its optimizer come from one module, not from two of one name.
+_LOADED: dict[tuple[str, int, int], ModuleType] = {}
 _META_SIGNS = (
     "meta tensor",
     "meta device",
@@ -64,10 +68,7 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
     `kwargs` are passed to a class or a function. Raises `CkptError` where the operand, the import, the attribute or
     what it gives is wrong; a constructor's own failure is raised by `build`.
     """
-    place, found, attr = operand.rpartition(":")
-    if not found or not place or not attr or (os.sep in attr and not place.endswith(".py")):
-        raise CkptError(f"{operand!r} names no model", hint=f"{_FORM}, for example my_package.model:build")
-    target = _attribute(_module(place), attr, operand)
+    target = find(operand, f"{_FORM}, for example my_package.model:build")
     if isinstance(target, nn.Module):
         if kwargs:
             raise CkptError(
@@ -80,6 +81,14 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
             hint="name an nn.Module, a class of one, or a function that returns one",
         )
     return LoadedModel(operand, _factory(target, dict(kwargs or {}), operand), materialize)
+
+
+def find(operand: str, hint: str) -> Any:
+    """What ``package.module:attr`` or ``path/to/file.py:attr`` names. Raises `CkptError`, for no operand with `hint`."""
+    place, found, attr = operand.rpartition(":")
+    if not found or not place or not attr or (os.sep in attr and not place.endswith(".py")):
+        raise CkptError(f"{operand!r} names no Python object", hint=hint)
+    return _attribute(_module(place), attr, operand)
 
 
 def _factory(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -> Callable[[bool], nn.Module]:
@@ -170,6 +179,10 @@ def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         what = "a directory" if path.is_dir() else "no such file"
         raise CkptError(f"{path}: {what}", hint=_FORM)
+    state = path.stat()
+    stamp = (str(path.resolve()), state.st_mtime_ns, state.st_size)
+    if stamp in _LOADED:
+        return _LOADED[stamp]
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_ckpttool_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
@@ -183,6 +196,7 @@ def _from_file(path: Path) -> ModuleType:
         except BaseException:
             del sys.modules[name]
             raise
+    _LOADED[stamp] = module
     return module
 
 
@@ -197,13 +211,13 @@ def _attribute(module: ModuleType, attr: str, operand: str) -> Any:
     for part in attr.split("."):
         with user_code(f"{operand} cannot be read"):
             names = [name for name in dir(target) if not name.startswith("_")]
-            missing = not hasattr(target, part)
-        if missing:
+            found = getattr(target, part, _ABSENT)
+        if found is _ABSENT:
             close = difflib.get_close_matches(part, names, n=3) or _models(target)
             where = operand.rpartition(":")[0]
             place = f"; did you mean {' or '.join(f'{where}:{name}' for name in close)}?" if close else ""
             raise CkptError(f"{where} has no attribute {attr!r}", hint=f"{_FORM}{place}")
-        target = getattr(target, part)
+        target = found
     return target
 
 
@@ -238,7 +252,7 @@ def failure(what: str, error: BaseException, on_meta: bool) -> CkptError:
 def describe(error: BaseException) -> str:
     """One line: the error's class, its text, and the file and line in the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = f"{type(error).__name__}: {textwrap.shorten(lines[0], 240)}" if lines else type(error).__name__
     if isinstance(error, SyntaxError):
         return (
             f"{text} ({shown(error.filename or '?')}:{error.lineno})" if (error.filename or "?") not in text else text

@@ -15,7 +15,7 @@ from ckpttool.naming.saving import Saved, run_once
 
 def lost_problems(model: LoadedModel, saved: Saved) -> list[Problem]:
     """For every persistent tensor that no key holds: the key it would have had, where another tensor took that one."""
-    fed = {key for s in saved.serialized if s.source is not None for key in refs(s.source)}
+    fed = saved.fed
     lost = [r.fqn for r in saved.runtime if r.persistent and r.alias_of is None and r.fqn not in fed]
     if not lost:
         return []

@@ -11,6 +11,7 @@ import torch
 
 from ckpttool.expression import OPAQUE, Expression, Op, Ref, Special, refs
 
+_MOST_PIECES = 1024
 _SMALL = 1 << 22  # elements; below, the overlap of two strided tensors is found by marking every element
 
 
@@ -72,7 +73,8 @@ class Memory:
     """One storage. `roots` are geometries with a value of their own, `views` those derived since the last write.
 
     `storage` keeps the address from being given to another tensor. `author` is who created it or wrote it last,
-    `stale` says that its real bytes no longer are what the expressions say.
+    `stale` says that its real bytes no longer are what the expressions say, `pieces` are the parts of a root that were
+    written one by one.
     """
 
     storage: Any
@@ -80,12 +82,14 @@ class Memory:
     views: dict[Geometry, Expression] = field(default_factory=dict)
     author: Any = None
     stale: bool = False
-    written: int = 0
+    pieces: dict[Geometry, dict[Geometry, Expression]] = field(default_factory=dict)
 
     def known(self, geom: Geometry) -> Expression | None:
         """The value seen through `geom` if it has been noted."""
-        found = self.roots.get(geom)
-        return self.views.get(geom) if found is None else found
+        for table in (self.roots, self.views, *self.pieces.values()):
+            if geom in table:
+                return table[geom]
+        return None
 
     def read(self, geom: Geometry) -> Expression:
         """The value seen through `geom`, derived from a root that holds all of it where it has not been noted."""
@@ -105,11 +109,22 @@ class Memory:
         """Replaces what is seen through `geom`; every other root that it reaches into is changed along."""
         reached = {root: old for root, old in self.roots.items() if root != geom and _meet(root, geom)}
         changed = {root: _overwritten(root, old, geom, value) for root, old in reached.items()}
+        self.pieces.pop(geom, None)
         for root, new in changed.items():
-            self.roots[root] = new or self._through_whole(root, geom, changed) or opaque(self.roots[root], value)
+            joined = _joined(root, self._pieced(root, geom, value))
+            self.roots[root] = (
+                joined or new or self._through_whole(root, geom, changed) or opaque(self.roots[root], value)
+            )
         if geom in self.roots or not any(_holds(root, geom) for root in self.roots):
             self.roots[geom] = value
         self.views = {geom: value}
+
+    def _pieced(self, root: Geometry, geom: Geometry, value: Expression) -> Mapping[Geometry, Expression]:
+        """The parts of `root` that were written one by one and still hold what was written, `geom` the last of them."""
+        old = self.pieces.get(root, {})
+        kept = {piece: part for piece, part in old.items() if len(old) < _MOST_PIECES and not _meet(piece, geom)}
+        self.pieces[root] = {**kept, geom: value}
+        return self.pieces[root]
 
     @staticmethod
     def _through_whole(
@@ -141,6 +156,30 @@ def _meet(one: Geometry, other: Geometry) -> bool:
     touched = torch.zeros(max(one.end, other.end), dtype=torch.bool)
     touched.as_strided(one.shape, one.stride, one.offset).fill_(True)
     return bool(touched.as_strided(other.shape, other.stride, other.offset).any())
+
+
+def _joined(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
+    """The pieces put behind each other, where they make up all of `root` along one dimension."""
+    if sum(piece.numel for piece in pieces) != root.numel:
+        return None
+    ordered = sorted(pieces, key=lambda piece: piece.offset)
+    for dim, size in enumerate(root.shape):
+        at = 0
+        for piece in ordered:
+            rest = piece.shape[:dim] + piece.shape[dim + 1 :] == root.shape[:dim] + root.shape[dim + 1 :]
+            if not rest or len(piece.shape) != len(root.shape) or not _is_slice(root, piece, dim, at):
+                break
+            at += piece.shape[dim]
+        else:
+            if at == size:
+                return Op("aten.cat.default", (tuple(pieces[piece] for piece in ordered), dim))
+    return None
+
+
+def _is_slice(root: Geometry, piece: Geometry, dim: int, start: int) -> bool:
+    strides = all(size == 1 or a == b for size, a, b in zip(piece.shape, piece.stride, root.stride))
+    same = (piece.dtype, piece.conj, piece.neg) == (root.dtype, root.conj, root.neg)
+    return strides and same and piece.offset == root.offset + start * root.stride[dim]
 
 
 def _flat(root: Geometry, value: Expression) -> Expression | None:

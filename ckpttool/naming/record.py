@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpttool.expression import Expression, Op, Ref, refs
+from ckpttool.expression import Expression, Op, refs
 from ckpttool.naming import functional as fn
-from ckpttool.naming.memory import Geometry, Memory, geometry, opaque
+from ckpttool.naming.bounds import Bounds
+from ckpttool.naming.identity import Token, inside, token
+from ckpttool.naming.load_model import says_meta
+from ckpttool.naming.memory import Memory, opaque
 
-Token = tuple[Any, ...]
 # Questions about a tensor that are answered without reading its values.
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
                        "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim",
@@ -28,44 +30,16 @@ _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "s
 class NeedsValues(Exception):
     """Code asked for the values of a tensor that has none (meta)."""
 
-
-def token(tensor: torch.Tensor) -> Token:
-    """What is equal for two tensors exactly when they are the same elements of the same memory."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return ("object", id(tensor))
-    if is_traceable_wrapper_subclass(tensor):
-        names = tensor.__tensor_flatten__()[0]
-        return (type(tensor), tuple(tensor.shape), *(token(getattr(tensor, name)) for name in names))
-    try:
-        if tensor.layout == torch.strided:
-            return (address(tensor), geometry(tensor))
-        return (tensor.layout, tuple(tensor.shape), *map(token, components(tensor)))
-    except (RuntimeError, NotImplementedError):
-        return ("object", id(tensor))
-
-
-def address(tensor: torch.Tensor) -> int:
-    """A number for the tensor's storage: where its bytes lie (numpy may share them), or the storage object on meta."""
-    storage = tensor.untyped_storage()
-    return (0 if tensor.device.type == "meta" else storage.data_ptr()) or storage._cdata
-
-
-def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a sparse tensor is made of."""
-    if tensor.layout == torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    raise NotImplementedError(tensor.layout)
+    def __str__(self) -> str:
+        return "it reads the values of tensors, which a model on the meta device has not"
 
 
 class Recorder(TorchDispatchMode):
     """Every operator that runs under it is noted; `value(tensor)` then says how the tensor came about.
 
     `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for each time that code
-    looked at values, `conversions` maps a token to ``(from, to, source)`` where a copy into it changed the dtype.
+    looked at values, `blind` that it asked for values that do not exist (and may have caught the error). `conversions`
+    maps a token to ``(from, to, source)`` where a copy into it changed the dtype.
     """
 
     def __init__(self) -> None:
@@ -76,6 +50,8 @@ class Recorder(TorchDispatchMode):
         self.clock = 0
         self.writes: list[tuple[int, Token]] = []
         self.reads: list[tuple[Any, tuple[str, ...]]] = []
+        self.blind = False
+        self.bounds = Bounds()
         self.conversions: dict[Token, tuple[torch.dtype, torch.dtype, Expression]] = {}
 
     def name(self, tensor: torch.Tensor, expression: Expression) -> None:
@@ -83,7 +59,7 @@ class Recorder(TorchDispatchMode):
         mark = token(tensor)
         if not isinstance(mark[0], int):
             self.objects.setdefault(mark, (tensor, expression, None))
-            for part in _inside(tensor):
+            for part in inside(tensor):
                 self.name(part, opaque(expression))
             return
         memory = self._memory(tensor, mark[0])
@@ -94,7 +70,7 @@ class Recorder(TorchDispatchMode):
         mark = token(tensor)
         if not isinstance(mark[0], int):
             found = self.objects.get(mark)
-            return found[1] if found else opaque(*(self.value(part) for part in _inside(tensor)))
+            return found[1] if found else opaque(*(self.value(part) for part in inside(tensor)))
         memory = self.memories.get(mark[0])
         if memory is None:
             memory = self._memory(tensor, mark[0])
@@ -118,7 +94,7 @@ class Recorder(TorchDispatchMode):
         written = _written(func)
         if written:
             return self._in_place(func, args, kwargs, written)
-        out = func(*self._runnable(args, kwargs), **_moved(func, args, kwargs))
+        out = self._run(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             mark = token(out)
             if not self._is_known(mark):
@@ -129,13 +105,21 @@ class Recorder(TorchDispatchMode):
             self.read(_tensors(args, kwargs))
         return out
 
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        try:
+            return func(*self._runnable(args, kwargs), **_moved(func, args, kwargs))
+        except Exception as error:
+            self.blind = self.blind or says_meta(str(error))
+            raise
+
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that code looked at the values of `tensors`. Raises `NeedsValues` where they have none."""
         names: dict[str, None] = {}
         for tensor in tensors:
             names.update(dict.fromkeys(refs(self.value(tensor))))
             if self._is_unreal(tensor):
-                raise NeedsValues("the values of a tensor were read")
+                self.blind = True
+                raise NeedsValues
         if names:
             self.reads.append((self.author, tuple(names)))
 
@@ -155,6 +139,7 @@ class Recorder(TorchDispatchMode):
         return memory is not None and memory.known(mark[1]) is not None
 
     def _note(self, tensor: torch.Tensor, mark: Token, expression: Expression) -> None:
+        expression = self.bounds.within(expression)
         if not isinstance(mark[0], int):
             self.objects[mark] = (tensor, expression, self.author)
             return
@@ -180,17 +165,20 @@ class Recorder(TorchDispatchMode):
             _refuse_overlap(target)
         pure = fn.functional(func)
         values = self._results(func, pure, args, kwargs, targets)
-        run_args, run_kwargs = self._runnable(args, kwargs), _moved(func, args, kwargs)
-        if any(_is_replaced(t, run_args, run_kwargs) for t in targets):
-            out = targets[0]  # real memory cannot take a value that does not exist: from now on it is only followed
-            for target in targets:
-                self.value(target)
-                self.memories[token(target)[0]].stale = True
-        else:
-            out = func(*run_args, **run_kwargs)
+        out = self._run(func, args, kwargs)
+        if any(_is_replaced(t, self._runnable(args, kwargs), kwargs) for t in targets):
+            out = self._only_followed(func, targets)
         for target, value in zip(targets, values):
             self.write(target, value)
         return out
+
+    def _only_followed(self, func: Any, targets: Sequence[torch.Tensor]) -> Any:
+        """Real memory cannot take a value that does not exist: from now on its bytes mean nothing."""
+        for target in targets:
+            if isinstance(token(target)[0], int):
+                self._memory(target, token(target)[0]).stale = True
+        returns = len(func._schema.returns)
+        return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
 
     def write(self, target: torch.Tensor, value: Expression) -> None:
         """Notes that `target` now holds `value`."""
@@ -201,7 +189,9 @@ class Recorder(TorchDispatchMode):
             self.objects[mark] = (target, value, self.author)
             return
         memory = self._memory(target, mark[0])
-        memory.write(mark[1], value)
+        memory.write(mark[1], self.bounds.within(value))
+        for root, grown in memory.roots.items():
+            memory.roots[root] = self.bounds.within(grown)
         memory.author = self.author
 
     def _results(
@@ -349,18 +339,3 @@ def _on_meta(arg: Any) -> Any:
 
 def _is_replaced(target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return not any(target is tensor for tensor in _tensors(args, kwargs))
-
-
-def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper subclass or a sparse tensor is made of."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return []
-    if is_traceable_wrapper_subclass(tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    try:
-        return list(components(tensor))
-    except (RuntimeError, NotImplementedError):
-        return []
-
-
-__all__ = ["Geometry", "Questions", "Recorder", "Ref", "Token", "token"]

@@ -15,9 +15,10 @@ from torch import nn
 
 from ckpttool.errors import CkptError
 from ckpttool.naming.hooks import Watcher
+from ckpttool.naming.identity import Token, token
 from ckpttool.naming.load_model import LoadedModel, describe
 from ckpttool.naming.names import RuntimeTensor
-from ckpttool.naming.record import NeedsValues, Questions, Recorder, Token, token
+from ckpttool.naming.record import Questions, Recorder
 from ckpttool.naming.wrappers import BY_CLASS, strip
 
 T = TypeVar("T")
@@ -47,15 +48,20 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
             hidden.add(f"{path}.{name}" if path else name)
     first: dict[Token, str] = {}
     found = []
-    for kind, items in (
-        ("parameter", model.named_parameters(remove_duplicate=False)),
-        ("buffer", model.named_buffers(remove_duplicate=False)),
-    ):
-        for fqn, tensor in items:
+    for kind in ("parameter", "buffer"):
+        for fqn, tensor in _members(model, kind):
             mark = token(tensor)
             persistent = kind == "parameter" or fqn not in hidden
             found.append(Listed(fqn, first.setdefault(mark, fqn), kind, tensor, mark, persistent))
     return tuple(found)
+
+
+def _members(model: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]]:
+    method = f"named_{kind}s"
+    try:
+        return list(getattr(model, method)(remove_duplicate=False))
+    except TypeError:  # overridden with the signature of before torch 2.0
+        return list(getattr(nn.Module, method)(model, remove_duplicate=False))
 
 
 def runtime_tensors(model: nn.Module, items: tuple[Listed, ...]) -> tuple[RuntimeTensor, ...]:
@@ -116,14 +122,8 @@ def model_code(what: str, watcher: Watcher) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         where = f" in {watcher.failed}" if watcher.failed else ""
         raise CodeFailed(
-            f"{what} fails{where}: {_reason(error)}", hint="fix it there: torch fails the same way"
+            f"{what} fails{where}: {describe(error)}", hint="fix it there: torch fails the same way"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, NeedsValues):
-        return "it reads the values of tensors, which a model on the meta device has not"
-    return describe(error)
 
 
 def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0) -> T:
@@ -174,6 +174,18 @@ def fresh(value: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return made if value.device.type == "meta" else made.copy_(value.detach())
     return value.detach().clone()
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors inside of nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def metadata_of(state: Mapping[str, object]) -> Mapping[str, object] | None:

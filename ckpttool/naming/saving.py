@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import nn
 
 from ckpttool.expression import Expression, Ref, is_opaque, refs
 from ckpttool.naming.hooks import Watcher, quiet
+from ckpttool.naming.identity import Token
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.memory import opaque
 from ckpttool.naming.names import Hook, RuntimeTensor, SerializedKey
-from ckpttool.naming.record import Recorder, Token
+from ckpttool.naming.record import NeedsValues, Recorder
 from ckpttool.naming.runtime import (
     CodeFailed,
     dtype_name,
@@ -23,6 +24,7 @@ from ckpttool.naming.runtime import (
     recording,
     runtime_tensors,
     shape_of,
+    tensors_in,
 )
 
 Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
@@ -33,7 +35,8 @@ _FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expre
 class Saved:
     """What ``state_dict()`` showed; `state` is what it returned, `real` says whether its tensors have values.
 
-    `places` are the tokens of the runtime tensors before the run. `unstable` says that the keys depend on values.
+    `places` are the tokens of the runtime tensors before the run. `carried` are runtime tensors inside of extra
+    entries. `unstable` says that the keys depend on values.
     """
 
     runtime: tuple[RuntimeTensor, ...]
@@ -42,7 +45,14 @@ class Saved:
     state: Mapping[str, Any]
     places: Mapping[str, Token]
     real: bool
+    carried: frozenset[str] = frozenset()
     unstable: bool = False
+
+    @property
+    def fed(self) -> frozenset[str]:
+        """The runtime tensors (first names) that are saved, in whatever form."""
+        found = {key for s in self.serialized if s.source is not None for key in refs(s.source)}
+        return frozenset(found) | self.carried
 
     @property
     def is_opaque(self) -> bool:
@@ -70,7 +80,7 @@ def save(model: LoadedModel, real: bool) -> Saved:
         by_key = {s.key: s for s in other.serialized}
         unstable = unstable or list(by_key) != [s.key for s in serialized]
         serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
-    return Saved(saved.runtime, serialized, saved.extra_state, saved.state, saved.places, real, unstable)
+    return replace(saved, serialized=serialized, unstable=unstable)
 
 
 def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> SerializedKey:
@@ -117,14 +127,19 @@ def _run(instance: nn.Module, real: bool) -> tuple[Saved, Reads]:
     watcher = Watcher(instance, recorder)
     with model_code("state_dict()", watcher), recording(recorder):
         state = instance.state_dict()
+        if recorder.blind:
+            raise NeedsValues
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+            raise TypeError(f"state_dict() gives a {type(state).__name__}, not a mapping from names")
     first = {item.fqn: item.first for item in items}
     with quiet():
         keys = tuple(
             _serialized(key, value, recorder, watcher, first) for key, value in state.items() if _is_saved(key, value)
         )
-    extra = tuple(key for key, value in state.items() if not _is_saved(key, value))
+        extra = {key: value for key, value in state.items() if not _is_saved(key, value)}
+        carried = frozenset(key for tensor in tensors_in(extra) for key in refs(recorder.value(tensor)))
     places = {item.fqn: item.token for item in items}
-    return Saved(runtime, keys, extra, state, places, real), tuple(recorder.reads)
+    return Saved(runtime, keys, tuple(extra), state, places, real, carried), tuple(recorder.reads)
 
 
 def _is_saved(key: str, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import Expression, Ref, refs
+from ckpttool.expression import Expression, Ref
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.lost import lost_problems
 from ckpttool.naming.names import LoadedTensor, Names
@@ -62,7 +63,7 @@ def _load(model: LoadedModel, saved: Saved, real: bool) -> Verdict:
         state[key] = fresh(value) if isinstance(value, torch.Tensor) else value
     metadata = metadata_of(source.state)
     if metadata is not None:
-        state._metadata = metadata  # type: ignore[attr-defined]
+        state._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
     return loaded(model.build(real), state, real)
 
 
@@ -75,7 +76,7 @@ def _by_own_name(fqn: str, value: Expression | None, sources: Mapping[str, Expre
 
 
 def _not_serialized(saved: Saved) -> tuple[str, ...]:
-    fed = {key for s in saved.serialized if s.source is not None for key in refs(s.source)}
+    fed = saved.fed
     return tuple(r.fqn for r in saved.runtime if (r.alias_of or r.fqn) not in fed)
 
 

@@ -17,8 +17,8 @@ from ckpttool.expression import Argument, Expression, Op, Ref, refs
 from ckpttool.naming.hooks import Watcher, quiet
 from ckpttool.naming.load_model import LoadedModel, describe, says_meta
 from ckpttool.naming.memory import opaque
-from ckpttool.naming.record import Recorder
-from ckpttool.naming.runtime import CodeFailed, dtype_name, listed, on_meta_or_real, recording
+from ckpttool.naming.record import NeedsValues, Recorder
+from ckpttool.naming.runtime import CodeFailed, dtype_name, listed, on_meta_or_real, recording, tensors_in
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "
@@ -67,8 +67,8 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
     """Loads `state` strictly into `instance`, which is changed. Raises `CodeFailed` where that cannot run on meta."""
     recorder = Recorder()
     for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            recorder.name(value, Ref(key))
+        for tensor in tensors_in(value):
+            recorder.name(tensor, Ref(key) if tensor is value else opaque(Ref(key)))
     for item in listed(instance):
         recorder.name(item.tensor, UNWRITTEN)
     watcher = Watcher(instance, recorder)
@@ -78,11 +78,13 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
     try:
         with recording(recorder):
             instance.load_state_dict(state, strict=True)
+            if recorder.blind:
+                raise NeedsValues
     except CkptError:
         raise
     except (Exception, SystemExit) as error:
         failed = error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
-        if not real and not _is_torchs_answer(error):
+        if not real and (recorder.blind or not _is_torchs_answer(error)):
             where = f" in {watcher.failed}" if watcher.failed else ""
             raise CodeFailed(
                 f"load_state_dict fails{where}: {describe(error)}", hint="fix it there: torch fails the same way"
