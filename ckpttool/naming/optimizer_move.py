@@ -104,9 +104,8 @@ def carry(state: OptimizerState, sources: Sources, shapes: Shapes, where: str) -
         )
         if own is not None:
             found[name] = own
-    moved = list(sources) != [ref for source in sources.values() for ref in ex.refs(source)]
     whole = {str(name) for own in state.state.values() for name in own} & WHOLE
-    if whole and (moved or len(sources) != len(state.params)):
+    if whole and [ref for source in sources.values() for ref in ex.refs(source)] != list(state.params):
         problems.append(Problem("belongs to all parameters together, in their order", ", ".join(sorted(whole))))
     if problems:
         raise Refused(
