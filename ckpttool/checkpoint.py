@@ -153,7 +153,8 @@ class Checkpoint:
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
-    same format's writer needs it, nothing else looks into it.
+    same format's writer needs it, nothing else looks into it. `notes` say, in sentences, what the reader found odd and
+    read all the same.
     """
 
     source: str
@@ -164,6 +165,7 @@ class Checkpoint:
     globals: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     container: object = field(default=None, compare=False)
+    notes: tuple[str, ...] = ()
 
     def section(self, path: str) -> Section:
         """The section at `path`; KeyError where there is none."""

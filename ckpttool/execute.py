@@ -78,7 +78,7 @@ def _write_sibling(pieces: Pieces, path: Path, fsync: bool, progress: Progress |
             os.unlink(temporary)
         raise
     if fsync:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def _mode(path: Path) -> int:
@@ -90,7 +90,7 @@ def _mode(path: Path) -> int:
     return 0o666 & ~mask
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes the rename itself durable, where the platform lets a folder be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)

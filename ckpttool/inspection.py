@@ -38,6 +38,7 @@ class Inspection:
             "extras": [{"section": s.path, "key": extra.key} for s in checkpoint.sections for extra in s.extras],
             "others": list(checkpoint.others),
             "metadata": dict(checkpoint.metadata),
+            "notes": list(checkpoint.notes),
         }
 
     def _section(self, section: Section) -> dict[str, Any]:

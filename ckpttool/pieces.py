@@ -1,11 +1,11 @@
-"""Pieces: what a format's writer hands to `execute`, in file order.
+"""Pieces: what a format's writer hands to `execute`, in file order; for a folder, the pieces of each of its files.
 
 The writer decides every byte's place; no byte of tensor data has been read yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Lazy, Span
@@ -31,3 +31,14 @@ class Piece:
 
 
 Pieces = Sequence[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A data file that is taken over as it is: copied or, if the user says so, linked."""
+
+    path: str
+
+
+# The files of a folder by their names in it. They are written in this order; the last one makes the folder complete.
+Files = Mapping[str, Pieces | Link]

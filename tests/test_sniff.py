@@ -108,7 +108,6 @@ LEGACY = "in the format that torch.save wrote before torch 1.6"
         (lambda: b"\x89HDF\r\n\x1a\n\0\0\0", "an HDF5 file", "safetensors"),
         (lambda: b"GGUF\3\0\0\0" + bytes(20), "a GGUF file", "made from"),
         (lambda: b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:", "an ONNX model", "exported from"),
-        (lambda: json.dumps({"metadata": {}, "weight_map": {"a": "b"}}).encode(), "the index of a sharded", "shards"),
         (lambda: json.dumps({"hidden_size": 8}).encode(), "JSON text", "holds the tensors"),
         (lambda: b"[1, 2]", "JSON text", "holds the tensors"),
         (lambda: written(torch.save, {}, _use_new_zipfile_serialization=False), LEGACY, "torch.load"),
@@ -136,6 +135,10 @@ def test_everything_else_is_named(tmp_path, make, what, hint):
     assert caught.value.exit_status == 2
     assert what in caught.value.message
     assert hint in caught.value.hint
+
+
+def test_the_index_of_a_sharded_checkpoint(tmp_path):
+    assert found_in(tmp_path, json.dumps({"metadata": {}, "weight_map": {"a": "b"}}, indent=2).encode()) == "sharded"
 
 
 def test_broken_safetensors_go_to_their_reader_which_says_how(tmp_path):

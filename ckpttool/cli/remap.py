@@ -8,17 +8,17 @@ from typing import Annotated
 
 import typer
 
-from ckpttool import execute
 from ckpttool.cli.operands import Materialize, Model, ModelKwargs, load_names, read_json
 from ckpttool.cli.output import Format, Reports, emit, write_report
-from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
+from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
 from ckpttool.convert import fit, losses
 from ckpttool.errors import CkptError
-from ckpttool.formats import format_for
+from ckpttool.formats.shards import parse_size
 from ckpttool.operand import open_operand, split
 from ckpttool.plan import Plan
 from ckpttool.remap import FORMS, by_plan, remap, to_json
 from ckpttool.rules import parse
+from ckpttool.target import target_for
 
 
 def command(
@@ -41,6 +41,10 @@ def command(
     keep_aliases: Annotated[
         bool, typer.Option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
     ] = False,
+    max_shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Shard afresh, as in 5GB.")
+    ] = None,
+    link: HowLinked = "copy",
     in_place: Annotated[bool, typer.Option("--in-place", help="Replace CKPT itself, atomically.")] = False,
     force: Force = False,
     dry_run: DryRun = False,
@@ -51,17 +55,18 @@ def command(
 ) -> None:
     """Rewrite the keys, optimizer ids and format of a checkpoint.
 
-    The ending of OUT decides the format. What would lose, collide or have to be guessed is refused, and nothing is
-    written.
+    The ending of OUT decides the format; a folder becomes what CKPT is, or sharded safetensors. What would lose,
+    collide or have to be guessed is refused, and nothing is written.
     """
     from ckpttool.report.remap import document
 
     out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
     _check(model, to, was, rule, plan, reverse)
-    target = None if out is None else format_for(out)
-    if out is not None and not dry_run:
-        execute.preflight(out, [split(ckpt)[0]], force=force, in_place=in_place)
     source = open_operand(ckpt)
+    shard_size = None if max_shard_size is None else parse_size(max_shard_size)
+    target = None if out is None else target_for(out, source, shard_size)
+    if target is not None and not dry_run:
+        check_target(target, split(ckpt)[0], force=force, in_place=in_place)
     if plan is not None:
         done = by_plan(source, Plan.from_json(read_json(plan, "write one with --save-plan"), plan))
     else:
@@ -69,11 +74,11 @@ def command(
         rules = [parse(text, reverse=reverse) for text in rule or ()]
         done = remap(source, names=names, to=to, was=was, rules=rules, drops=drop or ())
     if target is not None:
-        fitted = fit(done.result, target, keep_aliases=keep_aliases)
-        done = replace(done, notes=(*done.notes, *losses(done.result, target)))
-        pieces = target.layout(fitted)
+        fitted = fit(done.result, target.format, keep_aliases=keep_aliases)
+        done = replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+        content = target.lay_out(fitted, shard_size)
         if not dry_run:
-            write(pieces, str(out), fsync=not no_fsync)
+            write_target(target, content, fsync=not no_fsync, link=link)
             if verify:
                 prove(str(out), fitted)
     data = {**to_json(done, ckpt, out or ""), **({"plan": done.plan.to_json()} if dry_run else {})}

@@ -1,28 +1,35 @@
 """The table of formats, and the way from a path to the reader or writer that knows it.
 
-A file is recognised by its content, an output by its ending. A format's module is imported when it is first needed.
+A file is recognised by its content, a folder by its files, an output by its ending. A format's module is imported when
+it is first needed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.pieces import Pieces
+from ckpttool.pieces import Files, Pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A row of the table: `endings` choose it for an output, `tensors_only`: it holds one state dict and no more."""
+    """A row of the table: `endings` choose it for an output, `tensors_only`: it holds one state dict and no more.
+
+    `aliases`: it can hold one tensor under two names. `folder`: it fills a folder, and is written by `layout_files`.
+    """
 
     name: str
     title: str
     endings: tuple[str, ...]
     tensors_only: bool = False
+    aliases: bool = True
+    folder: bool = False
+    module: str = ""
 
     def read(self, path: str) -> Checkpoint:
         """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or unsafe."""
@@ -34,31 +41,59 @@ class Format:
         pieces: Pieces = self._module.layout(checkpoint)
         return pieces
 
+    def layout_files(self, checkpoint: Checkpoint, name: str = "", max_shard_size: int | None = None) -> Files:
+        """The files of the checkpoint's folder. `name` is that of the index, `max_shard_size` in bytes; both optional.
+
+        Raises `Refused` on what the format cannot hold.
+        """
+        files: Files = self._module.layout_files(checkpoint, self.name, name, max_shard_size)
+        return files
+
     @property
     def _module(self) -> Any:
-        return import_module(f"ckpttool.formats.{self.name}")
+        return import_module(f"ckpttool.formats.{self.module or self.name}")
 
 
 TABLE = (
-    Format("safetensors", "safetensors", (".safetensors",), tensors_only=True),
+    Format("safetensors", "safetensors", (".safetensors",), tensors_only=True, aliases=False),
     Format("torch_zip", "torch zip (torch.save)", (".pt", ".pth", ".bin", ".ckpt")),
     Format("pt2", "exported program (.pt2, torch 2.9 and later)", (".pt2",)),
+    Format(
+        "sharded",
+        "sharded safetensors (Hugging Face)",
+        (".safetensors.index.json",),
+        tensors_only=True,
+        aliases=False,
+        folder=True,
+    ),
+    Format(
+        "sharded_bin",
+        "sharded torch zip (Hugging Face)",
+        (".bin.index.json",),
+        tensors_only=True,
+        folder=True,
+        module="sharded",
+    ),
 )
 FORMATS = {row.name: row for row in TABLE}
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """The index of the file at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
+    """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
+    from ckpttool.formats.folders import locate
     from ckpttool.formats.sniff import sniff
 
-    return FORMATS[sniff(path)].read(path)
+    if not os.path.isdir(path):
+        return FORMATS[sniff(path)].read(path)
+    found = locate(path)
+    return replace(FORMATS[found.format].read(found.path), source=path)
 
 
 def format_for(out: str) -> Format:
     """The format that the ending of `out` asks for. Raises `CkptError` for an ending that no format has."""
-    ending = Path(out).suffix.lower()
     for row in TABLE:
-        if ending in row.endings:
+        if out.lower().endswith(row.endings):
             return row
+    ending = os.path.splitext(out)[1]
     known = " ".join(ending for row in TABLE for ending in row.endings)
-    raise CkptError(f"{out}: no format has the ending {ending!r}", hint=f"choose one of {known}")
+    raise CkptError(f"{out}: no format has the ending {ending!r}", hint=f"choose one of {known}, or name a folder")

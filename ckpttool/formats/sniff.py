@@ -19,11 +19,12 @@ from ckpttool.formats.safetensors import MAX_HEADER
 from ckpttool.formats.zip_archive import read_archive
 
 _HEAD = 4096  # bytes that tell every format
+_WEIGHT_MAP = re.compile(rb'\s*\{.*"weight_map"', re.DOTALL)
 _ZIP_MAGIC, _ZIP_END, _ZIP_TAIL = b"PK\3\4", b"PK\5\6", 65_557
 
 
 def sniff(path: str) -> str:
-    """The name in the table of formats of the file at `path`: ``safetensors``, ``torch_zip`` or ``pt2``.
+    """The name in the table of formats of the file at `path`: ``safetensors``, ``torch_zip``, ``pt2`` or ``sharded``.
 
     Raises `CkptError` for everything else: it says what the file is instead, as far as its content tells.
     """
@@ -36,6 +37,8 @@ def sniff(path: str) -> str:
         return _sniff_zip(path)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER:
         return "safetensors"
+    if _WEIGHT_MAP.match(head):
+        return "sharded"
     for known in _KNOWN:
         if known.matches(head):
             raise CkptError(f"{path} is {known.what}", hint=known.hint.format(path=quote(path)))
@@ -128,11 +131,6 @@ _KNOWN = (
         _pattern(rb"\x08[\1-\x1f](\x12.[ -~]+\x1a|\x3a)"),
         "an ONNX model",
         "use the PyTorch checkpoint that it was exported from",
-    ),
-    _Known(
-        _pattern(rb'\s*\{.*"weight_map"'),
-        "the index of a sharded checkpoint, which ckpttool does not read yet",
-        "name one of its shards",
     ),
     _Known(_pattern(rb'\s*(\{\s*["}]|\[\s*[\[\{"\d\]])'), "JSON text", "name the file that holds the tensors"),
     _Known(_starts(b"PK\5\6"), "an empty zip archive", "download or copy it again"),

@@ -8,7 +8,7 @@ from itertools import groupby
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.inspection import Inspection
 from ckpttool.report.collapse import Group, collapse
-from ckpttool.report.document import Cell, Column, Document, Inline, Table, shortened
+from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table, shortened
 from ckpttool.report.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
@@ -31,7 +31,9 @@ def document(inspection: Inspection, *, all: bool = False) -> Document:
         shortened(_globals(inspection), limit),
         shortened(_metadata(inspection), limit),
     )
-    return Document(f"inspect {checkpoint.source}", verdict, True, tuple(table for table in tables if table.rows))
+    notes = [Note(note, "warning") for note in checkpoint.notes]
+    shown = [table for table in tables if table.rows]
+    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown))
 
 
 def _sections(inspection: Inspection) -> Table:

@@ -1,0 +1,276 @@
+"""Sharded checkpoints: read, renamed in their shards, sharded afresh; transformers and safetensors are the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import real_models
+from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
+from ckpttool.formats import FORMATS, open_checkpoint
+from ckpttool.formats.sharded import Shards
+
+INDEX = "model.safetensors.index.json"
+RULE = "model.{x*} => trunk.{x*}"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    real_models.build("llama", 0).save_pretrained(folder, max_shard_size="10KB")
+    return folder
+
+
+def remap(*words: object, status: int = 0) -> None:
+    assert main(["remap", *map(str, words)]) == status
+
+
+def write(folder: Path, shards: dict[str, dict[str, torch.Tensor]], **index: Any) -> Path:
+    """A sharded checkpoint, its index right but for what `index` says."""
+    folder.mkdir(exist_ok=True)
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name) if name.endswith("s") else torch.save(tensors, folder / name)
+    weight_map = {key: name for name, tensors in shards.items() for key in tensors}
+    total = sum(t.nbytes for tensors in shards.values() for t in tensors.values())
+    path = folder / INDEX
+    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map} | index, indent=2))
+    return path
+
+
+def same(left: Path, right: Path) -> bool:
+    names = sorted(path.name for path in left.iterdir())
+    return names == sorted(path.name for path in right.iterdir()) and all(
+        (left / name).read_bytes() == (right / name).read_bytes() for name in names
+    )
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    return model.state_dict()
+
+
+def test_the_index_says_what_transformers_saved(llama: Path) -> None:
+    want = real_models.build("llama", 0).state_dict()
+    for operand in (llama, llama / INDEX):
+        checkpoint = open_checkpoint(str(operand))
+        assert checkpoint.format == "sharded"
+        assert checkpoint.source == str(operand)
+        assert checkpoint.metadata == {"format": "pt"}
+        assert checkpoint.notes == ()
+        assert {e.key: (e.shape, e.dtype) for e in checkpoint.sections[0].tensors} == {
+            key: (tuple(value.shape), "float32") for key, value in want.items()
+        }
+        for entry in checkpoint.sections[0].tensors:
+            span = entry.span
+            assert span is not None
+            data = Path(span.path).read_bytes()[span.offset : span.offset + span.length]
+            assert data == want[entry.key].numpy().tobytes()
+
+
+def test_a_rename_stays_in_the_shards_and_its_inverse_gives_the_same_bytes(llama: Path, tmp_path: Path) -> None:
+    remap(llama, "-o", tmp_path / "renamed", "--rule", RULE, "--verify")
+    before, after = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "renamed"))
+    assert {key.replace("model.", "trunk."): shard for key, shard in before["weight_map"].items()} == after[
+        "weight_map"
+    ]
+    assert before["metadata"] == after["metadata"]
+    assert (tmp_path / "renamed" / "config.json").read_bytes() == (llama / "config.json").read_bytes()
+    remap(tmp_path / "renamed", "-o", f"{tmp_path}/back/", "--rule", RULE, "--reverse", "--verify")
+    assert same(llama, tmp_path / "back")
+
+
+def test_in_place(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "m")
+    remap(tmp_path / "m", "--in-place", "--rule", RULE, "--verify")
+    remap(tmp_path / "m" / INDEX, "--in-place", "--rule", RULE, "--reverse", "--verify")
+    assert same(llama, tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "out", ["model.safetensors", "model.pt", "other/", f"other/{INDEX}", "o/pytorch_model.bin.index.json"]
+)
+def test_there_and_back_through_other_layouts(llama: Path, tmp_path: Path, out: str) -> None:
+    (tmp_path / "o").mkdir()
+    (tmp_path / "other").mkdir()
+    remap(llama, "-o", f"{tmp_path}/{out}", "--max-shard-size", "20KB", "--verify")
+    remap(tmp_path / out.rstrip("/"), "-o", f"{tmp_path}/back/", "--max-shard-size", "10KB", "--verify")
+    shutil.copy(llama / "config.json", tmp_path / "back")
+    want = real_models.build("llama", 0).state_dict()
+    have = loaded(tmp_path / "back")
+    assert have.keys() == want.keys()
+    assert all(torch.equal(have[key], want[key]) for key in want)
+
+
+def test_sharding_afresh_is_as_transformers_does_it(llama: Path, tmp_path: Path) -> None:
+    model = real_models.build("llama", 0)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    remap(tmp_path / "model.pt", "-o", f"{tmp_path}/out/", "--max-shard-size", "10KB", "--verify")
+    want, have = (json.loads((folder / INDEX).read_text()) for folder in (llama, tmp_path / "out"))
+    assert have["metadata"]["total_size"] == want["metadata"]["total_size"]
+    assert set(have["weight_map"].values()) == set(want["weight_map"].values())
+    shutil.copy(llama / "config.json", tmp_path / "out")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded(tmp_path / "out").items())
+    with safe_open(tmp_path / "out" / "model-00001-of-00012.safetensors", "pt") as shard:
+        assert shard.metadata() == {"format": "pt"}
+
+
+def test_shards_never_pass_the_limit(llama: Path, tmp_path: Path) -> None:
+    remap(llama, "-o", f"{tmp_path}/out/", "--max-shard-size", "30KB")
+    container = open_checkpoint(f"{tmp_path}/out").container
+    assert isinstance(container, Shards)
+    assert all(shard.sections[0].nbytes <= 30_000 for shard in container.shards.values())
+    assert list(container.shards) == [f"model-0000{n}-of-0000{len(container.shards)}.safetensors" for n in (1, 2, 3)]
+
+
+def test_what_fits_into_one_file_needs_no_index(llama: Path, tmp_path: Path) -> None:
+    remap(llama, "-o", f"{tmp_path}/out/", "--max-shard-size", "1GB", "--verify")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors"
+    ]  # fmt: skip
+    want = real_models.build("llama", 0).state_dict()
+    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "out").items())
+    remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--rule", RULE, "--verify")
+    assert (tmp_path / "again" / "model.safetensors").is_file()
+    remap(f"{tmp_path}/out", "--in-place", "--max-shard-size", "30KB")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "out").items())
+
+
+def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None:
+    model = real_models.build("tied_llama", 0)
+    torch.save(model.state_dict(), tmp_path / "tied.pt")
+    remap(tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", status=1)
+    remap(tmp_path / "tied.pt", "-o", f"{tmp_path}/out/", "--keep-aliases", "--max-shard-size", "10KB")
+    model.config.save_pretrained(tmp_path / "out")
+    want = model.state_dict()
+    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "out").items())
+    (tmp_path / "bin").mkdir()
+    index = tmp_path / "bin" / "pytorch_model.bin.index.json"
+    remap(tmp_path / "tied.pt", "-o", index, "--max-shard-size", "10KB", "--verify")
+    written = json.loads(index.read_text())
+    assert written["weight_map"]["lm_head.weight"] == written["weight_map"]["model.embed_tokens.weight"]
+    assert written["metadata"]["total_size"] == sum({v.data_ptr(): v.nbytes for v in want.values()}.values())
+    assert len(open_checkpoint(str(index)).sections[0].aliases()) == 1
+    model.config.save_pretrained(tmp_path / "bin")
+    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "bin").items())
+
+
+def test_each_shard_keeps_its_metadata(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
+    save_file({"x": torch.ones(2)}, tmp_path / "m" / "a.safetensors", {"format": "pt", "part": "first"})
+    save_file({"y": torch.ones(2)}, tmp_path / "m" / "b.safetensors", {"format": "pt", "part": "second"})
+    assert open_checkpoint(str(path)).metadata == {"format": "pt"}
+    remap(path, "-o", f"{tmp_path}/out/", "--rule", "{k} => z.{k}")
+    for name, part in (("a", "first"), ("b", "second")):
+        with safe_open(tmp_path / "out" / f"{name}.safetensors", "pt") as shard:
+            assert shard.metadata() == {"format": "pt", "part": part}
+
+
+def test_what_is_dropped_leaves_the_index_and_an_empty_shard_the_folder(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(3)}})
+    remap(path, "-o", f"{tmp_path}/out/", "--drop", "y", "--verify")
+    assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
+        "metadata": {"total_size": 8},
+        "weight_map": {"x": "a.safetensors"},
+    }
+    assert not (tmp_path / "out" / "b.safetensors").exists()
+
+
+def test_every_disagreement_at_once(tmp_path: Path) -> None:
+    shards = {name: {name[0]: torch.ones(2)} for name in ("a.safetensors", "b.safetensors", "c.safetensors")}
+    path = write(
+        tmp_path / "m",
+        shards,
+        weight_map={
+            "a": "a.safetensors",
+            "b": "a.safetensors",
+            "b2": "b.safetensors",
+            "gone": "gone.safetensors",
+            "out": "../secret.safetensors",
+            "root": "/etc/passwd",
+            "c": "c.safetensors",
+        },
+    )
+    (tmp_path / "m" / "c.safetensors").write_bytes(b"\x08" + bytes(7) + b"{       ")
+    with pytest.raises(CkptError, match="disagree") as caught:
+        open_checkpoint(str(path))
+    places = {problem.key: problem.problem for problem in caught.value.problems}
+    assert places.keys() == {
+        "b", "b2", "gone.safetensors", "../secret.safetensors", "/etc/passwd", "c.safetensors"
+    }  # fmt: skip
+    assert "missing" in places["gone.safetensors"]
+    assert "leads out" in places["../secret.safetensors"]
+    assert "leads out" in places["/etc/passwd"]
+    assert "not in b.safetensors" in places["b2"]
+
+
+def test_a_wrong_total_size_is_said_and_mended(tmp_path: Path) -> None:
+    shards = {"a.safetensors": {"a": torch.ones(2)}, "b.safetensors": {"b": torch.ones(2)}}
+    path = write(tmp_path / "m", shards, metadata={"total_size": 7})
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.notes == ("the index says total_size 7, the tensors are 16 bytes",)
+    remap(path, "-o", f"{tmp_path}/out/", "--drop", "a")
+    assert json.loads((tmp_path / "out" / INDEX).read_text())["metadata"] == {"total_size": 8}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{}",
+        b"[]",
+        b"\xff\xfe",
+        b'{"weight_map": {}}',
+        b'{"weight_map": []}',
+        b'{"weight_map": {"a": 1}}',
+        b'{"weight_map": {"a": "b", "a": "c"}}',
+        b'{"weight_map": {"a": "b"}, "metadata": 3}',
+        b'{"weight_map": ' + b"[" * 100_000,
+        b'{"weight_map": {"a": "fifo"}}',
+        b'{"weight_map": {"a": "."}}',
+        b'{"weight_map": {"a": "x.index.json"}}',
+    ],
+)
+def test_damaged_indexes(tmp_path: Path, text: bytes) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "x.index.json").write_bytes(text)
+    with pytest.raises(CkptError) as caught:
+        FORMATS["sharded"].read(str(tmp_path / "x.index.json"))
+    assert caught.value.exit_status == 2
+
+
+def test_a_shard_that_is_more_than_a_state_dict(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"a.bin": {"x": torch.ones(2)}})
+    torch.save({"x": torch.ones(2), "more": {"y": torch.ones(2)}}, tmp_path / "m" / "a.bin")
+    with pytest.raises(CkptError, match="disagree") as caught:
+        open_checkpoint(str(path))
+    assert "one state dict" in caught.value.problems[0].problem
+
+
+def test_shards_of_two_formats(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"a.bin": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
+    with pytest.raises(CkptError, match="disagree") as caught:
+        open_checkpoint(str(path))
+    assert {problem.key for problem in caught.value.problems} == {"a.bin", "b.safetensors"}
+
+
+def test_nothing_is_overwritten_unasked(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "m")
+    (tmp_path / "m" / "README.md").write_text("mine")
+    remap(tmp_path / "m", "-o", tmp_path / "m", "--rule", RULE, status=2)
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    remap(tmp_path / "w.pt", "-o", tmp_path / "m", status=2)
+    assert (tmp_path / "m" / INDEX).read_bytes() == (llama / INDEX).read_bytes()
+    remap(tmp_path / "w.pt", "-o", tmp_path / "m", "--force", "--verify")
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
+        "README.md", "config.json", "generation_config.json", "model.safetensors"
+    ]  # fmt: skip
