@@ -1,7 +1,8 @@
-"""Opening files for the readers, so that the operating system's errors come out as ours."""
+"""What the readers share: opening files, so that the operating system's errors come out as ours; large indexes."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
@@ -22,3 +23,18 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
 
 _HINT = "check the path and its permissions"
+
+
+@contextmanager
+def many_objects() -> Iterator[None]:
+    """For making the index of a large file: hundreds of thousands of objects, none of them garbage.
+
+    Python's cycle collector would look through them again and again, and double the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

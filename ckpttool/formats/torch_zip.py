@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ckpttool.checkpoint import Checkpoint, Storage
 from ckpttool.errors import CkptError
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.reading import many_objects
 from ckpttool.formats.torch_rebuild import Rebuilder
 from ckpttool.formats.torch_tensor import Storages, is_torch
 from ckpttool.formats.torch_tree import Tree, find_sections
@@ -44,6 +45,7 @@ def read(path: str) -> Checkpoint:
     return read_from(archive, path)
 
 
+@many_objects()
 def read_from(archive: Archive, source: str) -> Checkpoint:
     """The index of an archive that torch.save wrote; `source` is what the user calls it."""
     folder = _folder(archive)
@@ -122,6 +124,7 @@ def _unfit(archive: Archive, message: str) -> CkptError:
 # Writing
 
 
+@many_objects()
 def layout(checkpoint: Checkpoint) -> Pieces:
     """The bytes of the checkpoint's file: like the one it was read from (its `container`) but for what was changed.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.reading import opened
+from ckpttool.formats.reading import many_objects, opened
 
 STORED, DEFLATED = 0, 8
 
@@ -70,6 +70,7 @@ class Archive:
         return Span(self.path, self.base + record.data, record.nbytes)
 
 
+@many_objects()
 def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive:
     """The index of the zip archive in bytes `base` to `base + length` (default: to the end) of the file.
 
