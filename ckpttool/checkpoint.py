@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """`length` bytes that do not exist yet: `produce()` computes them, in one or more buffers, when they are written."""
+    """`length` bytes that do not exist yet: `produce()` computes them, in one or more buffers, when written."""
 
     length: int
     produce: Callable[[], Iterable[bytes | memoryview]]
@@ -114,7 +114,8 @@ class Section:
     `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict).
     `modules` are the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
     None where it has none. `mapping` is an optimizer's whole state dict: Python's own dicts, lists, tuples and scalars,
-    with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for what is neither; None for other kinds.
+    with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is
+    the form of a model's names that is recorded in the file, because the names alone do not tell it (`naming.mark`).
     """
 
     path: str
@@ -123,6 +124,7 @@ class Section:
     extras: tuple[ExtraEntry, ...] = ()
     modules: Mapping[str, object] | None = None
     mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
+    form: str | None = None
 
     @property
     def nbytes(self) -> int:

@@ -19,21 +19,38 @@ _NAMESPACES = ("aten", "prims")
 
 
 def entry_of(key: str, source: Expression, have: Mapping[str, TensorEntry | ExtraEntry]) -> TensorEntry:
-    """The entry `key` whose value is `source`: dtype and shape are inferred now, its bytes computed when written.
+    """The entry `key` whose value is `source`: a view where it is one, else bytes that are computed when written.
 
-    Raises `Refused` where an operator does not fit its arguments.
+    Dtype and shape are inferred now. Raises `Refused` where an operator does not fit its arguments.
     """
+    read = {name: _tensor(name, have) for name in refs(source)}
+    leaves = {name: _on_meta(entry) for name, entry in read.items()}
 
     def compute() -> torch.Tensor:
-        return evaluate(source, lambda name: load(_tensor(name, have)))
+        return evaluate(source, lambda name: load(read[name]))
 
     try:
-        result = evaluate(source, lambda name: _on_meta(_tensor(name, have)))
+        result = evaluate(source, leaves.__getitem__)
     except NeedsValues:
         result = compute()
     shape, dtype = tuple(result.shape), str(result.dtype).removeprefix("torch.")
+    for name, leaf in leaves.items():
+        at = _offset(result, leaf, read[name])
+        if at is not None:
+            return TensorEntry(key, dtype, shape, result.stride(), at, read[name].storage)
     lazy = Lazy(result.numel() * result.element_size(), lambda: [to_bytes(compute())])
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(lazy))
+
+
+def _offset(result: torch.Tensor, leaf: torch.Tensor, entry: TensorEntry) -> int | None:
+    """The offset of `result` in the entry's storage, in elements; None where it is no view of `leaf`."""
+    if result.layout != torch.strided or result.is_conj() or result.is_neg():
+        return None
+    if not result.numel() or result.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
+        return None
+    size = result.element_size()
+    at, rest = divmod(entry.offset * leaf.element_size() + int(result.storage_offset()) * size, size)
+    return at if not rest else None
 
 
 class NeedsValues(Refused):

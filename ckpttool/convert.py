@@ -4,13 +4,14 @@ rewritten without loss, or refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Op, Ref, Special
 from ckpttool.formats import Format
+from ckpttool.naming.mark import put_on
 from ckpttool.plan import Dropped
 from ckpttool.rules import matches
 
@@ -50,35 +51,55 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
     return replace(checkpoint, sections=tuple(sections), others=others), dropped
 
 
+def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
+    """`checkpoint` without the sections and other contents at these dotted paths."""
+    sections = tuple(section for section in checkpoint.sections if section.path not in paths)
+    return replace(checkpoint, sections=sections, others=tuple(p for p in checkpoint.others if p not in paths))
+
+
 def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -> Checkpoint:
     """`checkpoint` as `target` can hold it, with the same keys and values.
 
     Raises `Refused`, all problems at once, on what the format has no place for.
     """
-    if not target.tensors_only:
-        return checkpoint if checkpoint.format == target.name else replace(checkpoint, container=None)
+    fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
+    fitted = put_on(fitted, tensors_only=target.tensors_only)
+    return fitted if checkpoint.format == target.name else replace(fitted, container=None)
+
+
+def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpoint:
+    """The one state dict of the checkpoint at the root, each tensor dense and under one name."""
     problems = _not_flat(checkpoint)
     if problems:
         raise Refused(
-            f"{target.title} holds tensors only, and one state dict",
-            hint=_narrower(checkpoint),
-            problems=problems,
+            f"{target.title} holds tensors only, and one state dict", hint=_narrower(checkpoint), problems=problems
         )
-    section = next(section for section in checkpoint.sections if section.kind == "state_dict")
-    metadata = dict(checkpoint.metadata)
-    aliases = section.aliases()
+    (section,) = checkpoint.sections
+    aliases = {} if target.aliases else section.aliases()
     if aliases and not keep_aliases:
         raise Refused(
             f"{target.title} cannot hold one tensor under two names",
             hint="--keep-aliases keeps the first name and records the others in __metadata__",
             problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
         )
-    metadata.update(aliases)
-    section = replace(
-        section, tensors=tuple(entry for entry in section.tensors if entry.key not in aliases), modules=None
-    )
-    flat = replace(checkpoint, sections=(section,), metadata=metadata)
-    return flat if checkpoint.format == target.name else replace(flat, container=None)
+    dense = tuple(entry if target.aliases else _dense(entry) for entry in section.tensors)
+    section = replace(section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None)
+    return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
+
+
+def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
+    """The checkpoint with the names that ``--keep-aliases`` recorded in ``__metadata__``, which `target` has not."""
+    if not checkpoint.metadata or checkpoint.format == target.name:
+        return checkpoint
+    (section,) = checkpoint.sections
+    have = {entry.key: entry for entry in section.tensors}
+    again = [replace(have[first], key=key) for key, first in _recorded_aliases(checkpoint, have).items()]
+    metadata = {name: value for name, value in checkpoint.metadata.items() if value not in have or name in have}
+    return replace(checkpoint, sections=(replace(section, tensors=(*section.tensors, *again)),), metadata=metadata)
+
+
+def _recorded_aliases(checkpoint: Checkpoint, have: Collection[str]) -> dict[str, str]:
+    return {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
 
 
 def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
@@ -121,6 +142,6 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     notes = []
     if target.tensors_only and any(section.modules is not None for section in checkpoint.sections):
         notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
-    if checkpoint.metadata and not target.tensors_only:
+    if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")
     return notes

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.diff import Entry, Values, compare_pair, leftover, renamed, segment_change, segment_reason
 from ckpttool.expression import Expression, Op, Ref
-from ckpttool.naming.forms import RUNTIME, SERIALIZED, Relation, over, read
-from ckpttool.naming.names import Hook, Names
+from ckpttool.naming.forms import RUNTIME, SERIALIZED, over, read
+from ckpttool.naming.names import Hook, Names, RuntimeTensor, SerializedKey
+from ckpttool.naming.relation import Relation
+from ckpttool.naming.variants import aliases, base_name
 
 if TYPE_CHECKING:
     from ckpttool.naming.verdict import Verdict
 
 NON_PERSISTENT = "a non-persistent buffer"
+ONLY_LEFT, ONLY_RIGHT = "only left has it", "only right has it"
+Entries = dict[str, Union[TensorEntry, ExtraEntry]]
+CALL_VARIANT = "a call variant of a tensor that both sides have"
 
 
 def compare_names(names: Names) -> tuple[Entry, ...]:
     """The model alone: what ``state_dict()`` writes (left) against what the tensors are called at runtime (right)."""
-    relation, hooks = Relation(names), {s.key: s.hook for s in names.serialized}
+    relation = Relation(names)
+    hooks = relation.hooks
     entries = [_pair(key, fqn, hooks.get(key)) for key, fqn in relation.fqn_of.items()]
     entries += _transformed(relation, hooks)
     for key, source in relation.saved.items():
@@ -32,7 +38,8 @@ def compare_names(names: Names) -> tuple[Entry, ...]:
             )
     entries += [Entry("extra_state", (key,), (), "extra state: no tensor of a program") for key in names.extra_state]
     named = {fqn for entry in entries for fqn in entry.right}
-    entries += [_unsaved(names, fqn, first, named) for fqn, first in relation.first.items() if fqn not in named]
+    lost = _lost(names)
+    entries += [_unsaved(tensor, named, lost) for tensor in names.runtime if tensor.fqn not in named]
     return tuple(entries)
 
 
@@ -92,14 +99,18 @@ def _operators(source: ex.Argument) -> str:
     return ", ".join(dict.fromkeys(name for name in names if name != "getitem"))
 
 
-def _unsaved(names: Names, fqn: str, first: str, named: Collection[str]) -> Entry:
-    tensor = next(tensor for tensor in names.runtime if tensor.fqn == fqn)
-    if first in named and first != fqn:
+def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, str]) -> Entry:
+    fqn, first = tensor.fqn, tensor.alias_of
+    if first is not None and first in named:
         return Entry("alias", (), (fqn,), "a second name of one tensor", None, f"same as {first}")
     if not tensor.persistent:
         return Entry("not_serialized", (), (fqn,), NON_PERSISTENT)
-    lost = next((text for text in names.roundtrip_problems if text.endswith(f"@ {fqn}")), None)
-    return Entry("not_serialized", (), (fqn,), "state_dict() leaves it out", None, lost)
+    return Entry("not_serialized", (), (fqn,), "state_dict() leaves it out", None, lost.get(fqn))
+
+
+def _lost(names: Names) -> dict[str, str]:
+    """Key -> what `trace` found wrong with it."""
+    return {text.rpartition(" @ ")[2]: text for text in reversed(names.roundtrip_problems)}
 
 
 def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:
@@ -108,22 +119,21 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     `verdict` is what torch itself says of loading it; without one (a names file) the keys and shapes have to do.
     """
     have = section.by_key()
-    want = {s.key: s for s in names.serialized}
-    expected = [*want, *(key for key in names.extra_state if key not in want)]
-    entries = [_loaded(have[key], want.get(key)) for key in expected if key in have]
-    mine = {key: have[key] for key in have if key not in set(expected)}
-    theirs = [key for key in expected if key not in have]
-    entries += _other_form(names, section, mine, theirs)
-    entries += [_accepted(key, verdict) for key in mine]
-    entries += [_absent(key, names, verdict) for key in theirs]
+    want: dict[str, SerializedKey | None] = dict.fromkeys([*(s.key for s in names.serialized), *names.extra_state])
+    want.update((s.key, s) for s in names.serialized)
+    entries = [_loaded(have[key], wanted) for key, wanted in want.items() if key in have]
+    mine = {key: entry for key, entry in have.items() if key not in want}
+    theirs = dict.fromkeys(key for key in want if key not in have)
+    entries += _other_form(Relation(names), section, mine, theirs)
+    entries += _call_variants(names, section, mine, theirs)
+    entries += _accepted(mine, verdict)
+    entries += _absent(theirs, verdict)
     return tuple(entries)
 
 
-def _loaded(entry: TensorEntry | ExtraEntry, want: object) -> Entry:
-    from ckpttool.naming.names import SerializedKey
-
+def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None) -> Entry:
     key = (entry.key,)
-    if not isinstance(want, SerializedKey):
+    if want is None:
         return Entry("extra_state", key, key, "extra state")
     if isinstance(entry, ExtraEntry):
         return Entry("shape", key, key, "not a tensor, where the model has one")
@@ -134,31 +144,60 @@ def _loaded(entry: TensorEntry | ExtraEntry, want: object) -> Entry:
     return Entry("same", key, key)
 
 
-def _other_form(
-    names: Names, section: Section, mine: dict[str, TensorEntry | ExtraEntry], theirs: list[str]
-) -> list[Entry]:
-    """Keys under another name of a tensor that the model loads (wrapped, runtime); takes them off both lists."""
+def _other_form(relation: Relation, section: Section, mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+    """Keys under another name of a tensor that the model loads (wrapped, runtime); takes them off both sides."""
     entries = []
-    relation, hooks = Relation(names), {s.key: s.hook for s in names.serialized}
     for form in (SERIALIZED, RUNTIME):
-        for key, name in read(names, section, form).match.names.items():
-            if key not in mine:
-                continue
-            for target in _targets(relation, name, form):
-                if target in theirs:
-                    reason, hook = _why(key, name, target, form, hooks)
-                    del mine[key]
-                    theirs.remove(target)
-                    entries.append(Entry("renamed", (key,), (target,), reason, hook))
-                    break
+        names = read(relation, section, form).match.names
+        for key, name in names.items():
+            target = next((t for t in _targets(relation, name, form) if t in theirs), None) if key in mine else None
+            if target is not None:
+                reason, hook = _why(key, name, target, form, relation.hooks)
+                del mine[key], theirs[target]
+                entries.append(Entry("renamed", (key,), (target,), reason, hook))
+        if form == RUNTIME:
+            entries += _computed_from(relation, {name: key for key, name in names.items()}, mine, theirs)
     return entries
 
 
-def _targets(relation: Relation, name: str, form: str) -> list[str]:
+def _computed_from(relation: Relation, keys: dict[str, str], mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+    """Serialized keys that saving computes from runtime tensors that the checkpoint has instead (`keys`: by FQN)."""
+    held = {relation.first[fqn]: key for fqn, key in reversed(keys.items()) if fqn in relation.first}
+    links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := relation.saved[key], Op)}
+    entries = []
+    for rights, fqns in _components(links):
+        lefts = [held[fqn] for fqn in fqns if held.get(fqn) in mine]
+        if lefts:
+            source, hook = relation.saved[rights[0]], relation.hooks[rights[0]]
+            assert source is not None
+            reason = f"left has the runtime tensors; the keys are {_computed(source)}"
+            entries.append(Entry("transformed", tuple(lefts), tuple(rights), reason, hook))
+            for key in lefts:
+                del mine[key]
+            for key in rights:
+                del theirs[key]
+    return entries
+
+
+def _call_variants(names: Names, section: Section, mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+    """Keys of an unflattened program that only one side has, of a tensor that both have; takes them off both lists."""
+    have, twice = section.by_key(), aliases(section)
+    sources = {s.key: s.source for s in names.serialized}
+    entries = []
+    for key in [key for key in mine if "@" in key and key in twice and twice[key] not in mine]:
+        del mine[key]
+        entries.append(Entry("alias", (key,), (), CALL_VARIANT, None, f"same as {twice[key]}"))
+    for key in [key for key in theirs if sources.get(key) is not None]:
+        base = base_name(key, have)
+        if base is not None and base not in mine and sources.get(base) == sources[key]:
+            del theirs[key]
+            entries.append(Entry("alias", (), (key,), CALL_VARIANT, None, f"same as {base}"))
+    return entries
+
+
+def _targets(relation: Relation, name: str, form: str) -> Sequence[str]:
     """The serialized keys that a name stands for."""
-    if form == SERIALIZED:
-        return [name]
-    return [key for key, fqn in relation.fqn_of.items() if relation.first[fqn] == relation.first.get(name)]
+    return [name] if form == SERIALIZED else relation.keys_of.get(relation.first.get(name, name), ())
 
 
 def _why(key: str, name: str, target: str, form: str, hooks: Mapping[str, Hook | None]) -> tuple[str, Hook | None]:
@@ -169,22 +208,35 @@ def _why(key: str, name: str, target: str, form: str, hooks: Mapping[str, Hook |
     return "; ".join(filter(None, (runtime, wrapped))), hooks.get(target)
 
 
-def _accepted(key: str, verdict: Verdict | None) -> Entry:
-    """A key that the model does not write: unexpected, but where its load hooks take it."""
-    if verdict is not None and key not in verdict.unexpected:
-        fqns = [fqn for fqn, source in verdict.reads.items() if source is not None and key in ex.refs(source)]
-        if fqns:
-            return Entry(
-                "renamed", (key,), (), "a load hook takes it under this name", None, f"goes to {', '.join(fqns)}"
-            )
-        return Entry("unexpected", (key,), (), "only left has it; a load hook takes it away without an error")
-    return Entry("unexpected", (key,), (), "only left has it")
+def _accepted(keys: Iterable[str], verdict: Verdict | None) -> list[Entry]:
+    """Keys that the model does not write: unexpected, but where its load hooks take them."""
+    if verdict is None:
+        return [Entry("unexpected", (key,), (), ONLY_LEFT) for key in keys]
+    unexpected, readers = set(verdict.unexpected), _readers(verdict)
+    entries = []
+    for key in keys:
+        if key in readers:
+            goes = f"goes to {', '.join(readers[key])}"
+            entries.append(Entry("renamed", (key,), (), "a load hook takes it under this name", None, goes))
+        elif key in unexpected or not verdict.ok:
+            entries.append(Entry("unexpected", (key,), (), ONLY_LEFT))
+        else:
+            entries.append(Entry("unexpected", (key,), (), f"{ONLY_LEFT}; a load hook takes it away without an error"))
+    return entries
 
 
-def _absent(key: str, names: Names, verdict: Verdict | None) -> Entry:
-    if verdict is not None and key not in verdict.missing and verdict.ok:
-        return Entry("missing", (), (key,), "only right has it; loading does without it")
-    return Entry("missing", (), (key,), "only right has it")
+def _readers(verdict: Verdict) -> dict[str, list[str]]:
+    """Checkpoint key -> the runtime tensors that loading makes of it."""
+    found: dict[str, list[str]] = {}
+    for fqn, source in verdict.reads.items():
+        for key in dict.fromkeys(() if source is None else ex.refs(source)):
+            found.setdefault(key, []).append(fqn)
+    return found
+
+
+def _absent(keys: Iterable[str], verdict: Verdict | None) -> list[Entry]:
+    without = f"{ONLY_RIGHT}; loading does without it" if verdict is not None and verdict.ok else ONLY_RIGHT
+    return [Entry("missing", (), (key,), without) for key in keys]
 
 
 def loads(entries: Iterable[Entry]) -> bool:
@@ -194,15 +246,15 @@ def loads(entries: Iterable[Entry]) -> bool:
 
 def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
     """Two checkpoints of one model, each in whatever form its keys are: both are read as its runtime tensors."""
-    relation, hooks = Relation(names), {s.key: s.hook for s in names.serialized}
-    mine, theirs = _tensors(names, relation, left), _tensors(names, relation, right)
+    relation = Relation(names)
+    mine, theirs = _tensors(relation, left), _tensors(relation, right)
     have, want = left.by_key(), right.by_key()
     entries: list[Entry] = []
     links: dict[str, list[str]] = {}
     for fqn, source in mine.items():
         other = theirs.get(fqn)
         if isinstance(source, Ref) and isinstance(other, Ref):
-            entries.append(_same_tensor(have[source.key], want[other.key], relation, hooks, values))
+            entries.append(_same_tensor(have[source.key], want[other.key], relation.hooks, values))
         elif other is not None:
             for key in ex.refs(source):
                 links.setdefault(key, []).extend(ex.refs(other))
@@ -215,21 +267,20 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
     return tuple(entries)
 
 
-def _tensors(names: Names, relation: Relation, section: Section) -> dict[str, Expression]:
+def _tensors(relation: Relation, section: Section) -> dict[str, Expression]:
     """Each runtime FQN as an expression over the section's keys."""
-    reading = read(names, section)
+    reading = read(relation, section)
     keys = {name: key for key, name in reading.match.names.items()}
     if reading.form == RUNTIME:
         return {name: Ref(key) for name, key in keys.items()}
     found: dict[str, Expression] = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
-    extras = (*names.extra_state, *(key for key, source in relation.saved.items() if source is None))
+    extras = (*relation.names.extra_state, *(key for key, source in relation.saved.items() if source is None))
     return found | {name: Ref(keys[name]) for name in extras if name in keys}
 
 
 def _same_tensor(
     left: TensorEntry | ExtraEntry,
     right: TensorEntry | ExtraEntry,
-    relation: Relation,
     hooks: Mapping[str, Hook | None],
     values: Values | None,
 ) -> Entry:

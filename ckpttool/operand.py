@@ -7,6 +7,7 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
+from ckpttool.naming.mark import taken_off
 
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
 
@@ -17,7 +18,7 @@ def open_operand(operand: str) -> Checkpoint:
     Raises `CkptError` where the file cannot be read or has no such section.
     """
     path, picked = split(operand)
-    checkpoint = open_checkpoint(path)
+    checkpoint = taken_off(open_checkpoint(path))
     if picked is None:
         return checkpoint
     try:

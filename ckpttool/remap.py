@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttool.apply import apply
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.convert import drop
+from ckpttool.convert import drop, without
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref
-from ckpttool.naming.forms import RUNTIME, SERIALIZED, move, read
+from ckpttool.naming.forms import RUNTIME, SERIALIZED, Move, Reading, move, read
 from ckpttool.naming.names import Names
+from ckpttool.naming.relation import Relation
+from ckpttool.naming.variants import collapse, expand, settle
 from ckpttool.operand import model_section
-from ckpttool.plan import Output, Plan, module_renames
+from ckpttool.plan import Dropped, Output, Plan, module_renames
+from ckpttool.report.words import plural
 from ckpttool.rules import Rule, rename
+from ckpttool.values import same_values
 
 # What the user calls a form -> the form. An exported program has the runtime names since torch 2.6 (pytorch#137609).
-FORMS = {SERIALIZED: SERIALIZED, RUNTIME: RUNTIME, "exported": RUNTIME}
+FORMS = {SERIALIZED: SERIALIZED, RUNTIME: RUNTIME, "exported": RUNTIME, "unflattened": RUNTIME}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,58 +55,61 @@ def remap(
     """Makes and carries out the plan. Raises `Refused`, all problems at once, where it would lose, collide or guess."""
     source, dropped = drop(source, drops) if drops else (source, [])
     if names is None and not rules:
-        plan = _identity(source)
-        return Remap(source, replace(plan, dropped=tuple(dropped)))
+        return Remap(source, replace(_carried(source.sections), dropped=tuple(dropped)))
     section = model_section(source)
+    touched = {gone.section for gone in dropped} - {section.path}
+    rest = _carried(other for other in source.sections if other.path in touched)
     notes: list[str] = []
+    plan = _carried([section])
     if names is not None:
-        plan, was, notes = _by_model(names, section, to or SERIALIZED, was)
-    else:
-        plan = _identity_section(section)
+        plan, was, notes = _by_model(Relation(names), section, to or SERIALIZED, was)
     if rules:
         plan = _by_rules(plan, section, rules)
-    return Remap(apply(plan, source), replace(plan, dropped=(*plan.dropped, *dropped)), was, to, tuple(notes))
+    result = apply(plan, source)
+    if names is not None:
+        result = _recorded(Relation(names), result, section.path, FORMS[to or SERIALIZED])
+    whole = Plan((*plan.outputs, *rest.outputs), (*plan.dropped, *dropped), plan.modules)
+    return Remap(result, whole, was, to, tuple(notes))
 
 
 def by_plan(source: Checkpoint, plan: Plan) -> Remap:
-    """Carries out a plan that was saved; what it drops outside of sections is dropped by path."""
-    inside = {(section.path, key) for section in source.sections for key in section.by_key()}
-    paths = [d for d in plan.dropped if (d.section, d.key) not in inside]
-    kept = replace(plan, dropped=tuple(d for d in plan.dropped if (d.section, d.key) in inside))
-    rest = drop(source, [d.key for d in paths])[0] if paths else source
-    return Remap(apply(kept, rest), plan)
+    """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents."""
+    paths = {*source.others, *(section.path for section in source.sections)}
+    whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
+    rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
+    return Remap(apply(rest, without(source, [d.key for d in whole])), plan)
 
 
-def _identity(source: Checkpoint) -> Plan:
-    outputs = [output for section in source.sections for output in _identity_section(section).outputs]
-    return Plan(tuple(outputs))
+def _holds(source: Checkpoint, dropped: Dropped) -> bool:
+    return any(section.path == dropped.section and dropped.key in section.by_key() for section in source.sections)
 
 
-def _identity_section(section: Section) -> Plan:
-    return Plan(tuple(Output(section.path, key, Ref(key)) for key in section.by_key()))
+def _carried(sections: Iterable[Section]) -> Plan:
+    """The plan that leaves every key its name."""
+    return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.by_key()))
 
 
-def _by_model(names: Names, section: Section, to: str, was: str | None) -> tuple[Plan, str, list[str]]:
-    target = FORMS[to]
-    reading = read(names, section, None if was is None else FORMS[was])
-    found = len(reading.match.names)
-    if not found:
+def _by_model(relation: Relation, section: Section, to: str, was: str | None) -> tuple[Plan, str, list[str]]:
+    names, target = relation.names, FORMS[to]
+    reading = read(relation, section, None if was is None else FORMS[was])
+    if not reading.match.names:
         raise Refused(
             f"0 of {len(section.by_key())} keys are names of {names.model}",
             hint=f"compare them: ckpttool diff --model {names.model} CKPT",
             problems=[Problem("no name of this model", key) for key in list(section.by_key())[:10]],
         )
-    moved = move(names, section, reading, target)
-    if moved.problems:
+    moved = move(relation, section, reading, target)
+    problems = [*moved.problems, *_lost(section, moved.copies)]
+    if problems:
         raise Refused(
-            f"the checkpoint does not fit {names.model}: {len(moved.problems)} problems",
+            f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
             hint="--drop PATTERN leaves keys out; `ckpttool diff --model MODEL CKPT` says more",
-            problems=moved.problems,
+            problems=problems,
         )
     notes = []
     if reading.match.missing:
-        notes.append(f"{len(reading.match.missing)} names of the model are not in the checkpoint")
-    if reading.ambiguous and was is None:
+        notes.append(f"{plural(len(reading.match.missing), 'name')} of the model not in the checkpoint")
+    if reading.ambiguous:
         notes.append(
             "the keys fit the serialized and the runtime form, whose values differ: read as serialized, which is what "
             "state_dict() writes (--from runtime says otherwise)"
@@ -110,6 +117,24 @@ def _by_model(names: Names, section: Section, to: str, was: str | None) -> tuple
     if not names.roundtrips:
         notes.append("this model does not read back all that it writes: see `ckpttool trace`")
     return moved.plan, reading.form, notes
+
+
+def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
+    """Keys whose values the result would not hold: they are taken for a copy of another key, and are none."""
+    have = section.by_key()
+    return [
+        Problem(f"the model takes it for a copy of {twin}, and its values are others: they would be lost", key)
+        for key, twin in copies
+        if not same_values(have[key], have[twin])
+    ]
+
+
+def _recorded(relation: Relation, result: Checkpoint, path: str, form: str) -> Checkpoint:
+    """`result` with its form recorded where nobody could tell it from the names, dtypes and shapes."""
+    section = replace(result.section(path), form=None)
+    told = read(relation, section).form
+    section = replace(section, form=None if told == form else form)
+    return replace(result, sections=tuple(section if s.path == path else s for s in result.sections))
 
 
 def _by_rules(plan: Plan, section: Section, rules: Sequence[Rule]) -> Plan:

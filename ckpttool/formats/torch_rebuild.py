@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,16 @@ class Rebuilder:
         word, kind, _, *rest = reference.id
         storage = typed_storage(reference, storages)[1]
         return Persistent((word, self._global(kind.module, kind.name), self.key(storage), *rest))
+
+
+def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
+    """The tree with its storages under other keys."""
+
+    def moved(reference: Persistent) -> Persistent:
+        word, kind, key, *rest = reference.id
+        return Persistent((word, kind, numbers[key], *rest))
+
+    return _copy(root, moved, {}, 0)
 
 
 def _copy(node: Any, moved: Callable[[Persistent], Persistent], done: dict[int, Any], depth: int) -> Any:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Storage
 from ckpttool.errors import CkptError
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.reading import many_objects
-from ckpttool.formats.torch_rebuild import Rebuilder
+from ckpttool.formats.torch_rebuild import Rebuilder, renumbered
 from ckpttool.formats.torch_tensor import Storages, is_torch
 from ckpttool.formats.torch_tree import Tree, find_sections
 from ckpttool.formats.torch_write import changed_root, fresh_root
@@ -138,24 +139,56 @@ def layout(checkpoint: Checkpoint) -> Pieces:
 def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
     archive, folder, pickle = container.archive, container.folder, container.pickle
     rebuilder = Rebuilder(taken={key for r in archive.records if (key := _storage_key(r, folder)) is not None})
+    for found in reversed(pickle.globals):  # new nodes name a class by the node that the old ones have
+        rebuilder.globals[str(found)] = found
     for key, storage in container.tree.storages.found.items():
         rebuilder.adopt(storage, key)
     root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
     if root is pickle.root:
         return layout_archive(archive, archive.records)
-    references: list[Persistent] = []
-    data = dumps(Pickle(root, pickle.protocol), references)
-    keys = _keys(references)
+    data, keys = _dumped(root, pickle.protocol)
+    is_new = any(f"{folder}data/{key}" not in archive.by_name for key in keys)
+    if is_new:  # torch.save numbers storages as it meets them: so the way there and back gives the same file
+        numbers = {key: str(number) for number, key in enumerate(keys)}
+        data, _ = _dumped(renumbered(root, numbers), pickle.protocol)
+        stored = [_moved(archive, folder, key, number, rebuilder) for key, number in numbers.items()]
+        keys = dict.fromkeys(numbers.values())
     entries: list[Record | NewRecord] = []
     for record in archive.records:
+        key = _storage_key(record, folder)
         if record.name == folder + "data.pkl":
             entries.append(NewRecord(record.name, data))
-        elif (key := _storage_key(record, folder)) is None or key in keys:
+        elif key is None or (key in keys and not is_new):
             entries.append(record)
-    new = [key for key in keys if f"{folder}data/{key}" not in archive.by_name]
-    at = _behind_storages(entries, folder)
-    entries[at:at] = [_record(folder, key, rebuilder) for key in new]
+    if is_new:
+        at = _place_of_storages(archive, entries, folder)
+        entries[at:at] = stored
     return layout_archive(archive, _without_version(entries, folder, keys), _alignment(archive, folder))
+
+
+def _dumped(root: Any, protocol: int) -> tuple[bytes, dict[str, None]]:
+    """The pickle, and the keys of the storages in the order in which its reader meets them."""
+    references: list[Persistent] = []
+    data = dumps(Pickle(root, protocol), references)
+    return data, _keys(references)
+
+
+def _moved(archive: Archive, folder: str, key: str, number: str, rebuilder: Rebuilder) -> Record | NewRecord:
+    """The record of the storage `key` under its new number."""
+    record = archive.by_name.get(f"{folder}data/{key}")
+    if record is not None and key == number:
+        return record
+    return NewRecord(f"{folder}data/{number}", rebuilder.storages[key].data if record is None else archive.span(record))
+
+
+def _place_of_storages(archive: Archive, entries: Sequence[Record | NewRecord], folder: str) -> int:
+    """Where the storages stood: behind the record before them; in front of ``version`` if there were none."""
+    names = [record.name for record in archive.records]
+    first = next((at for at, record in enumerate(archive.records) if _storage_key(record, folder) is not None), None)
+    if first is None:
+        first = names.index(folder + "version") if folder + "version" in names else len(names)
+    before = set(names[:first])
+    return sum(entry.name in before for entry in entries)
 
 
 def _storage_key(record: Record | NewRecord, folder: str) -> str | None:
@@ -167,11 +200,6 @@ def _storage_key(record: Record | NewRecord, folder: str) -> str | None:
 def _keys(references: Sequence[Persistent]) -> dict[str, None]:
     """The keys of the storages in the order in which a reader of the pickle meets them."""
     return dict.fromkeys(r.id[2] for r in references if type(r.id) is tuple and len(r.id) > 2 and type(r.id[2]) is str)
-
-
-def _behind_storages(entries: Sequence[Record | NewRecord], folder: str) -> int:
-    stored = [index for index, entry in enumerate(entries) if _storage_key(entry, folder) is not None]
-    return stored[-1] + 1 if stored else len(entries)
 
 
 def _without_version(entries: list[Record | NewRecord], folder: str, keys: dict[str, None]) -> list[Record | NewRecord]:
@@ -198,9 +226,7 @@ _FOLDER = "archive/"  # torch.save names it after the file, and "archive" where 
 
 def _fresh(checkpoint: Checkpoint) -> Pieces:
     rebuilder = Rebuilder()
-    references: list[Persistent] = []
-    data = dumps(Pickle(fresh_root(checkpoint, rebuilder), 2), references)
-    keys = _keys(references)
+    data, keys = _dumped(fresh_root(checkpoint, rebuilder), 2)
     serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
     notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}
     entries: list[Record | NewRecord] = [
