@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import optimizer_models as models
+from ckpttool.checkpoint import Section
+from ckpttool.diff import HARMLESS, Entry
+from ckpttool.diff_optimizer import compare_optimizers, compare_with_optimizer
+from ckpttool.formats import open_checkpoint
+from ckpttool.values import difference
+from optimizer_support import names_of, remapped, save, steps, train
+
+
+def section(path: str) -> Section:
+    return open_checkpoint(path).section("optimizer")
+
+
+def saved(path: Path, model: type[torch.nn.Module], make, count: int = 1) -> Section:
+    return section(save(path, *train(model, make, count)))
+
+
+def told(entries: tuple[Entry, ...]) -> list[tuple[str, str, str, str | None]]:
+    return [(e.status, " ".join((*e.left, *e.right)), e.reason, e.detail) for e in entries if e.status not in HARMLESS]
+
+
+def test_the_same_state_is_the_same(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Net, models.named)
+    entries, notes = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.named))
+    assert not told(entries)
+    assert not notes
+    keys = [key for entry in entries for key in entry.left]
+    hyperparameters = len(models.named(models.Net()).param_groups[0]) - len(["params", "param_names"])
+    assert len(keys) == len(set(keys)) == 9 + 3 * 9 + hyperparameters
+
+
+@pytest.mark.parametrize("keys", ["fqn", "flat"])
+def test_pytorch_124546_one_state_under_ids_and_under_names(keys: str, tmp_path: Path) -> None:
+    names = names_of("Net")
+    path = save(tmp_path / "id.pt", *train(models.Net, models.adamw))
+    remapped(path, tmp_path / "named.pt", keys=keys, names=names)
+    entries, notes = compare_optimizers(section(path), section(str(tmp_path / "named.pt")), names)
+    assert [found[0] for found in told(entries)] == ["renamed"]
+    assert told(entries)[0][2].startswith("left's parameters are ids")
+    assert not notes
+
+
+def test_another_order_under_names(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Net, models.named)
+    right = saved(tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
+    assert not told(compare_optimizers(left, right)[0])
+
+
+def test_hyperparameters_and_values(tmp_path: Path) -> None:
+    model, optimizer = train(models.Net, models.named, 1)
+    left = section(save(tmp_path / "a.pt", model, optimizer))
+    optimizer.param_groups[0]["lr"] = 0.5
+    steps(model, optimizer, 1, 1)
+    right = section(save(tmp_path / "b.pt", model, optimizer))
+    without = told(compare_optimizers(left, right)[0])
+    assert without == [("value", "param_groups.0.lr param_groups.0.lr", "another `lr`", "0.01 instead of 0.5")]
+    entries, _ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
+    assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in told(entries)]
+
+
+def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) -> None:
+    """torch loads it, and fails at the first step."""
+    other = models.Net()
+    optimizer = models.adamw(other)
+    optimizer.load_state_dict(models.sgd(models.Net()).state_dict())
+    with pytest.raises(KeyError, match="betas"):
+        steps(other, optimizer, 0, 1)
+    model, sgd = train(models.Net, models.sgd, 1)
+    entries, notes = compare_optimizers(
+        section(save(tmp_path / "sgd.pt", model, sgd)),
+        saved(tmp_path / "adamw.pt", models.Net, models.adamw),
+        names_of("Net"),
+    )
+    assert notes == ("the left state is that of SGD, the right one that of Adam or AdamW: neither loads the other's",)
+    found = told(entries)
+    assert ("missing", "param_groups.0.betas", "only right's param groups have `betas`", None) in found
+    assert (
+        "unexpected",
+        "state.head.weight.momentum_buffer",
+        "right has no `momentum_buffer` in its state",
+        None,
+    ) in found
+
+
+def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:
+    names = names_of("Net", "by_layer")
+    left = saved(tmp_path / "a.pt", models.Net, models.named)
+    entries, _ = compare_with_optimizer(left, names)
+    found = told(entries)
+    assert ("missing", "param_groups.0", "only right has this param group", None) in found
+    moved = [key for status, key, *_ in found if status == "renamed"]
+    assert moved == [f"param_groups.0.params.second.{n} param_groups.0.params.second.{n}" for n in ("bias", "weight")]
+
+
+def test_which_parameters_are_extra_in_which_group(tmp_path: Path) -> None:
+    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
+    left = saved(tmp_path / "a.pt", models.Shrunk, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
+    entries, notes = compare_with_optimizer(left, names_of("Net", "adamw"))
+    assert told(entries) == [
+        ("missing", f"param_groups.0.params.second.{n}", "only right has it, in param group 0", None)
+        for n in ("weight", "bias")
+    ]
+    assert not notes
+
+
+def test_ids_that_nothing_names_are_compared_as_they_are(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Shrunk, models.adamw)
+    entries, notes = compare_with_optimizer(left, names_of("Net", "adamw"))
+    assert [found[:2] for found in told(entries)] == [
+        ("missing", "param_groups.0.params.7"),
+        ("missing", "param_groups.0.params.8"),
+    ]
+    assert notes == (
+        "left was not saved by this optimizer: its groups have other sizes: "
+        "7 parameters in the file, 9 in the optimizer @ param_groups.0",
+    )
+
+
+def test_without_names_ids_are_compared(tmp_path: Path) -> None:
+    left = saved(tmp_path / "a.pt", models.Net, models.adamw)
+    entries, notes = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.backwards))
+    assert ("shape", "state.0.exp_avg state.0.exp_avg", "another shape", "[4, 3] instead of [2, 4]") in told(entries)
+    assert "by their ids" in notes[0]
