@@ -648,6 +648,23 @@ def test_structures_without_end(tmp_path: Path) -> None:
     assert [len(section.tensors) for section in checkpoint.sections] == [1, 1]
 
 
+def test_many_that_share_much_are_not_looked_at_again_and_again(tmp_path: Path) -> None:
+    large = dict.fromkeys(range(5000))
+    values = {str(number): large for number in range(5000)}
+    checkpoint = read(crafted(tmp_path, {"w": tensor_node(), **values}, GOOD))
+    assert len(checkpoint.sections[0].extras) == 5000
+    parts = [0] * 20_000
+    packed = {
+        str(number): Call(
+            Global("torch._tensor", "_rebuild_from_type_v2"),
+            (Global("a", "b"), Global("a", "b"), (parts,), (parts, number)),
+        )
+        for number in range(5000)
+    }
+    with pytest.raises(CkptError, match="too many parts"):
+        read(crafted(tmp_path, packed, {}))
+
+
 def test_reading_and_renaming_need_no_torch(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)})
     code = (

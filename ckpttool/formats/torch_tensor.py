@@ -17,7 +17,7 @@ from ckpttool.formats.pickle_tree import Call, Global, Persistent
 
 MAX_DIMS = 64  # torch's own limit
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
-_MAX_PARTS = 100_000  # nodes looked at to find the tensors inside one
+_MAX_PARTS = 2_000_000  # nodes looked at to find the tensors inside other tensors, in a whole file
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,7 @@ class Storages:
     find: Callable[[str, int], Storage]
     found: dict[str, Storage] = field(default_factory=dict)
     carried: dict[int, Carried] = field(default_factory=dict)
+    parts_left: int = _MAX_PARTS
 
     def get(self, key: str, nbytes: int) -> Storage:
         """The storage under `key`, of which the pickle says that it holds `nbytes`."""
@@ -110,7 +111,7 @@ def _geometry_of(key: str, node: Call, storages: Storages) -> Geometry:
     raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)])
 
 
-def _parts(root: Any) -> Iterator[Any]:
+def _parts(root: Any, storages: Storages) -> Iterator[Any]:
     """Every node inside `root`, each once, in no order; Python's scalars are left out."""
     todo, seen = [root], set[int]()
     while todo:
@@ -118,11 +119,13 @@ def _parts(root: Any) -> Iterator[Any]:
         kind = type(part)
         if kind not in HOLDS or id(part) in seen:
             continue
-        if len(seen) > _MAX_PARTS:
-            raise malformed("a tensor is made of too many parts")
         seen.add(id(part))
         yield part
-        todo.extend(HOLDS[kind](part))
+        inside = HOLDS[kind](part)
+        storages.parts_left -= 1 + len(inside)
+        if storages.parts_left < 0:
+            raise malformed("tensors are made of too many parts")
+        todo.extend(inside)
 
 
 HOLDS: dict[type, Callable[[Any], Any]] = {
@@ -268,7 +271,7 @@ _INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 def _inner(node: Any, storages: Storages, depth: int) -> list[Geometry]:
     """The tensors that a packed tensor is made of."""
-    found = (part for part in _parts(node) if is_tensor(part) and part.func.name in _INNERMOST)
+    found = (part for part in _parts(node, storages) if is_tensor(part) and part.func.name in _INNERMOST)
     return [_read(part, storages, depth + 1) for part in found]
 
 

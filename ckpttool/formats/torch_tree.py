@@ -43,6 +43,8 @@ class Tree:
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
+    plain_left: int = 1_000_000  # nodes that may still be turned into plain values
 
 
 def find_sections(root: Any, storages: Storages) -> Tree:
@@ -69,7 +71,7 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     if _is_optimizer(node):
         _add_optimizer(tree, node, path, steps)
         return True
-    if _is_state_dict(node, foreign):
+    if _is_state_dict(tree, node, foreign):
         _add_state_dict(tree, node, path, steps)
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
@@ -151,7 +153,7 @@ def _is_optimizer(node: Any) -> bool:
     return pairs_of(pairs.get("state")) is not None and type(pairs.get("param_groups")) is list
 
 
-def _is_state_dict(node: Any, foreign: bool) -> bool:
+def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
     """True for a mapping that says so by its ``_metadata``, or that holds tensors and no mapping of tensors."""
     pairs = pairs_of(node)
     if pairs is None or not all(type(key) is str for key in pairs):
@@ -160,12 +162,16 @@ def _is_state_dict(node: Any, foreign: bool) -> bool:
         return True
     if foreign or not any(is_tensor(value) for value in pairs.values()):
         return False
-    return not any(_holds_tensors(value) for key, value in pairs.items() if not key.endswith("_extra_state"))
+    return not any(_holds_tensors(tree, value) for key, value in pairs.items() if not key.endswith("_extra_state"))
 
 
-def _holds_tensors(node: Any) -> bool:
-    pairs = pairs_of(node)
-    return pairs is not None and any(is_tensor(value) for value in pairs.values())
+def _holds_tensors(tree: Tree, node: Any) -> bool:
+    if id(node) not in tree.of_tensors:
+        pairs = pairs_of(node)
+        if pairs is None:
+            return False
+        tree.of_tensors[id(node)] = any(is_tensor(value) for value in pairs.values())
+    return tree.of_tensors[id(node)]
 
 
 def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
@@ -174,7 +180,7 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
         if is_tensor(value):
             tensors.append(entry_of(key, value, tree.storages))
         else:
-            extras.append(ExtraEntry(key, Carried(value, tree.storages), _plain(value)))
+            extras.append(ExtraEntry(key, Carried(value, tree.storages), _plain(tree, value)))
     name = _free(".".join(path), tree.places)
     modules = metadata_of(node)
     section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
@@ -203,16 +209,15 @@ def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) ->
             _walk_tensors(tree, child, child_path, child_steps)
 
 
-_PLAIN_DEPTH, _PLAIN_ITEMS = 16, 10_000
+_PLAIN_DEPTH = 16
 
 
-def _plain(node: Any) -> object:
+def _plain(tree: Tree, node: Any) -> object:
     """The Python value of a node that is numbers, strings, and lists and dicts of such; None for any other."""
-    budget = [_PLAIN_ITEMS]
 
     def convert(node: Any, depth: int) -> object:
-        budget[0] -= 1
-        if depth > _PLAIN_DEPTH or budget[0] < 0:
+        tree.plain_left -= 1
+        if depth > _PLAIN_DEPTH or tree.plain_left < 0:
             raise ValueError
         if node is None or type(node) in (bool, int, float, str):
             return node
