@@ -14,11 +14,15 @@ from ckpttool.formats.torch_tensor import HOLDS, Carried, Storages, malformed, t
 
 @dataclass(slots=True, eq=False)
 class Rebuilder:
-    """Makes the nodes of tensors for one file; every storage keeps one key, every global is named once."""
+    """Makes the nodes of tensors for one file; every storage keeps one key, every global is named once.
+
+    `words` are the strings of the file's own references: a pickle names one object once, and equal ones again.
+    """
 
     keys: dict[int, str] = field(default_factory=dict)
     storages: dict[str, Storage] = field(default_factory=dict)
     globals: dict[str, Global] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
     def node(self, entry: TensorEntry, mixed: bool = False) -> Call:
@@ -37,7 +41,7 @@ class Rebuilder:
         kind = self._global("torch", row.storage) if row and row.storage else None
         kind = kind or self._global("torch.storage", "UntypedStorage")
         numel = storage.nbytes // (row.itemsize if row else 1)
-        return Persistent(("storage", kind, self.key(storage), "cpu", numel))
+        return Persistent((self._word("storage"), kind, self.key(storage), self._word("cpu"), numel))
 
     def key(self, storage: Storage) -> str:
         key = self.keys.get(id(storage))
@@ -54,6 +58,18 @@ class Rebuilder:
         self.keys[id(storage)] = key
         self.storages[key] = storage
         self.taken.add(key)
+
+    def learn(self, storages: Storages) -> None:
+        """Takes over the keys and words of the file whose tree is changed."""
+        for key, storage in storages.found.items():
+            self.adopt(storage, key)
+        nodes = (carried.node for carried in storages.carried.values())
+        first = next((node.args[0] for node in nodes if type(node) is Call and node.args), None)
+        if type(first) is Persistent:
+            self.words.update((part, part) for part in reversed(first.id) if type(part) is str)
+
+    def _word(self, word: str) -> str:
+        return self.words.setdefault(word, word)
 
     def _hooks(self) -> Call:
         return Call(self._global("collections", "OrderedDict"), ())

@@ -16,7 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.reading import many_objects
 from ckpttool.formats.torch_rebuild import Rebuilder, renumbered
-from ckpttool.formats.torch_tensor import Storages, is_torch
+from ckpttool.formats.torch_tensor import Storages, is_torch, storage_key
 from ckpttool.formats.torch_tree import Tree, find_sections
 from ckpttool.formats.torch_write import changed_root, fresh_root
 from ckpttool.formats.zip_archive import STORED, Archive, Record, read_archive, read_record
@@ -141,12 +141,14 @@ def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
     rebuilder = Rebuilder(taken={key for r in archive.records if (key := _storage_key(r, folder)) is not None})
     for found in reversed(pickle.globals):  # new nodes name a class by the node that the old ones have
         rebuilder.globals[str(found)] = found
-    for key, storage in container.tree.storages.found.items():
-        rebuilder.adopt(storage, key)
+    rebuilder.learn(container.tree.storages)
     root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
     if root is pickle.root:
         return layout_archive(archive, archive.records)
     data, keys = _dumped(root, pickle.protocol)
+    missing = [key for key in keys if key not in rebuilder.taken]
+    if missing:
+        raise _unfit(archive, f"storage {missing[0]} is missing")
     is_new = any(f"{folder}data/{key}" not in archive.by_name for key in keys)
     if is_new:  # torch.save numbers storages as it meets them: so the way there and back gives the same file
         numbers = {key: str(number) for number, key in enumerate(keys)}
@@ -199,7 +201,7 @@ def _storage_key(record: Record | NewRecord, folder: str) -> str | None:
 
 def _keys(references: Sequence[Persistent]) -> dict[str, None]:
     """The keys of the storages in the order in which a reader of the pickle meets them."""
-    return dict.fromkeys(r.id[2] for r in references if type(r.id) is tuple and len(r.id) > 2 and type(r.id[2]) is str)
+    return dict.fromkeys(storage_key(reference) for reference in references)
 
 
 def _without_version(entries: list[Record | NewRecord], folder: str, keys: dict[str, None]) -> list[Record | NewRecord]:

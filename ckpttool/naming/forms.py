@@ -6,6 +6,7 @@ that are asked for as expressions over runtime tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,8 @@ def move(relation: Relation, section: Section, reading: Reading, to: str) -> Mov
         _to_runtime(relation, made)
     else:
         _to_serialized(relation, made)
-    outputs = _in_source_order(made.outputs, section)
+    names = relation.runtime_names if to == RUNTIME else relation.serialized_names
+    outputs = _ordered(made.outputs, section, names)
     plan = Plan(tuple(outputs), tuple(made.dropped), _modules(section, reading))
     return Move(plan, tuple(made.problems), tuple(made.copies))
 
@@ -165,10 +167,21 @@ def over(source: Expression, keys: Mapping[str, str]) -> Expression:
     return found
 
 
-def _in_source_order(outputs: list[Output], section: Section) -> list[Output]:
-    """Outputs where their first source stood, so that a file keeps its order and a way back gives the same file."""
+def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> list[Output]:
+    """Outputs where their first source stood, so that a file keeps its order and a way back gives the same file.
+
+    Where that is the order of the model's own `names`, what is made of several sources stands where the model has it.
+    """
     place = {key: index for index, key in enumerate(section.by_key())}
-    return sorted(outputs, key=lambda output: min((place[key] for key in ex.refs(output.source)), default=len(place)))
+    rank = {name: index for index, name in enumerate(names)}
+    by_place = sorted(
+        outputs, key=lambda output: min((place[key] for key in ex.refs(output.source)), default=len(place))
+    )
+    readers = Counter(key for output in outputs for key in ex.refs(output.source))
+    alone = [o.key for o in by_place if isinstance(o.source, Ref) and readers[o.source.key] == 1 and o.key in rank]
+    if alone == sorted(alone, key=rank.__getitem__):
+        return sorted(by_place, key=lambda output: rank.get(output.key, len(rank)))
+    return by_place
 
 
 def _modules(section: Section, reading: Reading) -> tuple[ModuleRename, ...]:
