@@ -14,6 +14,7 @@ from typing import Any
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.naming.match import match
 from ckpttool.naming.names import Hook, hook_json
+from ckpttool.naming.variants import aliases
 from ckpttool.naming.wrappers import SEGMENTS, TABLE
 
 SCHEMA = "ckpttool.diff/1"
@@ -187,13 +188,13 @@ def _wrapped_pairs(left: Sequence[str], right: Sequence[str]) -> dict[str, str]:
 
 def leftover(status: str, section: Section, keys: Iterable[str], known: set[str]) -> list[Entry]:
     """Keys that only one side has; one that is a second name of a tensor that both have is an alias."""
-    aliases = section.aliases()
+    twice = aliases(section)
     names: dict[str, set[str]] = {}
-    for key, first in aliases.items():
+    for key, first in twice.items():
         names.setdefault(first, {first}).add(key)
     entries = []
     for key in keys:
-        others = names.get(aliases.get(key, key), set()) & known
+        others = names.get(twice.get(key, key), set()) & known
         side: tuple[tuple[str, ...], tuple[str, ...]] = ((key,), ()) if status == "unexpected" else ((), (key,))
         if others:
             entries.append(

@@ -13,9 +13,10 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref, Special
-from ckpttool.naming.forms import RUNTIME, Relation, over, read
+from ckpttool.naming.forms import RUNTIME, over, read
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.names import Names
+from ckpttool.naming.relation import Relation
 from ckpttool.values import same_values
 
 CONSTANTS = "constants"  # the section of a program's constants
@@ -51,12 +52,19 @@ class _Feed:
 
 
 def swap(
-    program: Checkpoint, weights: Section, names: Names | None = None, *, form: str | None = None, cast: bool = False
+    program: Checkpoint,
+    weights: Section,
+    names: Names | None = None,
+    *,
+    form: str | None = None,
+    cast: bool = False,
+    packed: bool = False,
 ) -> Swap:
     """`program` with every weight replaced by what `weights` holds for it.
 
     Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
-    allows another dtype), or where the names of one tensor got different values.
+    allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
+    tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other.
     """
     target = program.section("")
     feed = _feed_by_keys(target, weights) if names is None else _feed_by_model(target, weights, names, form)
@@ -67,7 +75,7 @@ def swap(
         if source is None:
             problems.append(Problem("no weight for it", entry.key))
         else:
-            found = _fit(entry, source, weights, cast)
+            found = _fit(entry, source, weights, cast, packed)
             if isinstance(found, Problem):
                 problems.append(found)
             else:
@@ -103,12 +111,13 @@ def _feed_by_keys(target: Section, weights: Section) -> _Feed:
     found = match([entry.key for entry in weights.tensors], {e.key: e.key for e in target.tensors}, aliases)
     sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in found.names.items()}
     _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
-    return _Feed(sources, RUNTIME, _left_over(found), [entry.key for entry in weights.extras])
+    return _Feed(sources, RUNTIME, _left_over(found), [entry.key for entry in weights.extras], _variants(found))
 
 
 def _feed_by_model(target: Section, weights: Section, names: Names, form: str | None) -> _Feed:
     """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are."""
-    relation, reading = Relation(names), read(names, weights, form)
+    relation = Relation(names)
+    reading = read(relation, weights, form)
     keys = {name: key for key, name in reading.match.names.items()}
     values: dict[str, Expression]
     if reading.form == RUNTIME:
@@ -120,6 +129,7 @@ def _feed_by_model(target: Section, weights: Section, names: Names, form: str | 
     feed = _Feed(
         {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}, reading.form, _left_over(reading.match)
     )
+    feed.twins.extend(_variants(reading.match))
     feed.problems.extend(
         Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched
     )
@@ -152,12 +162,18 @@ def _left_over(found: Match) -> list[Problem]:
     return [Problem("left over: the program has no such weight", key) for key in found.unmatched] + list(found.problems)
 
 
-def _fit(entry: TensorEntry, source: Expression, weights: Section, cast: bool) -> TensorEntry | Problem:
+def _variants(found: Match) -> list[tuple[str, str]]:
+    """Call variants of an unflattened program, each with the key that its name has the value from."""
+    keys = {name: key for key, name in found.names.items()}
+    return [(key, keys[name]) for key, name in found.variants.items()]
+
+
+def _fit(entry: TensorEntry, source: Expression, weights: Section, cast: bool, packed: bool) -> TensorEntry | Problem:
     """The new value of the program's `entry`, or why it cannot be that."""
     if ex.is_opaque(source):
         return Problem("a hook computes it by code that is no tensor operator", entry.key)
     try:
-        found = _value(entry.key, source, weights)
+        found = _value(entry.key, source, weights, packed)
     except Refused as error:
         return Problem(error.message, entry.key)
     if found.shape != entry.shape:
@@ -171,11 +187,11 @@ def _fit(entry: TensorEntry, source: Expression, weights: Section, cast: bool) -
     )
 
 
-def _value(fqn: str, source: Expression, weights: Section) -> TensorEntry:
+def _value(fqn: str, source: Expression, weights: Section, packed: bool = False) -> TensorEntry:
     have = weights.by_key()
     if isinstance(source, Ref):
         found = have[source.key]
-        if isinstance(found, TensorEntry) and found.storage is not None:
+        if isinstance(found, TensorEntry) and (packed or found.storage is not None):
             return replace(found, key=fqn)
         raise Refused(f"{source.key} is no dense tensor", hint="only dense tensors can be put into a program")
     from ckpttool import compute  # torch is loaded only where a value is computed

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from ckpttool.errors import Problem
+from ckpttool.naming.variants import base_names
 from ckpttool.naming.wrappers import SEGMENTS
 
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
@@ -19,13 +20,18 @@ _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not se
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`names`: key -> name, for every key that matched. `wrapped`: segments taken out, with how often."""
+    """`names`: key -> name, for every key that matched. `wrapped`: segments taken out, with how often.
+
+    `variants`: key -> name, for keys that by their name are call variants (``foo@1.w``) of a name that has its key;
+    who uses them compares the values.
+    """
 
     names: Mapping[str, str]
     unmatched: tuple[str, ...]
     missing: tuple[str, ...]
     wrapped: Mapping[str, int]
     problems: tuple[Problem, ...] = ()
+    variants: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -59,17 +65,35 @@ def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]
             found[key] = targets.pop()
             for segment in hits[0][1]:
                 wrapped[segment] += 1
+    variants = _variants([key for key in keys if key not in found], found, prefix, by_canonical)
     problems += _collisions(found)
     ambiguous = {problem.key for problem in problems}
     reached = set(found.values())
     spare = set(optional)
     return Match(
         found,
-        tuple(key for key in keys if key not in found and key not in ambiguous),
+        tuple(key for key in keys if key not in found and key not in variants and key not in ambiguous),
         tuple(name for name in names if name not in reached and name not in spare),
         dict(wrapped),
         tuple(problems),
+        variants,
     )
+
+
+def _variants(keys: Iterable[str], found: dict[str, str], prefix: str, known: Mapping[str, str]) -> dict[str, str]:
+    """Keys that are a call variant of a name. Where the name has no key of its own, the first variant becomes it."""
+    reached = set(found.values())
+    variants: dict[str, str] = {}
+    for key in keys:
+        for name in base_names(key):
+            hits = [name] if name in known else [hit for hit, _ in _unwrapped(name, prefix, known)]
+            targets = {known[hit] for hit in hits}
+            if len(targets) == 1:
+                target = targets.pop()
+                (variants if target in reached else found)[key] = target
+                reached.add(target)
+                break
+    return variants
 
 
 def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
