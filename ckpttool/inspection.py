@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.naming.variants import aliases
 from ckpttool.naming.chain import recognise, segments
 
 SCHEMA = "ckpttool.inspect/1"
@@ -70,7 +71,7 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     return Inspection(
         checkpoint,
         {section.path: _wrappers(section) for section in checkpoint.sections},
-        {section.path: section.aliases() for section in checkpoint.sections},
+        {section.path: aliases(section) for section in checkpoint.sections},
     )
 
 
