@@ -279,12 +279,22 @@ def _inner_bytes(node: Any, storages: Storages, depth: int) -> int:
     return sum(part.nbytes for part in _inner(node, storages, depth))
 
 
+def storage_key(node: Any) -> str:
+    """The key in a reference ``("storage", class, key, location, number of elements)``; `CkptError` on any other."""
+    if type(node) is Persistent and type(node.id) is tuple and len(node.id) >= 5:
+        word, kind, key, _, numel = node.id[:5]
+        if word == "storage" and type(kind) is Global and type(key) is str and type(numel) is int and numel >= 0:
+            return key
+    raise malformed("a storage reference")
+
+
 def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
-    """Dtype and storage of a reference ``("storage", class, key, location, number of elements)``."""
-    word, kind, key, _, numel = node.id[:5]
-    if type(node) is not Persistent or word != "storage" or type(key) is not str or type(numel) is not int or numel < 0:
-        raise malformed("a storage reference")
-    dtype = "uint8" if kind.name == "UntypedStorage" else dtypes.BY_STORAGE[kind.name].name
+    """Dtype and storage of a storage reference."""
+    key = storage_key(node)
+    kind, numel = node.id[1].name, node.id[4]
+    if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
+        raise malformed(f"a storage of class {kind}")
+    dtype = "uint8" if kind == "UntypedStorage" else dtypes.BY_STORAGE[kind].name
     return dtype, storages.get(key, numel * dtypes.itemsize(dtype))
 
 
