@@ -98,7 +98,7 @@ def _by_model(relation: Relation, section: Section, to: str, was: str | None) ->
             hint=f"compare them: ckpttool diff --model {names.model} CKPT",
             problems=[Problem("no name of this model", key) for key in list(section.by_key())[:10]],
         )
-    moved = move(relation, section, reading, target)
+    moved = _respelled(move(relation, section, reading, target), relation, section, reading, to)
     problems = [*moved.problems, *_lost(section, moved.copies)]
     if problems:
         raise Refused(
@@ -117,6 +117,19 @@ def _by_model(relation: Relation, section: Section, to: str, was: str | None) ->
     if not names.roundtrips:
         notes.append("this model does not read back all that it writes: see `ckpttool trace`")
     return moved.plan, reading.form, notes
+
+
+def _respelled(moved: Move, relation: Relation, section: Section, reading: Reading, to: str) -> Move:
+    """The move with its call variants settled: an unflattened program has all of them, an exported one has none."""
+    dropped, problems = settle(reading.match.variants, reading.match.names, section)
+    outputs = list(moved.plan.outputs)
+    if to == "exported":
+        outputs, more, others = collapse(outputs, relation.first, section)
+        dropped, problems = dropped + more, problems + others
+    elif to == "unflattened":
+        outputs = expand(outputs, relation.first)
+    plan = replace(moved.plan, outputs=tuple(outputs), dropped=(*moved.plan.dropped, *dropped))
+    return replace(moved, plan=plan, problems=(*moved.problems, *problems))
 
 
 def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -73,10 +73,15 @@ def settle(
     return dropped, problems
 
 
-def collapse(outputs: Sequence[Output], section: Section) -> tuple[list[Output], list[Dropped], list[Problem]]:
-    """`outputs` without the call variants of others among them; a variant that has another value is a problem."""
+def collapse(
+    outputs: Sequence[Output], first: Mapping[str, str], section: Section
+) -> tuple[list[Output], list[Dropped], list[Problem]]:
+    """`outputs` without the call variants of others among them; a variant that has another value is a problem.
+
+    `first`: FQN -> first FQN of the same tensor, which is the model's word that two names are one.
+    """
     by_key = {output.key: output for output in outputs}
-    bases = {key: base for key in by_key if (base := base_name(key, by_key)) is not None}
+    bases = {key: base for key in by_key if (base := _base_of_same(key, by_key, first)) is not None}
     kept = [output for output in outputs if output.key not in bases]
     dropped, problems = [], []
     for key, base in bases.items():
@@ -87,15 +92,20 @@ def collapse(outputs: Sequence[Output], section: Section) -> tuple[list[Output],
     return kept, dropped, problems
 
 
-def expand(outputs: Sequence[Output], known: Iterable[str]) -> list[Output]:
-    """`outputs` with every call variant among the names in `known` beside its base."""
+def expand(outputs: Sequence[Output], first: Mapping[str, str]) -> list[Output]:
+    """`outputs` with every call variant that the model has beside its base; `first` as for `collapse`."""
     by_key = {output.key: output for output in outputs}
     added: defaultdict[str, list[Output]] = defaultdict(list)
-    for name in known:
-        base = base_name(name, by_key) if name not in by_key else None
+    for name in first:
+        base = _base_of_same(name, by_key, first) if name not in by_key else None
         if base is not None:
             added[base].append(replace(by_key[base], key=name))
     return [one for output in outputs for one in (output, *added[output.key])]
+
+
+def _base_of_same(name: str, known: Collection[str], first: Mapping[str, str]) -> str | None:
+    base = base_name(name, known)
+    return base if base is not None and first.get(base, base) == first.get(name, name) else None
 
 
 def _same(one: Expression, other: Expression, section: Section) -> bool:

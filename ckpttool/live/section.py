@@ -1,0 +1,65 @@
+"""A live state dict as the index that planning works on: the same `Section` that a file's reader would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ckpttool import compute
+from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
+from ckpttool.errors import CkptError
+from ckpttool.naming.identity import Token, token
+from ckpttool.naming.runtime import dtype_name
+
+
+def section_of(state_dict: Mapping[str, object]) -> Section:
+    """The state dict as a section. Tensors keep their storage: nothing is copied until bytes are compared.
+
+    What is no dense block of memory (quantized, sparse, subclasses, meta) has no storage but a `layout`. Raises
+    `CkptError` where a key is no string.
+    """
+    tensors: list[TensorEntry] = []
+    extras: list[ExtraEntry] = []
+    storages: dict[int, Storage] = {}
+    first: dict[Token, torch.Tensor] = {}
+    for key, value in state_dict.items():
+        if not isinstance(key, str):
+            raise CkptError(f"the state dict has a key that is no string: {key!r}", hint="pass model.state_dict()")
+        if isinstance(value, torch.Tensor):
+            tensors.append(_entry(key, value, storages, first.setdefault(token(value), value)))
+        else:
+            extras.append(ExtraEntry(key, value))
+    return Section("", "state_dict", tuple(tensors), tuple(extras))
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """``strided`` for a dense block of memory that can be read, else what the tensor is instead."""
+    if is_special(tensor):
+        return "subclass"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "meta" if tensor.device.type == "meta" else "strided"
+
+
+def is_special(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's class has its own idea of what operators do (a quantized weight, a DTensor, ...)."""
+    overrides_functions = torch.overrides.has_torch_function_unary(tensor)
+    return overrides_functions or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: torch.Tensor) -> TensorEntry:
+    shape, dtype, layout = tuple(tensor.shape), dtype_name(tensor.dtype), layout_of(tensor)
+    if layout != "strided":
+        nbytes = tensor.numel() * tensor.element_size()
+        return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, None, layout, nbytes, payload=first)
+    memory = tensor.untyped_storage()
+    storage = storages.setdefault(memory._cdata, Storage(Lazy(memory.nbytes(), lambda: [_bytes(memory)])))
+    return TensorEntry(key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage)
+
+
+def _bytes(memory: torch.UntypedStorage) -> memoryview:
+    whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    return compute.to_bytes(whole.cpu())

@@ -1,0 +1,183 @@
+"""The new values, made and checked before anything is changed: what can fail, fails here."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool import compute
+from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.expression import Expression, Ref
+from ckpttool.live.section import layout_of
+from ckpttool.naming.identity import address, components, token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class New:
+    """The value for one tensor that is there. `whole` means that `value` is a tensor object of its own, to be swapped
+    for the old one; otherwise its elements go into the old one's memory."""
+
+    fqn: str
+    old: torch.Tensor
+    value: torch.Tensor
+    whole: bool
+
+
+def stage(
+    tensors: Mapping[str, torch.Tensor],
+    sources: Mapping[str, Expression],
+    state: Mapping[str, Any],
+) -> list[New]:
+    """A new value for every tensor object, of its dtype and shape and on its device.
+
+    It may be a tensor of `state` itself, unless that lies in memory that is to be written. Raises `Refused`, with all
+    problems at once, where a value cannot be made, and where one tensor gets two.
+    """
+    taken = {address(tensor) for tensor in tensors.values() if layout_of(tensor) == "strided"}
+    problems: list[Problem] = []
+    made: dict[int, New] = {}
+    for fqn, old in tensors.items():
+        if id(old) in made and not made[id(old)].whole:
+            continue  # planning has compared what the names of one dense tensor get
+        try:
+            new = _new(fqn, old, sources[fqn], state, taken)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, CkptError) as error:
+            problems.append(Problem(_reason(error), fqn))
+            continue
+        first = made.setdefault(id(old), new)
+        if not _equal(first.value, new.value):
+            problems.append(Problem(f"tied to {first.fqn}, and its new value is another one", fqn))
+    problems += _overlaps(list(made.values()))
+    if problems:
+        raise Refused(
+            f"the weights do not fit: {len(problems)} problems",
+            hint="nothing was changed; the problems say what stands against it",
+            problems=problems,
+        )
+    return list(made.values())
+
+
+def check_in_place(news: Iterable[New]) -> None:
+    """Raises `Refused`, with all problems at once, where a tensor's memory or object cannot take its new value."""
+    problems = [Problem(reason, new.fqn) for new in news if (reason := _unwritable(new)) is not None]
+    if problems:
+        raise Refused(
+            f"{len(problems)} tensors cannot be changed in place",
+            hint="in_place=False puts new tensors into the module instead",
+            problems=problems,
+        )
+
+
+def _unwritable(new: New) -> str | None:
+    old = new.old
+    if new.whole:
+        return "a weak reference to it would see the swap" if weakref.getweakrefs(old) else None
+    if old.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor"
+    if any(size > 1 and step == 0 for size, step in zip(old.shape, old.stride())):
+        return "an expanded tensor: several of its elements are one in memory"
+    return "its memory was freed" if old.numel() and not old.untyped_storage().nbytes() else None
+
+
+def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, Any], taken: set[int]) -> New:
+    value = _value(source, state)
+    if "meta" in (old.device.type, value.device.type):
+        which = "it" if old.device.type == "meta" else "its new value"
+        raise CkptError(f"{which} is on the meta device and has no data", hint="materialize it first")
+    if layout_of(old) != "strided" or layout_of(value) != "strided":
+        return New(fqn, old, _loaded(old, value), True)
+    fitted = value.to(device=old.device, dtype=old.dtype)
+    in_the_way = address(fitted) in taken and token(fitted) != token(old)
+    return New(fqn, old, fitted.clone() if in_the_way else fitted, False)
+
+
+def _value(source: Expression, state: Mapping[str, Any]) -> torch.Tensor:
+    found = state[source.key] if isinstance(source, Ref) else compute.evaluate(source, state.__getitem__)
+    return found.detach()
+
+
+def laid_out(source: Expression, like: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
+    """The value in new memory with the strides and the dtype of `like`, on the device of `like` if that has data."""
+    value = _value(source, state)
+    device = value.device if like.device.type == "meta" else like.device
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).copy_(value)
+
+
+def _loaded(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What loading `value` into `old` gives, by the tensors' own `module_load`; `old` itself is left alone."""
+    trial = old.detach().clone()
+    found: torch.Tensor = trial.module_load(value, assign=False)
+    if found is value or found is trial:
+        found = found.detach().clone() if found is value else found.detach()
+    for what in ("shape", "dtype", "device"):
+        if getattr(found, what) != getattr(old, what):
+            raise CkptError(f"its module_load gives the {what} {getattr(found, what)}", hint="it must keep it")
+    if isinstance(old, nn.Parameter) and not isinstance(found, nn.Parameter):
+        found = nn.Parameter(found, old.requires_grad)
+    found.__dict__.update({name: value for name, value in old.__dict__.items() if name not in found.__dict__})
+    return found
+
+
+def _overlaps(news: list[New]) -> list[Problem]:
+    """Tensors that lie in one another's memory, and want different values there: tried out on a copy of the memory."""
+    by_memory: defaultdict[int, list[New]] = defaultdict(list)
+    for new in news:
+        if not new.whole and new.old.numel():
+            by_memory[address(new.old)].append(new)
+    problems = []
+    for group in by_memory.values():
+        if len({token(new.old) for new in group}) > 1:
+            problems += [
+                Problem("shares memory with another weight that gets another value", new.fqn)
+                for new, view in zip(group, arranged(group))
+                if not _equal(view, new.value)
+            ]
+    return problems
+
+
+def arranged(group: list[New]) -> list[torch.Tensor]:
+    """Tensors like the old ones, in new memory that they share as the old ones do, with the new values in it."""
+    whole = group[0].old.untyped_storage().clone()
+    views = [
+        torch.empty(0, dtype=new.old.dtype, device=new.old.device).set_(
+            whole, new.old.storage_offset(), new.old.shape, new.old.stride()
+        )
+        for new in group
+    ]
+    for view, new in zip(views, group):
+        view.copy_(new.value)
+    return views
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two values are the same bytes, whatever they are made of."""
+    if one is other or token(one) == token(other):
+        return True
+    if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if layout_of(one) == "strided":
+        return torch.equal(_raw(one), _raw(other))
+    if one.is_quantized:
+        return torch.equal(one, other)
+    parts = _parts(one), _parts(other)
+    return len(parts[0]) == len(parts[1]) > 0 and all(map(_equal, *parts))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return list(components(tensor))
+
+
+def _reason(error: Exception) -> str:
+    return error.message if isinstance(error, CkptError) else (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,119 @@
+"""New weights for what is already in memory: planned and refused as by the command, staged, then put in all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+
+from ckpttool import swap as planning
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import CkptError, Refused
+from ckpttool.expression import Expression
+from ckpttool.live.model import Model, Target, module_target, names_of, package_target, program_target
+from ckpttool.live.section import section_of
+from ckpttool.live.stage import check_in_place, laid_out, stage
+from ckpttool.live.tensors import put, replacements, write
+
+# What `swap` advises on the command line -> the same for a caller in Python.
+_HINTS = (
+    ("--cast", "cast=True converts them to the dtypes that are there"),
+    ("--model", "state_dict hooks may rename keys when a model is saved: pass the model, as in model=module"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a swap did. `sources`: FQN -> expression over the state dict's keys; `constants` stayed as they were.
+
+    `form` is the form that the keys were read in; `ignored` are entries that no module holds as a tensor.
+    """
+
+    sources: Mapping[str, Expression]
+    form: str
+    ignored: tuple[str, ...]
+    constants: tuple[str, ...]
+
+
+def swap_weights(
+    target: Any,
+    state_dict: Mapping[str, object],
+    model: Model | None = None,
+    *,
+    cast: bool = False,
+    in_place: bool | None = None,
+) -> Swapped:
+    """Puts the weights of `state_dict` into a module, an `ExportedProgram` or a loaded AOTInductor package.
+
+    `model` says how the keys relate to the target's names (a ``file.py:build`` operand, a names file, `Names`, a
+    module, a program, a factory); without it the keys must be the target's names, segments of wrappers aside. `cast`
+    allows other dtypes. `in_place` writes into the tensors that are there, so that optimizers, other modules and views
+    keep them: the default for a module. Otherwise new tensors take their place one by one (for a program: in one step,
+    the default there, since its tensors may still be those of the model that it was exported from).
+
+    Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype, or
+    tied and different, and where a tensor cannot take it. Whatever is raised, the target is as it was.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise CkptError(f"a {type(state_dict).__name__} is no state dict", hint="pass model.state_dict()")
+    if isinstance(target, nn.Module):
+        return _into_module(target, state_dict, model, cast, in_place is not False)
+    if isinstance(target, ExportedProgram):
+        return _into_program(target, state_dict, model, cast, in_place is True)
+    if hasattr(target, "load_constants") and hasattr(target, "get_constant_fqns"):
+        return _into_package(target, state_dict, model, cast)
+    raise CkptError(
+        f"a {type(target).__name__} holds no weights that can be swapped",
+        hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package gives",
+    )
+
+
+def _into_module(
+    module: nn.Module, state: Mapping[str, object], model: Model | None, cast: bool, in_place: bool
+) -> Swapped:
+    target = module_target(module)
+    done = _planned(target, state, model, cast)
+    news = stage(target.tensors, done.sources, state)
+    if in_place:
+        check_in_place(news)
+        write(news)
+    else:
+        put(replacements(news), module)
+    return done
+
+
+def _into_program(
+    program: ExportedProgram, state: Mapping[str, object], model: Model | None, cast: bool, in_place: bool
+) -> Swapped:
+    target = program_target(program)
+    done = _planned(target, state, model, cast)
+    news = stage(target.tensors, done.sources, state)
+    if in_place:
+        check_in_place(news)
+        write(news)
+    else:
+        fresh = replacements(news)
+        program._state_dict = {fqn: fresh[id(tensor)] for fqn, tensor in program.state_dict.items()}
+    return done
+
+
+def _into_package(package: Any, state: Mapping[str, object], model: Model | None, cast: bool) -> Swapped:
+    target = package_target(package, model)
+    done = _planned(target, state, model, cast)
+    constants = {fqn: laid_out(done.sources[fqn], like, state) for fqn, like in target.tensors.items()}
+    package.load_constants(constants, check_full_update=False)
+    return done
+
+
+def _planned(target: Target, state: Mapping[str, object], model: Model | None, cast: bool) -> Swapped:
+    """The plan and the refusals of the command, over an index of what is in memory."""
+    have = Checkpoint(target.title, "memory", 0, (section_of(target.tensors),))
+    try:
+        found = planning.swap(have, section_of(state), names_of(model), cast=cast, packed=True)
+    except Refused as error:
+        hint = next((hint for mark, hint in _HINTS if mark in error.hint), "compare the keys of the two")
+        raise Refused(error.message, hint=hint, problems=error.problems) from None
+    return Swapped(found.sources, found.form, found.ignored, target.constants)
