@@ -16,6 +16,8 @@ from ckpttool.naming.relation import Relation
 from ckpttool.naming.variants import collapse, expand, settle
 from ckpttool.operand import model_section
 from ckpttool.plan import Dropped, Output, Plan, module_renames
+from ckpttool.remap_optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.remap_optimizer import to_json as optimizer_json
 from ckpttool.report.words import plural
 from ckpttool.rules import Rule, rename
 from ckpttool.values import same_values
@@ -33,6 +35,7 @@ class Remap:
     was: str | None = None
     to: str | None = None
     notes: tuple[str, ...] = ()
+    optimizers: tuple[OptimizerRemap, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -70,6 +73,15 @@ def remap(
         result = _recorded(Relation(names), result, section.path, FORMS[to or SERIALIZED])
     whole = Plan((*plan.outputs, *rest.outputs), (*plan.dropped, *dropped), plan.modules)
     return Remap(result, whole, was, to, tuple(notes))
+
+
+def with_optimizers(done: Remap, wanted: Wanted) -> Remap:
+    """`done` with the optimizers of its result as `wanted`; the plan is silent on those that change."""
+    result, optimizers = remap_optimizers(done.result, wanted)
+    notes = [note for one in optimizers for note in one.notes]
+    changed = {one.section for one in optimizers}
+    plan = replace(done.plan, outputs=tuple(o for o in done.plan.outputs if o.section not in changed))
+    return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
 
 
 def by_plan(source: Checkpoint, plan: Plan) -> Remap:
@@ -145,8 +157,9 @@ def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
 def _recorded(relation: Relation, result: Checkpoint, path: str, form: str) -> Checkpoint:
     """`result` with its form recorded where nobody could tell it from the names, dtypes and shapes."""
     section = replace(result.section(path), form=None)
-    told = read(relation, section).form
-    section = replace(section, form=None if told == form else form)
+    alike = relation.forms_agree and relation.serialized_names.keys() <= section.by_key().keys()
+    told = alike or read(relation, section).form == form
+    section = replace(section, form=None if told else form)
     return replace(result, sections=tuple(section if s.path == path else s for s in result.sections))
 
 
@@ -172,6 +185,6 @@ def to_json(remapped: Remap, source: str, output: str) -> Mapping[str, object]:
         "to": remapped.to,
         **remapped.counts,
         "dropped": [".".join(filter(None, (d.section, d.key))) for d in remapped.plan.dropped],
-        "optimizer": None,
+        "optimizer": optimizer_json(remapped.optimizers),
         "notes": list(remapped.notes),
     }

@@ -528,7 +528,7 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
         assert [len(t) for t in load(out, mmap=False).values()] == [entry.shape[0] for entry in tensors]
     assert [len(t) for t in load(out, map_location="meta").values()] == [entry.shape[0] for entry in tensors]
     with zipfile.ZipFile(out) as archive:
-        assert ("saved/.format_version" in archive.namelist()) == (order in ("kept", "grown"))
+        assert "saved/.format_version" in archive.namelist()  # storages are numbered again where they would not fit
 
 
 def test_another_storage_alignment(tmp_path: Path) -> None:

@@ -71,6 +71,10 @@ class Rebuilder:
     def _word(self, word: str) -> str:
         return self.words.setdefault(word, word)
 
+    def parameter(self, data: Any, requires_grad: bool) -> Call:
+        """The node of a Parameter of the tensor that the node `data` makes; torch does so for subclasses too."""
+        return Call(self._global("torch._utils", "_rebuild_parameter"), (data, requires_grad, self._hooks()))
+
     def _hooks(self) -> Call:
         return Call(self._global("collections", "OrderedDict"), ())
 
@@ -95,6 +99,11 @@ def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
         return Persistent((word, kind, numbers[key], *rest))
 
     return _copy(root, moved, {}, 0)
+
+
+def is_parameter(node: Any) -> bool:
+    """True for a node that says itself that its tensor is a Parameter."""
+    return type(node) is Call and type(node.func) is Global and node.func.name.startswith("_rebuild_parameter")
 
 
 def _copy(node: Any, moved: Callable[[Persistent], Persistent], done: dict[int, Any], depth: int) -> Any:

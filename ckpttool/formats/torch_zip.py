@@ -7,16 +7,17 @@ storages as they are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Storage
+from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage
 from ckpttool.errors import CkptError
-from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.reading import many_objects
-from ckpttool.formats.torch_rebuild import Rebuilder, renumbered
-from ckpttool.formats.torch_tensor import Storages, is_torch, storage_key
+from ckpttool.formats.torch_rebuild import Rebuilder, is_parameter
+from ckpttool.formats.torch_records import changed_records, dumped, key_of
+from ckpttool.formats.torch_tensor import Carried, Storages, is_torch
 from ckpttool.formats.torch_tree import Tree, find_sections
 from ckpttool.formats.torch_write import changed_root, fresh_root
 from ckpttool.formats.zip_archive import STORED, Archive, Record, read_archive, read_record
@@ -29,9 +30,12 @@ _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Container:
-    """What the writer needs of the file that was read; `folder` is the prefix of all records, ``NAME/``."""
+    """What the writer needs of the file that was read; `folder` is the prefix of all records, ``NAME/``.
 
-    archive: Archive
+    `archive` is None for a file of the format before torch 1.6, which is written as a new archive.
+    """
+
+    archive: Archive | None
     folder: str
     pickle: Pickle
     tree: Tree
@@ -49,13 +53,8 @@ def read(path: str) -> Checkpoint:
 @many_objects()
 def read_from(archive: Archive, source: str) -> Checkpoint:
     """The index of an archive that torch.save wrote; `source` is what the user calls it."""
-    folder = _folder(archive)
-    _check_byteorder(archive, folder)
-    data = read_record(archive, archive.by_name[folder + "data.pkl"], MAX_PICKLE)
-    pickle = loads(data)
-    if pickle.end != len(data):
-        raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle")
-    tree = find_sections(pickle.root, Storages(lambda key, nbytes: _storage(archive, folder, key, nbytes)))
+    folder, pickle, storages = open_tree(archive)
+    tree = find_sections(pickle.root, storages)
     return Checkpoint(
         source=source,
         format="torch_zip",
@@ -65,6 +64,20 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
         globals=foreign(pickle.globals),
         container=Container(archive, folder, pickle, tree),
     )
+
+
+def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
+    """The folder of all records with its slash, the pickle, and the storages that its tensors refer to.
+
+    Raises `CkptError` for an archive that torch.save did not write.
+    """
+    folder = _folder(archive)
+    check_byteorder(archive, folder)
+    data = read_record(archive, archive.by_name[folder + "data.pkl"], MAX_PICKLE)
+    pickle = loads(data)
+    if pickle.end != len(data):
+        raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle")
+    return folder, pickle, Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
 
 
 def _folder(archive: Archive) -> str:
@@ -77,7 +90,8 @@ def _folder(archive: Archive) -> str:
     return folder
 
 
-def _check_byteorder(archive: Archive, folder: str) -> None:
+def check_byteorder(archive: Archive, folder: str) -> None:
+    """Raises `CkptError` where the file says that its storages are not little-endian."""
     record = archive.by_name.get(folder + "byteorder")
     if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
         raise CkptError(
@@ -86,7 +100,8 @@ def _check_byteorder(archive: Archive, folder: str) -> None:
         )
 
 
-def _storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storage:
+def find_storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storage:
+    """The storage `key`, of which its tensors say that it holds `nbytes`. Raises `CkptError` where it does not."""
     record = archive.by_name.get(f"{folder}data/{key}")
     if record is None:
         raise _unfit(archive, f"storage {key} is missing")
@@ -138,70 +153,18 @@ def layout(checkpoint: Checkpoint) -> Pieces:
 
 def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
     archive, folder, pickle = container.archive, container.folder, container.pickle
-    rebuilder = Rebuilder(taken={key for r in archive.records if (key := _storage_key(r, folder)) is not None})
+    records = () if archive is None else archive.records
+    rebuilder = Rebuilder(taken={key for r in records if (key := key_of(r, folder)) is not None})
     for found in reversed(pickle.globals):  # new nodes name a class by the node that the old ones have
         rebuilder.globals[str(found)] = found
     rebuilder.learn(container.tree.storages)
     root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
+    if archive is None:
+        return _new_archive(root, pickle.protocol, rebuilder)
     if root is pickle.root:
         return layout_archive(archive, archive.records)
-    data, keys = _dumped(root, pickle.protocol)
-    missing = [key for key in keys if key not in rebuilder.taken]
-    if missing:
-        raise _unfit(archive, f"storage {missing[0]} is missing")
-    is_new = any(f"{folder}data/{key}" not in archive.by_name for key in keys)
-    if is_new:  # torch.save numbers storages as it meets them: so the way there and back gives the same file
-        numbers = {key: str(number) for number, key in enumerate(keys)}
-        data, _ = _dumped(renumbered(root, numbers), pickle.protocol)
-        stored = [_moved(archive, folder, key, number, rebuilder) for key, number in numbers.items()]
-        keys = dict.fromkeys(numbers.values())
-    entries: list[Record | NewRecord] = []
-    for record in archive.records:
-        key = _storage_key(record, folder)
-        if record.name == folder + "data.pkl":
-            entries.append(NewRecord(record.name, data))
-        elif key is None or (key in keys and not is_new):
-            entries.append(record)
-    if is_new:
-        at = _place_of_storages(archive, entries, folder)
-        entries[at:at] = stored
+    entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder)
     return layout_archive(archive, _without_version(entries, folder, keys), _alignment(archive, folder))
-
-
-def _dumped(root: Any, protocol: int) -> tuple[bytes, dict[str, None]]:
-    """The pickle, and the keys of the storages in the order in which its reader meets them."""
-    references: list[Persistent] = []
-    data = dumps(Pickle(root, protocol), references)
-    return data, _keys(references)
-
-
-def _moved(archive: Archive, folder: str, key: str, number: str, rebuilder: Rebuilder) -> Record | NewRecord:
-    """The record of the storage `key` under its new number."""
-    record = archive.by_name.get(f"{folder}data/{key}")
-    if record is not None and key == number:
-        return record
-    return NewRecord(f"{folder}data/{number}", rebuilder.storages[key].data if record is None else archive.span(record))
-
-
-def _place_of_storages(archive: Archive, entries: Sequence[Record | NewRecord], folder: str) -> int:
-    """Where the storages stood: behind the record before them; in front of ``version`` if there were none."""
-    names = [record.name for record in archive.records]
-    first = next((at for at, record in enumerate(archive.records) if _storage_key(record, folder) is not None), None)
-    if first is None:
-        first = names.index(folder + "version") if folder + "version" in names else len(names)
-    before = set(names[:first])
-    return sum(entry.name in before for entry in entries)
-
-
-def _storage_key(record: Record | NewRecord, folder: str) -> str | None:
-    """The key of the storage that a record holds; None for any other record."""
-    prefix = folder + "data/"
-    return record.name.removeprefix(prefix) if record.name.startswith(prefix) else None
-
-
-def _keys(references: Sequence[Persistent]) -> dict[str, None]:
-    """The keys of the storages in the order in which a reader of the pickle meets them."""
-    return dict.fromkeys(storage_key(reference) for reference in references)
 
 
 def _without_version(entries: list[Record | NewRecord], folder: str, keys: dict[str, None]) -> list[Record | NewRecord]:
@@ -210,7 +173,7 @@ def _without_version(entries: list[Record | NewRecord], folder: str, keys: dict[
     From version 1 on torch computes where a storage lies from those read before it, if they are read in file order and
     the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device).
     """
-    stored = {index: key for index, entry in enumerate(entries) if (key := _storage_key(entry, folder)) is not None}
+    stored = {index: key for index, entry in enumerate(entries) if (key := key_of(entry, folder)) is not None}
     in_a_row = not stored or max(stored) - min(stored) == len(stored) - 1
     if in_a_row and list(stored.values()) == list(keys) and list(keys)[:1] in ([], ["0"]):
         return entries
@@ -228,7 +191,11 @@ _FOLDER = "archive/"  # torch.save names it after the file, and "archive" where 
 
 def _fresh(checkpoint: Checkpoint) -> Pieces:
     rebuilder = Rebuilder()
-    data, keys = _dumped(fresh_root(checkpoint, rebuilder), 2)
+    return _new_archive(fresh_root(checkpoint, rebuilder), 2, rebuilder)
+
+
+def _new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
+    data, keys = dumped(root, protocol)
     serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
     notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}
     entries: list[Record | NewRecord] = [
@@ -243,3 +210,19 @@ def _fresh(checkpoint: Checkpoint) -> Pieces:
 
 def _record(folder: str, key: str, rebuilder: Rebuilder) -> NewRecord:
     return NewRecord(f"{folder}data/{key}", rebuilder.storages[key].data)
+
+
+def with_storages(archive: Archive, folder: str, data: Mapping[str, Span | Lazy]) -> Pieces:
+    """The same file with other bytes in some of its storages, as many as they had, by their keys."""
+    new = {f"{folder}data/{key}": piece for key, piece in data.items()}
+    entries = [NewRecord(r.name, new[r.name]) if r.name in new else r for r in archive.records]
+    return layout_archive(archive, entries, _alignment(archive, folder))
+
+
+def of_tensor(carried: Carried, is_param: bool, requires_grad: bool) -> Pieces:
+    """A new file of one tensor of another file, as its node rebuilds it; a Parameter where `is_param` says so."""
+    rebuilder = Rebuilder()
+    root = rebuilder.transplant(carried)
+    if is_param and not is_parameter(root):
+        root = rebuilder.parameter(root, requires_grad)
+    return _new_archive(root, 2, rebuilder)
