@@ -605,6 +605,15 @@ def test_tensors_that_lie(tmp_path: Path, name: str) -> None:
         read(crafted(tmp_path, {"w": node}, storages))
 
 
+@pytest.mark.parametrize("reference", [("storage", Global("torch", "FloatStorage"), "9", "cpu", 2), ("else",), "text"])
+def test_storages_that_are_not_there_are_not_written(tmp_path: Path, reference: Any) -> None:
+    """They may be referred to by what is no tensor, and is carried without a look inside."""
+    checkpoint = read(crafted(tmp_path, {"w": tensor_node(), "own": [Persistent(reference)]}, GOOD))
+    for made in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
+        with pytest.raises(CkptError):
+            layout(made)
+
+
 def test_the_honest_tensor(tmp_path: Path) -> None:
     path = crafted(tmp_path, {"w": tensor_node(), "p": wrapped(2)}, GOOD)
     assert [entry.nbytes for entry in read(path).sections[0].tensors] == [8, 8]
