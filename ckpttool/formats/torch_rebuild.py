@@ -86,8 +86,8 @@ class Rebuilder:
         return _copy(carried.node, lambda reference: self._moved(reference, carried.storages), {}, 0)
 
     def _moved(self, reference: Persistent, storages: Storages) -> Persistent:
-        word, kind, _, *rest = reference.id
         storage = typed_storage(reference, storages)[1]
+        word, kind, _, *rest = reference.id
         return Persistent((word, self._global(kind.module, kind.name), self.key(storage), *rest))
 
 
