@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpttool.formats.pickle_tree import Persistent, Pickle, dumps
 from ckpttool.formats.torch_rebuild import Rebuilder, renumbered
-from ckpttool.formats.torch_tensor import storage_key
+from ckpttool.formats.torch_tensor import malformed, storage_key
 from ckpttool.formats.zip_archive import Archive, Record
 from ckpttool.formats.zip_layout import NewRecord
 
@@ -30,6 +30,9 @@ def changed_records(
     as they did, all are numbered again.
     """
     data, keys = dumped(root, protocol)
+    missing = [key for key in keys if key not in rebuilder.taken]
+    if missing:
+        raise malformed(f"storage {missing[0]} is missing")
     old = [key for record in archive.records if (key := key_of(record, folder)) is not None]
     in_order = list(keys) == _first_numbers(len(keys))
     if set(keys) <= set(old) and (in_order or old != _first_numbers(len(old))):
