@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -676,6 +677,24 @@ def foreach_in_place() -> nn.Module:
     return model
 
 
+@pattern
+def interleaves() -> nn.Module:
+    model = nn.ModuleDict({"even": nn.Linear(3, 2, bias=False), "odd": nn.Linear(3, 2, bias=False)})
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        whole = torch.empty(4, 3)
+        whole[::2], whole[1::2] = sd.pop(prefix + "even.weight"), sd.pop(prefix + "odd.weight")
+        sd[prefix + "both"] = whole
+
+    def restore(sd: dict, prefix: str, *args: object) -> None:
+        whole = sd.pop(prefix + "both")
+        sd[prefix + "even.weight"], sd[prefix + "odd.weight"] = whole[::2], whole[1::2]
+
+    model._register_state_dict_hook(save)
+    model._register_load_state_dict_pre_hook(restore)
+    return model
+
+
 # By other ways than the dispatcher
 
 
@@ -829,6 +848,14 @@ def patched_instance_method() -> nn.Module:
     model = Block()
     original = model.state_dict
     model.state_dict = lambda *a, **k: {n: v for n, v in original(*a, **k).items() if "layer" in n}
+    return model
+
+
+@pattern
+def patched_instance_renames() -> nn.Module:
+    model = Block()
+    original = model.state_dict
+    model.state_dict = lambda *a, **k: {f"n.{n}": v for n, v in original(*a, **k).items()}
     return model
 
 
@@ -1070,6 +1097,37 @@ def asks_where_tensors_are() -> nn.Module:
     def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
         if all(not value.is_meta for value in sd.values()):
             renamed(sd, prefix, "layer.", "")
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+@pattern
+def in_inference_mode() -> nn.Module:
+    """There, operators that are made of others reach the dispatcher whole."""
+    model = nn.Linear(4, 6)
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        with torch.inference_mode():
+            weight = sd[prefix + "weight"].to(torch.float64).reshape(3, 8).contiguous()
+            first, _, third = weight.chunk(3)
+            sd[prefix + "parts"] = torch.stack([third.t().t().flatten(), first.view(-1).narrow(0, 0, 8)])
+            sd[prefix + "bias"] = sd[prefix + "bias"].to("cpu").clone().unflatten(0, (2, 3)).T
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+@pattern
+def goes_through_bytes() -> nn.Module:
+    """A copy that nothing sees: the file format as a way to deep-copy."""
+    model = nn.Linear(2, 2)
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        buffer = io.BytesIO()
+        torch.save(sd[prefix + "weight"], buffer)
+        buffer.seek(0)
+        sd[prefix + "weight"] = torch.load(buffer) * 2
 
     model._register_state_dict_hook(save)
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -24,13 +26,13 @@ def zoo_model(name: str, materialize: bool = False) -> LoadedModel:
     return LoadedModel(name, make, materialize)
 
 
-_traced: dict[str, Names] = {}
+_traced: dict[tuple[str, bool], Names] = {}
 
 
-def traced(name: str) -> Names:
-    if name not in _traced:
-        _traced[name] = trace(zoo_model(name))
-    return _traced[name]
+def traced(name: str, materialize: bool = False) -> Names:
+    if (name, materialize) not in _traced:
+        _traced[name, materialize] = trace(zoo_model(name, materialize))
+    return _traced[name, materialize]
 
 
 def randomized(model: nn.Module, seed: int) -> nn.Module:
@@ -55,9 +57,10 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
     assert torch.equal(found.resolve_conj(), wanted.resolve_conj()), where
 
 
+@pytest.mark.parametrize("materialize", [False, True])
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_saved_values(name: str) -> None:
-    names, model = traced(name), randomized(zoo_model(name).build(True), 1)
+def test_saved_values(name: str, materialize: bool) -> None:
+    names, model = traced(name, materialize), randomized(zoo_model(name).build(True), 1)
     runtime = runtime_values(model)
     state = model.state_dict()
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not k.endswith("_extra_state")}
@@ -114,3 +117,89 @@ def test_roundtrips_tells_whether_a_saved_model_comes_back(name: str) -> None:
     )
     assert names.roundtrips == same, names.roundtrip_problems
     assert names.roundtrips == (not names.roundtrip_problems)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_meta_and_real_runs_agree(name: str) -> None:
+    meta, real = traced(name), traced(name, True)
+    assert meta.runtime == real.runtime
+    assert [(s.key, s.hook) for s in meta.serialized] == [(s.key, s.hook) for s in real.serialized]
+    assert meta.roundtrip_problems == real.roundtrip_problems
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_a_names_file_holds_everything(name: str) -> None:
+    assert Names.from_json(json.loads(json.dumps(traced(name).to_json())), "names.json") == traced(name)
+
+
+def source_of(name: str, key: str) -> ex.Expression | None:
+    return next(s.source for s in traced(name).serialized if s.key == key)
+
+
+def test_a_rename_is_a_ref() -> None:
+    assert source_of("strip_layer", "weight") == ex.Ref("layer.weight")
+    assert source_of("clones_and_moves", "layer.weight") == ex.Ref("layer.weight")
+    assert source_of("wraps_in_parameter", "norm.bias") == ex.Ref("norm.bias")
+    assert source_of("shares_memory_with_numpy", "weight") == ex.Ref("weight")
+    assert source_of("swaps_two_names", "a.weight") == ex.Ref("b.weight")
+    assert source_of("two_tensors_in_one", "kernel") == ex.Ref("weight")
+    assert source_of("zero_elements", "empty") == ex.Ref("empty")
+
+
+def test_aliases_go_by_the_first_name() -> None:
+    names = traced("tied")
+    assert [(r.fqn, r.alias_of) for r in names.runtime] == [("embed.weight", None), ("head.weight", "embed.weight")]
+    assert source_of("tied", "head.weight") == ex.Ref("embed.weight")
+    assert [(r.fqn, r.source) for r in names.load] == [
+        ("embed.weight", ex.Ref("embed.weight")),
+        ("head.weight", ex.Ref("head.weight")),
+    ]
+
+
+def test_constants_are_fed_by_nothing() -> None:
+    assert source_of("adds_a_constant", "version") is None
+
+
+def test_code_that_cannot_be_followed_is_never_made_up() -> None:
+    for name in ("divides_by_item", "goes_through_numpy", "goes_through_bytes"):
+        assert source_of(name, "weight") == ex.Op("opaque", (ex.Ref("weight"),))
+        assert source_of(name, "bias") == ex.Ref("bias")
+    assert source_of("unpacks_a_subclass", "inner") == ex.Op("opaque", (ex.Ref("weight"),))
+    assert source_of("asserts_on_values", "kernel") == ex.Ref("weight")
+
+
+def test_persistence_and_what_is_left_out() -> None:
+    names = traced("buffers")
+    assert {r.fqn for r in names.runtime if not r.persistent} == {"0.mask", "1.mask"}
+    assert names.not_serialized == ("0.mask", "1.mask")
+    assert {r.fqn for r in names.runtime if not r.trainable} >= {"0.frozen", "1.mask"}
+    assert traced("drops_a_key").not_serialized == ("norm.weight", "norm.bias")
+    assert traced("nested_dict").not_serialized == ()
+
+
+def test_extra_state_and_modules() -> None:
+    assert traced("extra_state").extra_state == ("0._extra_state",)
+    assert traced("extra_state_tensor").extra_state == ("0._extra_state",)
+    assert traced("adds_a_number").extra_state == ("version",)
+    assert traced("extra_state").modules == ("", "0", "1")
+    assert traced("overrides_state_dict").modules is None
+
+
+def test_lazy_parameters_have_no_shape() -> None:
+    assert {r.shape for r in traced("lazy").runtime if r.fqn.startswith("0.")} == {None}
+
+
+def test_split_tensors_are_put_together() -> None:
+    loaded = {r.fqn: r.source for r in traced("loads_by_slices").load}
+    assert loaded["1.deep.weight"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.a"), ex.Ref("1.deep.b")), 0))
+    assert loaded["1.deep.columns"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1))
+
+
+def test_two_tensors_sent_to_one_key() -> None:
+    problems = traced("two_to_one_key").roundtrip_problems
+    assert problems[0].startswith("a.weight and b.weight are sent to one key by save (")
+    assert problems[0].endswith("on module (root): a.weight is lost @ x.weight")
+
+
+def test_a_dropped_tensor_is_not_called_lost_to_another() -> None:
+    assert not any("sent to one key" in problem for problem in traced("drops_a_key").roundtrip_problems)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_trace import assert_same, randomized, runtime_values
 from torch import nn
 
 from ckpttool import expression as ex
 from ckpttool.compute import evaluate
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.trace import trace
+from test_trace import assert_same, randomized, runtime_values
 
 torch.set_num_threads(1)
 

@@ -23,8 +23,8 @@ _RESHAPES = frozenset(
 # Filled tensors: where the fill value stands among the arguments, or the value itself.
 _FILLS: Mapping[str, Any] = {
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "zero": 0,
-    "empty": 0, "empty_like": 0, "new_empty": 0, "empty_strided": 0, "new_empty_strided": 0, "empty_permuted": 0,
 }  # fmt: skip
+_UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 _FILL_ARGUMENT: Mapping[str, int] = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}
 _PLACEMENT = frozenset({"device", "pin_memory", "layout", "non_blocking", "generator"})  # where, not what
 _LITERAL_LIMIT = 4096  # elements; a constant made outside torch is written into the expression up to here
@@ -38,6 +38,8 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, va
         return value(args[0])
     if base == "_to_copy":
         return cast(value(args[0]), out.dtype)
+    if base in _UNINITIALISED:
+        return opaque()
     if base in _FILLS:
         return full(tuple(out.shape), _FILLS[base], out.dtype)
     if base in _FILL_ARGUMENT:
@@ -45,6 +47,8 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, va
         fill = args[position] if len(args) > position else kwargs.get("fill_value", kwargs.get("value"))
         if not isinstance(fill, torch.Tensor):
             return full(tuple(out.shape), fill, out.dtype)
+        same = value(fill) if fill.dtype == out.dtype else cast(value(fill), out.dtype)
+        return Op("aten.expand.default", (same, tuple(out.shape)))
     if torch.Tag.nondeterministic_seeded in func.tags:
         return opaque()
     if name in _RESHAPES:

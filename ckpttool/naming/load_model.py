@@ -84,7 +84,7 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
 
 
 def find(operand: str, hint: str) -> Any:
-    """What ``package.module:attr`` or ``path/to/file.py:attr`` names. Raises `CkptError`, for no operand with `hint`."""
+    """What ``package.module:attr`` or ``path/to/file.py:attr`` names. Raises `CkptError` (of no such form: `hint`)."""
     place, found, attr = operand.rpartition(":")
     if not found or not place or not attr or (os.sep in attr and not place.endswith(".py")):
         raise CkptError(f"{operand!r} names no Python object", hint=hint)

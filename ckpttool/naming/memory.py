@@ -111,10 +111,8 @@ class Memory:
         changed = {root: _overwritten(root, old, geom, value) for root, old in reached.items()}
         self.pieces.pop(geom, None)
         for root, new in changed.items():
-            joined = _joined(root, self._pieced(root, geom, value))
-            self.roots[root] = (
-                joined or new or self._through_whole(root, geom, changed) or opaque(self.roots[root], value)
-            )
+            whole = _made_of(root, self._pieced(root, geom, value)) or new
+            self.roots[root] = whole or self._through_whole(root, geom, changed) or opaque(self.roots[root], value)
         if geom in self.roots or not any(_holds(root, geom) for root in self.roots):
             self.roots[geom] = value
         self.views = {geom: value}
@@ -158,10 +156,22 @@ def _meet(one: Geometry, other: Geometry) -> bool:
     return bool(touched.as_strided(other.shape, other.stride, other.offset).any())
 
 
+def _made_of(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
+    """`root` as made of the pieces alone, where they cover it all (they do not overlap)."""
+    if sum(piece.numel for piece in pieces) != root.numel or not all(_holds(root, piece) for piece in pieces):
+        return None
+    joined = _joined(root, pieces)
+    if joined is not None:
+        return joined
+    dtype = Special("dtype", str(root.dtype).removeprefix("torch."))
+    whole: Expression | None = Op("aten.full.default", (root.shape, 0), (("dtype", dtype),))
+    for piece, value in pieces.items():
+        whole = None if whole is None else _overwritten(root, whole, piece, value)
+    return whole
+
+
 def _joined(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
     """The pieces put behind each other, where they make up all of `root` along one dimension."""
-    if sum(piece.numel for piece in pieces) != root.numel:
-        return None
     ordered = sorted(pieces, key=lambda piece: piece.offset)
     for dim, size in enumerate(root.shape):
         at = 0

@@ -91,6 +91,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _is_made_of_others(func):  # in inference mode such an operator arrives whole
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         written = _written(func)
         if written:
             return self._in_place(func, args, kwargs, written)
@@ -283,6 +288,11 @@ class Questions(TorchFunctionMode):
 
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+@cache
+def _is_made_of_others(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and func._can_decompose()
 
 
 @cache

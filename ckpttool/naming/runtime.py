@@ -26,9 +26,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One line of ``named_parameters`` / ``named_buffers``. `first` is the first FQN of the same tensor."""
+    """One line of ``named_parameters`` / ``named_buffers``.
+
+    `first` is the first FQN of the same tensor, `path` the way through the modules: some wrappers' listings (FSDP1,
+    activation checkpoint) leave their own segment out of the FQN.
+    """
 
     fqn: str
+    path: str
     first: str
     kind: str
     tensor: torch.Tensor
@@ -49,19 +54,23 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
     first: dict[Token, str] = {}
     found = []
     for kind in ("parameter", "buffer"):
-        for fqn, tensor in _members(model, kind):
+        for fqn, path, tensor in _members(model, kind):
             mark = token(tensor)
-            persistent = kind == "parameter" or fqn not in hidden
-            found.append(Listed(fqn, first.setdefault(mark, fqn), kind, tensor, mark, persistent))
+            persistent = kind == "parameter" or path not in hidden
+            found.append(Listed(fqn, path, first.setdefault(mark, fqn), kind, tensor, mark, persistent))
     return tuple(found)
 
 
-def _members(model: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]]:
+def _members(model: nn.Module, kind: str) -> list[tuple[str, str, torch.Tensor]]:
     method = f"named_{kind}s"
+    plain = list(getattr(nn.Module, method)(model, remove_duplicate=False))
     try:
-        return list(getattr(model, method)(remove_duplicate=False))
+        own = list(getattr(model, method)(remove_duplicate=False))
     except TypeError:  # overridden with the signature of before torch 2.0
-        return list(getattr(nn.Module, method)(model, remove_duplicate=False))
+        own = plain
+    if len(own) == len(plain) and all(a is b for (_, a), (_, b) in zip(own, plain)):
+        return [(fqn, path, tensor) for (fqn, tensor), (path, _) in zip(own, plain)]
+    return [(fqn, fqn, tensor) for fqn, tensor in own]
 
 
 def runtime_tensors(model: nn.Module, items: tuple[Listed, ...]) -> tuple[RuntimeTensor, ...]:
@@ -70,7 +79,7 @@ def runtime_tensors(model: nn.Module, items: tuple[Listed, ...]) -> tuple[Runtim
     return tuple(
         RuntimeTensor(
             fqn=item.fqn,
-            canonical=strip(item.fqn, paths),
+            canonical=strip(item.path, paths),
             kind=item.kind,
             persistent=item.persistent,
             trainable=item.tensor.requires_grad,
@@ -170,9 +179,8 @@ def fresh(value: torch.Tensor) -> torch.Tensor:
     """A tensor like `value` in memory of its own."""
     if torch.nn.parameter.is_lazy(value):
         return value
-    if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        return made if value.device.type == "meta" else made.copy_(value.detach())
+    if value.device.type == "meta" and type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value.detach().clone()
 
 

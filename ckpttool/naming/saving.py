@@ -28,6 +28,7 @@ from ckpttool.naming.runtime import (
 )
 
 Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
+_MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
 _FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
 
 
@@ -68,7 +69,7 @@ def save(model: LoadedModel, real: bool) -> Saved:
     saved, reads = _run(model.build(real), real)
     if not reads and not real:
         return saved
-    serialized, unstable = saved.serialized, False
+    serialized, unstable, varying = saved.serialized, False, set[str]()
     for seed in _FILLINGS:
         instance = model.build(real)
         fill(instance, seed)
@@ -80,7 +81,39 @@ def save(model: LoadedModel, real: bool) -> Saved:
         by_key = {s.key: s for s in other.serialized}
         unstable = unstable or list(by_key) != [s.key for s in serialized]
         serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
+        varying |= {s.key for s in serialized if _is_unexplained(s) and _differs(saved.state, other.state, s.key)}
+    if varying:
+        serialized = tuple(_with_feeders(model, saved, s) if s.key in varying else s for s in serialized)
     return replace(saved, serialized=serialized, unstable=unstable)
+
+
+def _is_unexplained(key: SerializedKey) -> bool:
+    return key.source is not None and is_opaque(key.source) and not any(True for _ in refs(key.source))
+
+
+def _differs(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    a, b = one.get(key), other.get(key)
+    return (
+        isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and not (a.shape == b.shape and torch.equal(a, b))
+    )
+
+
+def _with_feeders(model: LoadedModel, saved: Saved, key: SerializedKey) -> SerializedKey:
+    """The key as computed from those tensors that change it when they alone are changed; of very many: from all."""
+    names = [r.fqn for r in saved.runtime if r.alias_of is None]
+    if len(names) <= _MOST_TRIED:
+        names = [name for name in names if _differs(saved.state, _state_with_other(model, name), key.key)]
+    return replace(key, source=opaque(*map(Ref, names)))
+
+
+def _state_with_other(model: LoadedModel, name: str) -> Mapping[str, Any]:
+    """The state dict of an instance in which the tensor `name` has other values."""
+    instance = model.build(True)
+    fill(instance, _FILLINGS[0], only=name)
+    try:
+        return _run(instance, True)[0].state
+    except CodeFailed:
+        return {}
 
 
 def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> SerializedKey:
@@ -89,7 +122,7 @@ def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> S
         return one
     parts = [s.source for s in (one, other) if s.source is not None]
     seen = [Ref(name) for hook, names in reads if hook == one.hook for name in names]
-    return SerializedKey(one.key, one.dtype, one.shape, opaque(*parts, *seen), one.hook)
+    return replace(one, source=opaque(*parts, *seen))
 
 
 def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, ...]:
@@ -102,12 +135,14 @@ def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, .
     )
 
 
-def fill(model: nn.Module, seed: int) -> None:
-    """Gives every floating point tensor that has values other ones."""
+def fill(model: nn.Module, seed: int, only: str | None = None) -> None:
+    """Gives every floating point tensor that has values (or `only` the one of that first name) other ones."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for item in listed(model):
             tensor = item.tensor
+            if only is not None and item.first != only:
+                continue
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
             if plain and tensor.device.type == "cpu" and tensor.is_floating_point() and 0 not in tensor.stride():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
