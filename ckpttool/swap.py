@@ -1,6 +1,7 @@
 """Puts a checkpoint's weights into an exported program: which key feeds which FQN, and all that stands against it.
 
-The program's graph, constants and sample inputs are not looked at; only the storages of its weights are replaced.
+The program's graph and sample inputs are not looked at; only the storages of its weights are replaced, and those of its
+constants where that is asked for.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Union
 
 from ckpttool import expression as ex
-from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref, Special
+from ckpttool.formats.pt2 import replaceable
+from ckpttool.formats.pt2_compiled import INSIDE, OUTSIDE
+from ckpttool.formats.pt2_program import CONSTANTS, Program
 from ckpttool.naming.forms import RUNTIME, over, read
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.names import Names
 from ckpttool.naming.relation import Relation
 from ckpttool.values import same_values
 
-CONSTANTS = "constants"  # the section of a program's constants
+Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,8 @@ class Swap:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The program's constants, which stay as they are."""
-        return tuple(e.key for section in self.program.sections if section.path == CONSTANTS for e in section.tensors)
+        """The program's constants that stay as they are."""
+        return tuple(entry.key for entry in _constants(self.program) if entry.key not in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +64,42 @@ def swap(
     form: str | None = None,
     cast: bool = False,
     packed: bool = False,
+    constants: bool = False,
 ) -> Swap:
-    """`program` with every weight replaced by what `weights` holds for it.
+    """`program` with every weight replaced by what `weights` holds for it, and with `constants` every constant that it
+    holds too.
 
     Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
     allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
     tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other.
     """
-    target = program.section("")
-    feed = _feed_by_keys(target, weights) if names is None else _feed_by_model(target, weights, names, form)
+    target, have = _target(program), weights.by_key()
+    chosen = _chosen(program, weights) if constants else {}
+    taken = {key for source in chosen.values() for key in ex.refs(source)}
+    rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
+    feed = _feed_by_keys(target, rest) if names is None else _feed_by_model(target, rest, names, form)
+    feed.sources.update(chosen)
     fitted: dict[str, TensorEntry] = {}
     problems = [*feed.problems]
-    for entry in target.tensors:
+    for entry in (*target.tensors, *(entry for entry in _constants(program) if entry.key in chosen)):
         source = feed.sources.get(entry.key)
-        if source is None:
-            problems.append(Problem("no weight for it", entry.key))
+        found = Problem("no weight for it", entry.key) if source is None else _fit(entry, source, have, cast, packed)
+        if isinstance(found, Problem):
+            problems.append(found)
         else:
-            found = _fit(entry, source, weights, cast, packed)
-            if isinstance(found, Problem):
-                problems.append(found)
-            else:
-                fitted[entry.key] = found
-    problems += _untied(target, fitted, weights, feed.twins)
+            fitted[entry.key] = found
+    for section in program.sections:
+        problems += _untied(section, fitted, weights, feed.twins if section is target else ())
     if problems:
-        hint = _hint(weights, names, problems)
+        hint = _hint(program, names, problems)
         raise Refused(f"the weights do not fit the program: {len(problems)} problems", hint=hint, problems=problems)
-    section = replace(target, tensors=_replaced(target.tensors, fitted))
-    sections = tuple(section if s is target else s for s in program.sections)
+    sections = tuple(replace(section, tensors=_replaced(section.tensors, fitted)) for section in program.sections)
     return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
 
 
 def to_json(swapped: Swap, program: str, weights: str, output: str) -> dict[str, object]:
     """The `swap-weights` object of the contract."""
+    container = swapped.program.container
     return {
         "schema": "ckpttool.swap/1",
         "program": program,
@@ -99,10 +108,33 @@ def to_json(swapped: Swap, program: str, weights: str, output: str) -> dict[str,
         "swapped": len(swapped.sources),
         "kept": [],
         "constants": list(swapped.constants),
-        "layout": swapped.program.format,
+        "layout": container.layout if isinstance(container, Program) else swapped.program.format,
         "from": swapped.form,
         "ignored": list(swapped.ignored),
     }
+
+
+def _target(program: Checkpoint) -> Section:
+    """The program's state dict. Raises `Refused` where the file holds none that could be replaced."""
+    if not program.sections:
+        raise Refused(f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE)
+    return program.section("")
+
+
+def _constants(program: Checkpoint) -> tuple[TensorEntry, ...]:
+    return next((section.tensors for section in program.sections if section.path == CONSTANTS), ())
+
+
+def _chosen(program: Checkpoint, weights: Section) -> dict[str, Expression]:
+    """Constant -> its new value, for each constant of the program that one of the keys names."""
+    constants = {entry.key: entry.key for entry in _constants(program)}
+    names = {entry.key: entry.key for section in program.sections for entry in section.tensors}
+    found = match([entry.key for entry in weights.tensors], names)
+    chosen: dict[str, Expression] = {name: Ref(key) for key, name in found.names.items() if name in constants}
+    for section in program.sections:
+        if section.path == CONSTANTS:
+            _share(chosen, constants | section.aliases())
+    return chosen
 
 
 def _feed_by_keys(target: Section, weights: Section) -> _Feed:
@@ -111,7 +143,16 @@ def _feed_by_keys(target: Section, weights: Section) -> _Feed:
     found = match([entry.key for entry in weights.tensors], {e.key: e.key for e in target.tensors}, aliases)
     sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in found.names.items()}
     _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
-    return _Feed(sources, RUNTIME, _left_over(found), [entry.key for entry in weights.extras], _variants(found))
+    spare = _other_names(found, weights)
+    problems = [problem for problem in _left_over(found) if problem.key not in spare]
+    return _Feed(sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(found))
+
+
+def _other_names(found: Match, weights: Section) -> set[str]:
+    """Keys that no name of the program is left for, of tensors that it gets by another of their keys."""
+    used = {entry.identity for entry in weights.tensors if entry.key in found.names}
+    unmatched = set(found.unmatched)
+    return {entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used}
 
 
 def _feed_by_model(target: Section, weights: Section, names: Names, form: str | None) -> _Feed:
@@ -168,12 +209,14 @@ def _variants(found: Match) -> list[tuple[str, str]]:
     return [(key, keys[name]) for key, name in found.variants.items()]
 
 
-def _fit(entry: TensorEntry, source: Expression, weights: Section, cast: bool, packed: bool) -> TensorEntry | Problem:
+def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:
     """The new value of the program's `entry`, or why it cannot be that."""
     if ex.is_opaque(source):
         return Problem("a hook computes it by code that is no tensor operator", entry.key)
+    if entry.storage is None and not packed:
+        return _pickled(entry, source, have)
     try:
-        found = _value(entry.key, source, weights, packed)
+        found = _value(entry.key, source, have, packed)
     except Refused as error:
         return Problem(error.message, entry.key)
     if found.shape != entry.shape:
@@ -182,13 +225,24 @@ def _fit(entry: TensorEntry, source: Expression, weights: Section, cast: bool, p
         return found
     if not cast:
         return Problem(f"dtype {found.dtype}, the program has {entry.dtype} ({_named(source)})", entry.key)
-    return _value(
-        entry.key, Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),)), weights
-    )
+    return _value(entry.key, Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),)), have)
 
 
-def _value(fqn: str, source: Expression, weights: Section, packed: bool = False) -> TensorEntry:
-    have = weights.by_key()
+def _pickled(entry: TensorEntry, source: Expression, have: Entries) -> TensorEntry | Problem:
+    """The new value of a weight that is no strided tensor: one that is pickled as the same kind of tensor."""
+    found = have[source.key] if isinstance(source, Ref) else None
+    if not isinstance(found, TensorEntry) or not replaceable(entry, found):
+        return Problem(
+            f"{entry.layout}, and its new value is not pickled as such a tensor ({_named(source)})", entry.key
+        )
+    if (found.shape, found.dtype) != (entry.shape, entry.dtype):
+        return Problem(
+            f"{found.dtype} {list(found.shape)}, the program has {entry.dtype} {list(entry.shape)}", entry.key
+        )
+    return replace(found, key=entry.key)
+
+
+def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) -> TensorEntry:
     if isinstance(source, Ref):
         found = have[source.key]
         if isinstance(found, TensorEntry) and (packed or found.storage is not None):
@@ -215,18 +269,31 @@ def _untied(
 
 
 def _replaced(entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:
-    """The program's entries on their new storages, with the geometry that the program gave them."""
+    """The program's entries on their new storages, with the geometry that the program gave them.
+
+    Storages of which no tensor has a new value are the old ones.
+    """
     by_storage: defaultdict[Storage, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         if entry.storage is not None:
             by_storage[entry.storage].append(entry)
-    fresh = {storage: _storage(storage, group, fitted) for storage, group in by_storage.items()}
-    return tuple(replace(e, storage=None if e.storage is None else fresh[e.storage]) for e in entries)
+    fresh = {
+        storage: _storage(storage, group, fitted)
+        for storage, group in by_storage.items()
+        if any(entry.key in fitted for entry in group)
+    }
+    return tuple(_moved(entry, fresh, fitted.get(entry.key)) for entry in entries)
+
+
+def _moved(entry: TensorEntry, fresh: Mapping[Storage, Storage], new: TensorEntry | None) -> TensorEntry:
+    if entry.storage is not None:
+        return replace(entry, storage=fresh.get(entry.storage, entry.storage))
+    return replace(entry, payload=new.payload) if new is not None and replaceable(entry, new) else entry
 
 
 def _storage(old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, TensorEntry]) -> Storage:
     """The storage for the new values of `entries`: moved as they are where they fill it, else put in their places."""
-    first, new = entries[0], fitted[entries[0].key]
+    first, new = entries[0], fitted.get(entries[0].key, entries[0])
     one_tensor = len({entry.identity for entry in entries}) == 1
     if (
         one_tensor
@@ -238,15 +305,19 @@ def _storage(old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, 
         return Storage(new.span) if isinstance(new.span, Span) else new.storage
     from ckpttool import compute
 
-    return compute.arrange(old, [(entry, fitted[entry.key]) for entry in entries])
+    return compute.arrange(old, [(entry, fitted.get(entry.key, entry)) for entry in entries])
 
 
 def _named(source: Expression) -> str:
     return "from " + ", ".join(dict.fromkeys(ex.refs(source)))
 
 
-def _hint(weights: Section, names: Names | None, problems: Sequence[Problem]) -> str:
+def _hint(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> str:
     text = " ".join(problem.problem for problem in problems)
+    if {entry.key for entry in _constants(program)} & {problem.key for problem in problems}:
+        return "some of them are constants of the program: --constants swaps these too"
+    if isinstance(program.container, Program) and program.container.compiled and "left over" in text:
+        return INSIDE
     if names is None and ("left over" in text or "no weight" in text):
         return (
             "state_dict hooks may rename keys when a model is saved: pass the model's definition, --model file.py:build"

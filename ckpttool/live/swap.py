@@ -25,6 +25,9 @@ _HINTS = (
 )
 
 
+_COMPILED_IN = "a weight of 8 elements or fewer in a row is compiled into a package's code: leave it out to keep it"
+
+
 @dataclass(frozen=True, slots=True)
 class Swapped:
     """What a swap did. `sources`: FQN -> expression over the state dict's keys; `constants` stayed as they were.
@@ -102,7 +105,10 @@ def _into_program(
 
 def _into_package(package: Any, state: Mapping[str, object], model: Model | None, cast: bool) -> Swapped:
     target = package_target(package, model)
-    done = _planned(target, state, model, cast)
+    try:
+        done = _planned(target, state, model, cast)
+    except Refused as error:
+        raise Refused(error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems) from None
     constants = {fqn: laid_out(done.sources[fqn], like, state) for fqn, like in target.tensors.items()}
     package.load_constants(constants, check_full_update=False)
     return done
