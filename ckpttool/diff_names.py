@@ -163,7 +163,7 @@ def _other_form(relation: Relation, section: Section, mine: Entries, theirs: dic
 def _computed_from(relation: Relation, keys: dict[str, str], mine: Entries, theirs: dict[str, None]) -> list[Entry]:
     """Serialized keys that saving computes from runtime tensors that the checkpoint has instead (`keys`: by FQN)."""
     held = {relation.first[fqn]: key for fqn, key in reversed(keys.items()) if fqn in relation.first}
-    links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := relation.saved[key], Op)}
+    links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := relation.saved.get(key), Op)}
     entries = []
     for rights, fqns in _components(links):
         lefts = [held[fqn] for fqn in fqns if held.get(fqn) in mine]
