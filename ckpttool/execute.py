@@ -6,16 +6,15 @@ import errno
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.pieces import Piece, Pieces
-from ckpttool.spans import CHUNK, SpanReader
+from ckpttool.pieces import Pieces
+from ckpttool.spans import stream
 
+BUFFER = 1 << 17  # bytes: smaller pieces are gathered before they are written, larger ones go straight to the file
 Progress = Callable[[int], None]
 
 
@@ -63,8 +62,8 @@ def _write_sibling(pieces: Pieces, path: Path, fsync: bool, progress: Progress |
     """Writes a file next to `path` and renames it, or leaves nothing behind."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:50]}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "wb", buffering=CHUNK) as file:
-            for data in _stream(pieces):
+        with os.fdopen(descriptor, "wb", buffering=BUFFER) as file:
+            for data in stream(pieces):
                 file.write(data)
                 if progress is not None:
                     progress(len(data))
@@ -100,35 +99,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
-    reader = SpanReader()
-    try:
-        for piece in pieces:
-            for data in _data(piece, reader):
-                if piece.crc is not None:
-                    piece.crc.value = zlib.crc32(data, piece.crc.value)
-                yield data
-    finally:
-        reader.close()
-
-
-def _data(piece: Piece, reader: SpanReader) -> Iterator[bytes | memoryview]:
-    if isinstance(piece.data, bytes):
-        yield piece.data
-    elif isinstance(piece.data, Span):
-        yield from reader.chunks(piece.data)
-    else:
-        yield from _computed(piece.data)
-
-
-def _computed(lazy: Lazy) -> Iterator[bytes | memoryview]:
-    written = 0
-    for data in lazy.produce():
-        written += len(data)
-        yield data
-    if written != lazy.length:
-        raise CkptError(
-            f"computed {written:,} bytes where {lazy.length:,} were planned", hint="this is a bug: report it"
-        )

@@ -1,12 +1,14 @@
-"""Reads the bytes of spans: whole, in chunks, or two of them side by side. Between the formats' index and `execute`."""
+"""Reads the bytes of spans and of pieces: whole, in chunks, or side by side. Between the formats and `execute`."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
-from ckpttool.checkpoint import Span
+from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
+from ckpttool.pieces import Piece, Pieces
 
 CHUNK = 1 << 20  # bytes a read; larger ones were no faster, and memory stays flat
 
@@ -93,3 +95,39 @@ def same_bytes(left: Span, right: Span) -> bool:
     finally:
         a.close()
         b.close()
+
+
+def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
+    """The bytes of the pieces, one after the other; each is valid until the next one is asked for.
+
+    Raises `CkptError` where a source cannot be read.
+    """
+    reader = SpanReader()
+    try:
+        for piece in pieces:
+            for data in _data(piece, reader):
+                if piece.crc is not None:
+                    piece.crc.value = zlib.crc32(data, piece.crc.value)
+                yield data
+    finally:
+        reader.close()
+
+
+def _data(piece: Piece, reader: SpanReader) -> Iterator[bytes | memoryview]:
+    if isinstance(piece.data, bytes):
+        yield piece.data
+    elif isinstance(piece.data, Span):
+        yield from reader.chunks(piece.data)
+    else:
+        yield from _computed(piece.data)
+
+
+def _computed(lazy: Lazy) -> Iterator[bytes | memoryview]:
+    written = 0
+    for data in lazy.produce():
+        written += len(data)
+        yield data
+    if written != lazy.length:
+        raise CkptError(
+            f"computed {written:,} bytes where {lazy.length:,} were planned", hint="this is a bug: report it"
+        )

@@ -11,7 +11,9 @@ from ckpttool.cli.operands import Materialize, Model, ModelKwargs, load_names
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
 from ckpttool.errors import CkptError
-from ckpttool.formats import FORMATS, open_checkpoint
+from ckpttool.formats import FORMATS
+from ckpttool.formats.pt2 import read_program
+from ckpttool.formats.sniff import sniff
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.remap import FORMS
 from ckpttool.swap import swap, to_json
@@ -21,11 +23,17 @@ def command(
     program: Annotated[str, typer.Argument(metavar="PROGRAM", help="The exported program (.pt2).")],
     new: Annotated[str, typer.Argument(metavar="NEW", help="The checkpoint with the new weights.")],
     out: Out = None,
+    name: Annotated[
+        str | None, typer.Option("--program", metavar="NAME", help="Which one, where PROGRAM holds several.")
+    ] = None,
     model: Model = None,
     model_kwargs: ModelKwargs = "{}",
     materialize: Materialize = False,
     was: Annotated[str | None, typer.Option("--from", metavar="FORM", help="NEW's form; default: recognised.")] = None,
     cast: Annotated[bool, typer.Option("--cast", help="Convert weights of another dtype to the program's.")] = False,
+    constants: Annotated[
+        bool, typer.Option("--constants", help="Swap constants too: lifted tensors and non-persistent buffers in NEW.")
+    ] = False,
     in_place: Annotated[bool, typer.Option("--in-place", help="Replace PROGRAM itself, atomically.")] = False,
     force: Force = False,
     dry_run: DryRun = False,
@@ -47,19 +55,22 @@ def command(
         )
     if was is not None and was not in FORMS:
         raise CkptError(f"--from {was}: no such form", hint=f"the forms are {', '.join(FORMS)}")
-    target = program if in_place else out
+    path, picked = split(program)
+    name = picked if name is None else name
+    target = path if in_place else out
     if target is not None and not dry_run:
-        execute.preflight(target, [program, split(new)[0]], force=force, in_place=in_place)
-    deployed = open_checkpoint(program)
-    if deployed.format != "pt2":
-        raise CkptError(f"{program} is no exported program: {FORMATS[deployed.format].title}", hint="PROGRAM is a .pt2")
+        execute.preflight(target, [path, split(new)[0]], force=force, in_place=in_place)
+    found = sniff(path)
+    if found != "pt2":
+        raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint="PROGRAM is a .pt2")
+    deployed = read_program(path, name)
     weights = model_section(open_operand(new))
     names = None if model is None else load_names(model, model_kwargs, materialize)
-    swapped = swap(deployed, weights, names, form=None if was is None else FORMS[was], cast=cast)
+    swapped = swap(deployed, weights, names, form=None if was is None else FORMS[was], cast=cast, constants=constants)
     pieces = FORMATS["pt2"].layout(swapped.program)
     if target is not None and not dry_run:
         write(pieces, target, fsync=not no_fsync)
         if verify:
-            prove(target, swapped.program)
+            prove(target, swapped.program, read_program(target, name))
     data = to_json(swapped, program, new, target or "")
     emit(document(swapped, program, new, target, dry_run=dry_run, verified=verify), data, format, report)

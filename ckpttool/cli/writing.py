@@ -81,11 +81,14 @@ def _with_bar(title: str, total: int, move: Callable[[execute.Progress | None], 
         return move(lambda count: progress.advance(task, count))
 
 
-def prove(out: str, expected: Checkpoint) -> None:
-    """Raises `CkptError`, with every tensor that is not as planned, where `out` does not hold `expected`."""
+def prove(out: str, expected: Checkpoint, written: Checkpoint | None = None) -> None:
+    """Raises `CkptError`, with every tensor that is not as planned, where `out` does not hold `expected`.
+
+    `written` is the index of `out`, where it is not the usual one.
+    """
     from ckpttool.formats import open_checkpoint
     from ckpttool.values import verify
 
-    problems = verify(open_checkpoint(out), expected)
+    problems = verify(written or open_checkpoint(out), expected)
     if problems:
         raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)

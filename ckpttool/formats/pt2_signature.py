@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, TensorEntry
-from ckpttool.formats.pt2 import Payload, Program, damaged, read_json
+from ckpttool.formats.pt2_program import Payload, Program, damaged, read_json
 
 _KINDS = {"parameter": "parameter", "buffer": "buffer", "tensor_constant": "constant"}
 _RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}

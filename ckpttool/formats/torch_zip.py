@@ -160,7 +160,7 @@ def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
     rebuilder.learn(container.tree.storages)
     root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
     if archive is None:
-        return _new_archive(root, pickle.protocol, rebuilder)
+        return new_archive(root, pickle.protocol, rebuilder)
     if root is pickle.root:
         return layout_archive(archive, archive.records)
     entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder)
@@ -191,10 +191,10 @@ _FOLDER = "archive/"  # torch.save names it after the file, and "archive" where 
 
 def _fresh(checkpoint: Checkpoint) -> Pieces:
     rebuilder = Rebuilder()
-    return _new_archive(fresh_root(checkpoint, rebuilder), 2, rebuilder)
+    return new_archive(fresh_root(checkpoint, rebuilder), 2, rebuilder)
 
 
-def _new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
+def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
     data, keys = dumped(root, protocol)
     serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
     notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}
@@ -225,4 +225,4 @@ def of_tensor(carried: Carried, is_param: bool, requires_grad: bool) -> Pieces:
     root = rebuilder.transplant(carried)
     if is_param and not is_parameter(root):
         root = rebuilder.parameter(root, requires_grad)
-    return _new_archive(root, 2, rebuilder)
+    return new_archive(root, 2, rebuilder)

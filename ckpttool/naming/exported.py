@@ -11,19 +11,19 @@ from ckpttool.formats.pt2_signature import signature
 from ckpttool.naming.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 
 
-def names(path: str) -> Names:
+def names(path: str, program: str | None = None) -> Names:
     """All names of the program's parameters and buffers; constants that were lifted out of its code have none.
 
-    Raises `CkptError` where `path` is no exported program that can be read.
+    `program` is the one that is meant in a file of several. Raises `CkptError` where there is no such program.
     """
-    checkpoint = pt2.read(path)
-    program = signature(checkpoint)
-    tensors = [tensor for tensor in program.inputs if tensor.kind != "constant"]
+    checkpoint = pt2.read_program(path, program)
+    found = signature(checkpoint)
+    tensors = [tensor for tensor in found.inputs if tensor.kind != "constant"]
     first = {tensor.fqn: tensor.alias_of or tensor.fqn for tensor in tensors}
     persistent = {tensor.fqn for tensor in tensors if tensor.persistent}
     return Names(
         model=path,
-        torch=program.torch,
+        torch=found.torch,
         runtime=tuple(
             RuntimeTensor(t.fqn, t.fqn, t.kind, t.persistent, t.trainable, t.dtype, t.shape, t.alias_of)
             for t in tensors

@@ -18,8 +18,12 @@ PROTO = 0x80
 
 @dataclass(slots=True)
 class State:
-    """What the opcodes need beside stack and memo: the stack's height at each open mark, and the globals so far."""
+    """What the opcodes need beside stack and memo: the stack's height at each open mark, and the globals so far.
 
+    `persistent` makes the node of a persistent id.
+    """
+
+    persistent: Callable[[Any], Any] = Persistent
     marks: list[int] = field(default_factory=list)
     globals: list[Global] = field(default_factory=list)
 
@@ -347,14 +351,14 @@ def _build(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: 
 
 def _persid(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     text, at = _line(data, at)
-    stack.append(Persistent(text.decode("ascii")))
+    stack.append(state.persistent(text.decode("ascii")))
     return at
 
 
 def _binpersid(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     if type(stack[-1]) not in (tuple, str):
         raise TypeError("a persistent id is neither a tuple nor a string")
-    stack[-1] = Persistent(stack[-1])
+    stack[-1] = state.persistent(stack[-1])
     return at
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.pickle_tree.nodes import Pickle
+from ckpttool.formats.pickle_tree.nodes import Persistent, Pickle
 from ckpttool.formats.pickle_tree.opcodes import HANDLERS, PROTO, STOP, State
 
 
@@ -19,8 +20,12 @@ class Limits:
     opcodes: int = 32_000_000
 
 
-def loads(data: bytes, limits: Limits = Limits(), start: int = 0) -> Pickle:
+def loads(
+    data: bytes, limits: Limits = Limits(), start: int = 0, persistent: Callable[[Any], Any] = Persistent
+) -> Pickle:
     """Reads the pickle that begins at byte `start`. Raises `CkptError` where it is damaged or passes the limits.
+
+    `persistent` makes the node of a persistent id; what it raises as ValueError or TypeError is a damaged pickle.
 
     Time and memory are bounded by the number of opcodes, whatever the lengths and memo indexes in the pickle say.
     """
@@ -28,7 +33,7 @@ def loads(data: bytes, limits: Limits = Limits(), start: int = 0) -> Pickle:
         raise _damaged(start, f"{len(data) - start} bytes are more than the {limits.nbytes} that are allowed")
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    state = State()
+    state = State(persistent)
     handlers = HANDLERS
     at = start
     try:
