@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpttool.checkpoint import Section, TensorEntry
-from ckpttool.diff import Entry, Values
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.diff import HARMLESS, Entry, Values
 from ckpttool.errors import Refused
 from ckpttool.naming.names import Names
 from ckpttool.naming.optimizer import (
@@ -30,8 +30,36 @@ from ckpttool.naming.optimizer import (
 from ckpttool.naming.optimizer_classes import class_of
 from ckpttool.naming.optimizer_ids import Parameters, assign, resolve
 from ckpttool.naming.optimizer_move import different
+from ckpttool.report.words import plural
 
 Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them
+
+
+def optimizer_section(checkpoint: Checkpoint) -> Section | None:
+    """The checkpoint's optimizer, if it has just one."""
+    found = [section for section in checkpoint.sections if section.kind == "optimizer"]
+    return found[0] if len(found) == 1 else None
+
+
+def optimizer_alone(checkpoint: Checkpoint) -> Section | None:
+    """The checkpoint's optimizer, if it is all that there is to compare."""
+    alone = all(section.kind != "state_dict" for section in checkpoint.sections)
+    return optimizer_section(checkpoint) if alone else None
+
+
+def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | None) -> tuple[str, ...]:
+    """Notes on the optimizers that both checkpoints have, for a diff that is about their models."""
+    notes = []
+    theirs = {section.path: section for section in right.sections if section.kind == "optimizer" and section.mapping}
+    for section in left.sections:
+        if section.kind != "optimizer" or section.path not in theirs or not section.mapping:
+            continue
+        entries, _ = compare_optimizers(section, theirs[section.path], names)
+        count = sum(entry.status not in HARMLESS for entry in entries)
+        if count:
+            sides = " ".join(f"{one.source}::{section.path}" for one in (left, right))
+            notes.append(f"{section.path}: {plural(count, 'difference')} (ckpttool diff {sides})")
+    return tuple(notes)
 
 
 def compare_optimizers(
@@ -53,6 +81,9 @@ def compare_optimizers(
         mine, theirs = _named(mine, None, "left", notes), _named(theirs, None, "right", notes)
     else:
         notes.append("parameters are compared by their ids: pass --model MODEL to compare them by name")
+    if (mine.form == ID) != (theirs.form == ID):
+        mine, theirs = numbered(mine), numbered(theirs)
+        notes.append("parameters are compared by their places in the param groups")
     entries = [*_forms(*forms), *_groups(mine, theirs), *_states(mine, theirs, values)]
     notes += _classes(class_of(mine), class_of(theirs))
     return tuple(entries), tuple(notes)

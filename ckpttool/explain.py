@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
-from ckpttool.naming.forms import Relation
-from ckpttool.naming.names import Hook, Names, RuntimeTensor, hook_json
+from ckpttool.naming.names import Hook, Names, OptimizerParam, RuntimeTensor, hook_json
+from ckpttool.naming.relation import Relation
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,14 @@ class Explanation:
     serialized: tuple[str, ...]
     forms: dict[str, str]
     aliases: tuple[str, ...]
-    optimizer_id: int | None
+    optimizer: OptimizerParam | None
     hook: Hook | None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The keys of the tensor's state in ``optimizer.state_dict()``."""
+        own = self.optimizer
+        return () if own is None else tuple(f"state.{own.id}.{name}" for name in own.state)
 
     def to_json(self) -> dict[str, Any]:
         """The `explain` object of the contract."""
@@ -34,7 +40,9 @@ class Explanation:
             "serialized": self.serialized[0] if len(self.serialized) == 1 else list(self.serialized) or None,
             "forms": self.forms,
             "aliases": list(self.aliases),
-            "optimizer_id": self.optimizer_id,
+            "optimizer_id": None if self.optimizer is None else self.optimizer.id,
+            "optimizer_group": None if self.optimizer is None else self.optimizer.group,
+            "optimizer_state": list(self.states),
             "hook": None if self.hook is None else hook_json(self.hook),
             "dtype": self.tensor.dtype,
             "shape": None if self.tensor.shape is None else list(self.tensor.shape),
@@ -61,7 +69,7 @@ def explain(names: Names, name: str) -> Explanation:
         serialized=keys,
         forms=forms,
         aliases=tuple(fqn for fqn in relation.groups[first] if fqn != tensor.fqn),
-        optimizer_id=next((p.id for p in names.optimizer if p.fqn in group), None),
+        optimizer=next((p for p in names.optimizer if p.fqn in group), None),
         hook=next((s.hook for s in names.serialized if s.key in keys and s.hook is not None), None),
     )
 

@@ -10,7 +10,8 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression
-from ckpttool.naming import optimizer as form
+from ckpttool.naming import optimizer
+from ckpttool.naming.forms import SERIALIZED
 from ckpttool.naming.names import Names
 from ckpttool.naming.optimizer import FLAT, ID, OptimizerState, ParamGroup
 from ckpttool.naming.optimizer_ids import Assignment, Parameters, assign, check, resolve
@@ -32,14 +33,14 @@ class Wanted:
     """What is asked of a checkpoint's optimizers: the form of their keys, and whose names and order they get.
 
     `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
-    load it. `serialized`: parameters get the names of the model's serialized keys.
+    load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
     """
 
     keys: str | None = None
     names: Names | None = None
     to_names: Names | None = None
     rules: Sequence[Rule] = ()
-    serialized: bool = False
+    form: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,9 @@ def to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
 def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
     where = section.path or "(root)"
-    state = form.read(section)
+    state = optimizer.read(section)
     to = wanted.keys or state.form
-    renames = to != ID and (bool(wanted.rules) or wanted.serialized)
+    renames = to != ID and (bool(wanted.rules) or wanted.form is not None)
     if not state.params or (to == state.form and wanted.to_names is None and not renames):
         return None
     if wanted.to_names is not None and wanted.names is None:
@@ -116,27 +117,27 @@ def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap
     if wanted.to_names is not None:
         own = Assignment({param: str(param) for param in moved.params}, "names")
         check(own, moved, wanted.to_names, where)
-    made = form.numbered(moved) if to == ID else replace(moved, form=to)
+    made = optimizer.numbered(moved) if to == ID else replace(moved, form=to)
     new = tuple(str(param) for param in moved.params if param not in sources)
     read = {ref for param in moved.params if param in sources for ref in ex.refs(sources[str(param)])}
     dropped = tuple(str(param) for param in named.state if param not in read)
     report = OptimizerRemap(
         section.path, state.form, to, len(moved.params), evidence, new, dropped, _notes(where, state, to, new, dropped)
     )
-    return form.write(made, section), report
+    return optimizer.write(made, section), report
 
 
 def _named(state: OptimizerState, names: Names | None, where: str) -> tuple[OptimizerState, str | None]:
     """The state with its parameters under canonical names, and what these are known from."""
     if state.form == ID:
         found = assign(state, names, where)
-        return form.renamed(state, found.names), found.evidence
-    named = form.renamed(state, {param: str(param) for param in state.params})
+        return optimizer.renamed(state, found.names), found.evidence
+    named = optimizer.renamed(state, {param: str(param) for param in state.params})
     if names is None:
         return named, None
     sources = from_serialized(names, state.params)
     if sources is None:
-        return form.renamed(state, resolve(state, names, where).names), None
+        return optimizer.renamed(state, resolve(state, names, where).names), None
     shapes = {s.key: s.shape for s in names.serialized}
     return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None
 
@@ -146,7 +147,7 @@ def _sources(named: OptimizerState, wanted: Wanted, to: str) -> dict[str, Expres
     renamed = {str(param): _by_rules(str(param), wanted.rules) for param in named.params}
     if wanted.to_names is not None and wanted.names is not None:
         return between(wanted.names, wanted.to_names, renamed)
-    if wanted.serialized and wanted.names is not None and to != ID:
+    if wanted.form == SERIALIZED and wanted.names is not None and to != ID:
         found = to_serialized(wanted.names, named.params)
     else:
         found = identity(named.params)

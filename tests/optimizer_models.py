@@ -145,8 +145,13 @@ def halves(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
-    """Cannot be made on the meta device."""
+    """Cannot take a step on the meta device."""
     return torch.optim.AdamW(list(model.parameters())[::-1], 0.01, fused=True)
+
+
+def valued(model: nn.Module) -> torch.optim.Optimizer:
+    """Cannot be made on the meta device."""
+    return torch.optim.AdamW([p for p in list(model.parameters())[::-1] if p.isfinite().all().item()], 0.01)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

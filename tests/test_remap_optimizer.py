@@ -151,7 +151,7 @@ def test_groups_of_equal_shapes_are_refused_without_the_optimizer(tmp_path: Path
     assert same(found["optimizer"], get_optimizer_state_dict(model, optimizer))
 
 
-@pytest.mark.parametrize("make", ["backwards", "fused"])
+@pytest.mark.parametrize("make", ["backwards", "fused", "valued"])
 def test_another_order_is_seen_by_the_shapes_and_settled_by_the_optimizer(make: str, tmp_path: Path) -> None:
     model, optimizer = train(models.Net, getattr(models, make))
     path = save(tmp_path / "o.pt", model, optimizer)
@@ -300,7 +300,7 @@ def test_moments_under_serialized_keys_and_back(tmp_path: Path) -> None:
     model, optimizer = train(models.Split, models.adamw)
     path = save(tmp_path / "o.pt", model, optimizer)
     names = names_of("Split")
-    there, _ = remapped(path, tmp_path / "there.pt", names=names, keys="fqn", serialized=True)
+    there, _ = remapped(path, tmp_path / "there.pt", names=names, keys="fqn", form="serialized")
     assert list(there["optimizer"]["state"]) == ["qkv.weight"]
     assert torch.equal(
         there["optimizer"]["state"]["qkv.weight"]["exp_avg"],

@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from ckpttool.checkpoint import Section
 from ckpttool.cli.operands import (
     All,
     Materialize,
     Model,
     ModelKwargs,
+    Optimizer,
     is_definition,
     load_definition,
     load_names,
@@ -22,8 +24,16 @@ from ckpttool.cli.operands import (
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.diff import HARMLESS, Diff, Entry, Values, compare, hidden_segments
 from ckpttool.diff_names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
+from ckpttool.diff_optimizer import (
+    compare_optimizers,
+    compare_with_optimizer,
+    differing_optimizers,
+    optimizer_alone,
+    optimizer_section,
+)
 from ckpttool.errors import CkptError
 from ckpttool.naming.names import Names
+from ckpttool.naming.optimizer import form_of
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.report.words import shell
 from ckpttool.values import difference
@@ -34,6 +44,7 @@ def command(
     model: Model = None,
     model_kwargs: ModelKwargs = "{}",
     materialize: Materialize = False,
+    optimizer: Optimizer = None,
     values: Annotated[bool, typer.Option("--values", help="Compare the bytes of the tensors too.")] = False,
     rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance of --values.")] = 0.0,
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance of --values.")] = 0.0,
@@ -46,14 +57,18 @@ def command(
 
     LEFT is what you have, RIGHT what is expected. With --model alone: what state_dict() writes against the runtime
     names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
+    CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
     """
     from ckpttool.report.diff import document
 
     paths, chosen = operands or [], [] if model is None else options(model, model_kwargs, materialize)
     if len(paths) == 2:
-        names = None if model is None else load_names(model, model_kwargs, materialize)
+        names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
+        chosen += [] if optimizer is None else ["--optimizer", optimizer]
         how = partial(difference, rtol=rtol, atol=atol) if values or rtol or atol else None
-        result = _checkpoints(paths[0], paths[1], names, how, ignore_dtype)
+        result = _checkpoints(paths[0], paths[1], names, how, ignore_dtype, chosen)
+    elif model is not None and optimizer is not None and len(paths) == 1:
+        result = _optimizer(load_names(model, model_kwargs, materialize, optimizer), paths[0], optimizer, chosen)
     elif model is not None and len(paths) == 1 and not values:
         result = _load(model, model_kwargs, materialize, paths[0], ignore_dtype, chosen)
     elif model is not None and not paths:
@@ -100,15 +115,47 @@ def _load(model: str, kwargs: str, materialize: bool, ckpt: str, ignore_dtype: b
     return Diff(ckpt, f"{model} (what it loads)", identical, entries, tuple(fix), tuple(notes))
 
 
-def _checkpoints(left: str, right: str, names: Names | None, how: Values | None, ignore_dtype: bool) -> Diff:
+def _optimizer(names: Names, ckpt: str, optimizer: str, chosen: list[str]) -> Diff:
+    """A saved optimizer against the one that is to load it."""
+    source = open_operand(ckpt)
+    section = optimizer_section(source)
+    if section is None:
+        raise CkptError(f"{ckpt} holds no optimizer, or several", hint="name one: CKPT::optimizer")
+    entries, notes = compare_with_optimizer(section, names)
+    identical = all(entry.status in HARMLESS for entry in entries)
+    to = [word.replace("--model", "--to-model") for word in chosen[:2]]
+    words = ["--model", "OLD_MODEL", *to, "--to-optimizer", optimizer, "-o", _beside(ckpt, "mapped")]
+    fix = () if identical else (shell("ckpttool", "remap", split(ckpt)[0], *words),)
+    return Diff(ckpt, f"{optimizer} (of {names.model})", identical, entries, fix, notes)
+
+
+def _optimizers(
+    left: str, right: str, sections: tuple[Section, Section], names: Names | None, how: Values | None, chosen: list[str]
+) -> Diff:
+    """Two saved optimizers."""
+    entries, notes = compare_optimizers(*sections, names, how)
+    identical = all(entry.status in HARMLESS for entry in entries)
+    forms = form_of(sections[0]), form_of(sections[1])
+    out = _beside(left, forms[1])
+    command = shell("ckpttool", "remap", split(left)[0], *chosen, "--optimizer-keys", forms[1], "-o", out)
+    return Diff(left, right, identical, entries, (command,) if forms[0] != forms[1] else (), notes)
+
+
+def _checkpoints(
+    left: str, right: str, names: Names | None, how: Values | None, ignore_dtype: bool, chosen: list[str]
+) -> Diff:
     """Two checkpoints, read through a model where one is given."""
     first, second = open_operand(left), open_operand(right)
+    saved = optimizer_alone(first), optimizer_alone(second)
+    if saved[0] is not None and saved[1] is not None:
+        return _optimizers(left, right, (saved[0], saved[1]), names, how, chosen)
     mine, theirs = model_section(first), model_section(second)
     entries = compare(mine, theirs, how) if names is None else compare_through(names, mine, theirs, how)
     harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
     identical = all(entry.status in harmless for entry in entries)
-    notes = () if names is not None else hidden_segments(entries)
-    fix = _mends(left, right, first.format, second.format, entries, notes)
+    hidden = () if names is not None else hidden_segments(entries)
+    notes = (*hidden, *differing_optimizers(first, second, names))
+    fix = _mends(left, right, first.format, second.format, entries, hidden)
     return Diff(left, right, identical, entries, fix, notes)
 
 

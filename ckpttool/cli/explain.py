@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli.operands import Materialize, ModelKwargs, load_names
+from ckpttool.cli.operands import Materialize, ModelKwargs, Optimizer, load_names
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.explain import explain
 
@@ -16,11 +16,12 @@ def command(
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model that has the tensor.")],
     model_kwargs: ModelKwargs = "{}",
     materialize: Materialize = False,
+    optimizer: Optimizer = None,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
     """One tensor: all its names, and the hook that renames it."""
     from ckpttool.report.names import explained
 
-    found = explain(load_names(model, model_kwargs, materialize), name)
+    found = explain(load_names(model, model_kwargs, materialize, optimizer), name)
     emit(explained(found), found.to_json(), format, report)

@@ -10,6 +10,7 @@ import typer
 
 from ckpttool.errors import CkptError
 from ckpttool.naming.names import Names
+from ckpttool.operand import split
 
 if TYPE_CHECKING:
     from ckpttool.naming.load_model import LoadedModel
@@ -24,28 +25,49 @@ ModelKwargs = Annotated[
 Materialize = Annotated[
     bool, typer.Option("--materialize", help="Build MODEL with real weights instead of on the meta device.")
 ]
+Optimizer = Annotated[
+    str | None,
+    typer.Option("--optimizer", metavar="OPTIMIZER", help="file.py:make, a function of the model; or a class."),
+]
 All = Annotated[bool, typer.Option("--all", help="List every key instead of one line for each cause.")]
 
 
-def load_names(operand: str, kwargs: str = "{}", materialize: bool = False) -> Names:
+def load_names(operand: str, kwargs: str = "{}", materialize: bool = False, optimizer: str | None = None) -> Names:
     """The names of the model that `operand` names: traced, or read from a names file or a program.
 
-    Only a model's own code needs torch. Raises `CkptError` where the operand is none of these.
+    With `optimizer` the ids that it gives to the parameters are among them. Only code needs torch. Raises `CkptError`
+    where an operand is none of these.
     """
+    if optimizer is not None:
+        return _with_optimizer(operand, kwargs, materialize, optimizer)
     if operand.endswith(".json"):
         return Names.from_json(_json(Path(operand)), operand)
-    if operand.endswith(".pt2"):
+    path, program = split(operand)
+    if path.endswith(".pt2"):
         from ckpttool.naming.exported import names
 
-        return names(operand)
+        return names(path, program)
     from ckpttool.naming.trace import trace
 
     return trace(load_definition(operand, kwargs, materialize))
 
 
+def _with_optimizer(operand: str, kwargs: str, materialize: bool, optimizer: str) -> Names:
+    if not is_definition(operand):
+        raise CkptError(
+            f"--optimizer needs the model's code, and {operand} is a file of names",
+            hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
+        )
+    from ckpttool.naming.load_optimizer import load_optimizer, with_optimizer
+    from ckpttool.naming.trace import trace
+
+    model = load_definition(operand, kwargs, materialize)
+    return with_optimizer(trace(model), model, load_optimizer(optimizer))
+
+
 def is_definition(operand: str) -> bool:
     """Whether the operand is code, whose loading can be tried out, and not a file of names."""
-    return not operand.endswith((".json", ".pt2"))
+    return not split(operand)[0].endswith((".json", ".pt2"))
 
 
 def load_definition(operand: str, kwargs: str = "{}", materialize: bool = False) -> LoadedModel:

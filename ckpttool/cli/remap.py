@@ -8,15 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli.operands import Materialize, Model, ModelKwargs, load_names, read_json
+from ckpttool.cli.operands import Materialize, Model, ModelKwargs, Optimizer, load_names, read_json
 from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
 from ckpttool.convert import fit, losses
 from ckpttool.errors import CkptError
 from ckpttool.formats.shards import parse_size
+from ckpttool.naming.names import Names
+from ckpttool.naming.optimizer import FORMS as KEYS
 from ckpttool.operand import open_operand, split
 from ckpttool.plan import Plan
-from ckpttool.remap import FORMS, by_plan, remap, to_json
+from ckpttool.remap import FORMS, by_plan, remap, to_json, with_optimizers
+from ckpttool.remap_optimizer import Wanted
 from ckpttool.rules import parse
 from ckpttool.target import target_for
 
@@ -34,6 +37,17 @@ def command(
     rule: Annotated[list[str] | None, typer.Option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="Apply the rules from TO to FROM.")] = False,
     drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None,
+    to_model: Annotated[
+        str | None, typer.Option("--to-model", metavar="MODEL", help="The model that is to load OUT.")
+    ] = None,
+    optimizer: Optimizer = None,
+    to_optimizer: Annotated[
+        str | None, typer.Option("--to-optimizer", metavar="OPTIMIZER", help="The optimizer that is to load OUT.")
+    ] = None,
+    optimizer_keys: Annotated[
+        str | None,
+        typer.Option("--optimizer-keys", metavar="|".join(KEYS), help="How optimizers call their parameters."),
+    ] = None,
     plan: Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Carry out a saved plan.")] = None,
     save_plan: Annotated[
         str | None, typer.Option("--save-plan", metavar="FILE", help="Write the plan as JSON.")
@@ -62,6 +76,7 @@ def command(
 
     out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
     _check(model, to, was, rule, plan, reverse)
+    _check_optimizers(model, optimizer, to_optimizer, optimizer_keys, plan or save_plan)
     source = open_operand(ckpt)
     shard_size = None if max_shard_size is None else parse_size(max_shard_size)
     target = None if out is None else target_for(out, source, shard_size)
@@ -70,9 +85,13 @@ def command(
     if plan is not None:
         done = by_plan(source, Plan.from_json(read_json(plan, "write one with --save-plan"), plan))
     else:
-        names = None if model is None else load_names(model, model_kwargs, materialize)
+        names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
         rules = [parse(text, reverse=reverse) for text in rule or ()]
-        done = remap(source, names=names, to=to, was=was, rules=rules, drops=drop or ())
+        to_names = _to_names(model, to_model, to_optimizer, model_kwargs, materialize)
+        wanted = Wanted(optimizer_keys, names, to_names, rules, None if to is None else FORMS[to])
+        alone = to is None and was is None and (wanted.keys is not None or to_names is not None)
+        done = remap(source, names=None if alone else names, to=to, was=was, rules=rules, drops=drop or ())
+        done = with_optimizers(done, wanted)
     if target is not None:
         fitted = fit(done.result, target.format, keep_aliases=keep_aliases)
         done = replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
@@ -87,6 +106,28 @@ def command(
 
         write_report(save_plan, json.render(done.plan.to_json()))
     emit(document(done, ckpt, out, dry_run=dry_run, verified=verify), data, format, report)
+
+
+def _to_names(
+    model: str | None, to_model: str | None, to_optimizer: str | None, kwargs: str, materialize: bool
+) -> Names | None:
+    """The names of what is to load the output: another model, or another optimizer of the same."""
+    target = to_model or model
+    if target is None or (to_model is None and to_optimizer is None):
+        return None
+    return load_names(target, kwargs if to_model is None else "{}", materialize, to_optimizer)
+
+
+def _check_optimizers(
+    model: str | None, optimizer: str | None, to_optimizer: str | None, keys: str | None, plan: str | None
+) -> None:
+    if keys is not None and keys not in KEYS:
+        raise CkptError(f"--optimizer-keys {keys}: no such form", hint=f"the forms are {', '.join(KEYS)}")
+    for option, given in (("--optimizer", optimizer), ("--to-optimizer", to_optimizer)):
+        if given is not None and model is None:
+            raise CkptError(f"{option} is called with a model", hint="pass --model MODEL too")
+    if plan is not None and (keys is not None or to_optimizer is not None):
+        raise CkptError("a plan holds no changes of optimizers", hint="write them to OUT: leave the plan out")
 
 
 def _output(ckpt: str, out: str | None, in_place: bool, optional: bool) -> str | None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli.operands import All, Materialize, ModelKwargs
+from ckpttool.cli.operands import All, Materialize, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit, write_report
 
 
@@ -17,6 +17,7 @@ def command(
     ] = None,
     model_kwargs: ModelKwargs = "{}",
     materialize: Materialize = False,
+    optimizer: Optimizer = None,
     all: All = False,
     format: Format = "text",
     report: Reports = None,
@@ -30,7 +31,7 @@ def command(
     from ckpttool.report import json
     from ckpttool.report.names import document
 
-    names = load_names(model, model_kwargs, materialize)
+    names = load_names(model, model_kwargs, materialize, optimizer)
     data = names.to_json()
     if out is not None:
         write_report(out, json.render(data))

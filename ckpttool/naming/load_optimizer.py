@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +51,8 @@ def load_optimizer(operand: str) -> LoadedOptimizer:
 def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer) -> Names:
     """`names` with the ids, groups and hyperparameters of the optimizer.
 
-    Made on the meta device; for real where that fails (``fused=True`` asks for real tensors) and the memory is there.
+    Made on the meta device, where a step costs nothing; for real where its code reads values, and there is memory for
+    weights, gradients and moments.
     """
     if model.materialize:
         return _read(names, model.build(True), optimizer, False)
@@ -57,7 +60,7 @@ def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer)
     try:
         return _read(names, twin, optimizer, True)
     except CkptError:
-        if 3 * nbytes(twin) > memory_available():
+        if 6 * nbytes(twin) > memory_available():
             raise
     return _read(names, model.build(True), optimizer, False)
 
@@ -65,6 +68,7 @@ def with_optimizer(names: Names, model: LoadedModel, optimizer: LoadedOptimizer)
 def _read(names: Names, model: nn.Module, optimizer: LoadedOptimizer, on_meta: bool) -> Names:
     made = optimizer.build(model, on_meta)
     fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
+    states = _states(made)
     params: list[OptimizerParam] = []
     strangers: list[Problem] = []
     for index, group in enumerate(made.param_groups):
@@ -73,7 +77,7 @@ def _read(names: Names, model: nn.Module, optimizer: LoadedOptimizer, on_meta: b
             if fqn is None:
                 strangers.append(Problem(f"a parameter of shape {list(parameter.shape)}", f"param_groups.{index}"))
             else:
-                params.append(OptimizerParam(len(params), fqn, index))
+                params.append(OptimizerParam(len(params), fqn, index, states.get(id(parameter), ())))
     if strangers:
         raise CkptError(
             f"{optimizer.operand}: the optimizer has {len(strangers)} parameters that the model has not",
@@ -85,6 +89,17 @@ def _read(names: Names, model: nn.Module, optimizer: LoadedOptimizer, on_meta: b
         for group in made.param_groups
     )
     return replace(names, optimizer=tuple(params), optimizer_class=type(made).__name__, optimizer_groups=groups)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, ...]]:
+    """The names of the state that a first step makes, by parameter; none where a step cannot be tried."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(sys.stderr):  # LBFGS wants a closure, others values
+        optimizer.step()
+    return {id(parameter): tuple(map(str, state)) for parameter, state in optimizer.state.items()}
 
 
 def _is_plain(value: Any) -> bool:

@@ -68,11 +68,15 @@ class LoadedTensor:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParam:
-    """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param group."""
+    """A parameter's position in ``optimizer.state_dict()``: its id, its FQN, the index of its param group.
+
+    `state` are the names of the state that one step gives it; empty where that is not known.
+    """
 
     id: int
     fqn: str
     group: int
+    state: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,9 @@ class Names:
             "extra_state": list(self.extra_state),
             "roundtrips": self.roundtrips,
             "roundtrip_problems": list(self.roundtrip_problems),
-            "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group} for p in self.optimizer],
+            "optimizer": [
+                {"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.optimizer
+            ],
             "modules": None if self.modules is None else list(self.modules),
             "optimizer_class": self.optimizer_class,
             "optimizer_groups": [dict(group) for group in self.optimizer_groups],
@@ -154,7 +160,9 @@ class Names:
                 extra_state=tuple(value["extra_state"]),
                 roundtrips=value["roundtrips"],
                 roundtrip_problems=tuple(value["roundtrip_problems"]),
-                optimizer=tuple(OptimizerParam(p["id"], p["fqn"], p["group"]) for p in value["optimizer"]),
+                optimizer=tuple(
+                    OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ()))) for p in value["optimizer"]
+                ),
                 modules=None if value.get("modules") is None else tuple(value["modules"]),
                 optimizer_class=value.get("optimizer_class"),
                 optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),

@@ -98,6 +98,11 @@ def looks_flat(keys: Sequence[object]) -> bool:
     return bool(keys) and len(own) == len(keys) and any(key.startswith(f"{GROUPS}.") for key in own)
 
 
+def form_of(section: Section) -> str:
+    """The form of the optimizer in `section`: ``id``, ``fqn`` or ``flat``."""
+    return read(section).form
+
+
 def read(section: Section) -> OptimizerState:
     """The state of the optimizer in `section`, in whichever form it is.
 

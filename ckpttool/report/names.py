@@ -62,8 +62,9 @@ def explained(found: Explanation) -> Document:
     ]
     if not tensor.persistent:
         pairs.append(("persistent", "no"))
-    if found.optimizer_id is not None:
-        pairs.append(("optimizer id", str(found.optimizer_id)))
+    if found.optimizer is not None:
+        pairs.append(("optimizer id", f"{found.optimizer.id} (param group {found.optimizer.group})"))
+        pairs.append(("optimizer state", Cell(", ".join(found.states) or "not known", "key")))
     if found.hook is not None:
         pairs.append(("renamed by", str(found.hook)))
     return Document(

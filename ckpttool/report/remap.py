@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpttool.expression import Ref, refs
 from ckpttool.plan import Plan
 from ckpttool.remap import Remap
+from ckpttool.remap_optimizer import OptimizerRemap
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
 from ckpttool.report.words import number, plural
@@ -21,6 +22,7 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
         pairs.append(("output", Cell(out, "key")))
     if done.to is not None:
         pairs.append(("form", f"{done.was} -> {done.to}"))
+    pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
     if verified and not dry_run:
         pairs.append(("verified", "every tensor of the output was read back and compared"))
     blocks: list[Block] = [Facts(tuple(pairs))]
@@ -31,6 +33,11 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
     blocks += [Note(note, "warning") for note in done.notes]
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
     return Document("remap", verdict, True, shown)
+
+
+def _optimizer(one: OptimizerRemap) -> str:
+    known = "" if one.evidence is None else f", known by {one.evidence}"
+    return f"{one.was} -> {one.to}, {plural(one.params, 'parameter')}{known}"
 
 
 def _changes(plan: Plan) -> Table:

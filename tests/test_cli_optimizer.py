@@ -1,0 +1,161 @@
+"""Optimizers on the command line: what is printed, what is written, and with which status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import optimizer_models as models
+from ckpttool.cli.app import main
+from optimizer_support import same, save, train
+
+MODEL = ("--model", "optimizer_models:Net")
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
+    main([*args, "--format", "json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> str:
+    return save(tmp_path / "train.pt", *train(models.Net, models.by_layer))
+
+
+def test_remap_says_what_it_did(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out.pt")
+    chosen = (*MODEL, "--optimizer", "optimizer_models:by_layer", "--optimizer-keys", "fqn")
+    found = told(capsys, "remap", ckpt, *chosen, "-o", out, "--verify")
+    assert found["optimizer"] == {
+        "from": "id",
+        "to": "fqn",
+        "params": 9,
+        "sections": [
+            {
+                "section": "optimizer",
+                "from": "id",
+                "to": "fqn",
+                "params": 9,
+                "evidence": "optimizer",
+                "new": [],
+                "dropped": [],
+            }
+        ],
+    }
+    model, optimizer = train(models.Net, models.by_layer)
+    written = torch.load(out)
+    assert same(written["optimizer"], get_optimizer_state_dict(model, optimizer))
+    assert same(written["model"], torch.load(ckpt)["model"])
+
+
+def test_nothing_is_written_where_ids_are_a_guess(
+    ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.pt"
+    assert main(["remap", ckpt, *MODEL, "--optimizer-keys", "fqn", "-o", str(out)]) == 1
+    assert "its ids cannot be told apart\nhint: pass --optimizer" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_an_optimizer_alone_is_written_to_a_file_of_its_own(ckpt: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out.pt")
+    chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer", "--to-optimizer", "optimizer_models:halves"]
+    assert main(["remap", f"{ckpt}::optimizer", *chosen, "-o", out]) == 1  # the groups' learning rates differ
+    chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer", "--optimizer-keys", "flat"]
+    assert main(["remap", f"{ckpt}::optimizer", *chosen, "-o", out, "--verify"]) == 0
+    assert "state.second.weight.exp_avg" in torch.load(out)
+
+
+def test_dry_run_and_in_place(ckpt: str) -> None:
+    chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer", "--optimizer-keys", "fqn"]
+    before = Path(ckpt).read_bytes()
+    assert main(["remap", ckpt, *chosen, "--dry-run"]) == 0
+    assert Path(ckpt).read_bytes() == before
+    assert main(["remap", ckpt, *chosen, "--in-place"]) == 0
+    assert "second.weight" in torch.load(ckpt)["optimizer"]["state"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--optimizer-keys", "names"], "no such form"),
+        (["--optimizer", "optimizer_models:adamw"], "is called with a model"),
+        ([*MODEL, "--optimizer", "optimizer_models:missing"], "has no attribute 'missing'"),
+        ([*MODEL, "--optimizer", "optimizer_models"], "names no Python object"),
+        ([*MODEL, "--optimizer", "optimizer_models:torch"], "is no function but a module"),
+        ([*MODEL, "--optimizer", "optimizer_models:Net"], "cannot be called with the model"),
+        ([*MODEL, "--optimizer", "builtins:id"], "gives a int, not an optimizer"),
+        ([*MODEL, "--optimizer-keys", "fqn", "--save-plan", "plan.json"], "a plan holds no changes of optimizers"),
+    ],
+)
+def test_bad_usage(args: list[str], message: str, ckpt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["remap", ckpt, *args, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_optimizer_of_other_parameters_is_no_optimizer_of_the_model(
+    tmp_path: Path, ckpt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "own.py"
+    code.write_text(
+        "import torch\ndef make(model):\n    return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)\n"
+    )
+    assert main(["trace", MODEL[1], "--optimizer", f"{code}:make"]) == 2
+    assert "2 parameters that the model has not" in capsys.readouterr().err
+
+
+def test_trace_and_explain_know_the_ids(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    optimizer = models.by_layer(models.Net())
+    names = told(capsys, "trace", MODEL[1], "--optimizer", "optimizer_models:by_layer")
+    assert [(one["id"], one["group"]) for one in names["optimizer"]] == [
+        (id, group) for group, own in enumerate(optimizer.state_dict()["param_groups"]) for id in own["params"]
+    ]
+    assert names["optimizer_class"] == "AdamW"
+    found = told(capsys, "explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer")
+    assert (found["optimizer_id"], found["optimizer_group"]) == (1, 0)
+    assert found["optimizer_state"] == ["state.1.step", "state.1.exp_avg", "state.1.exp_avg_sq"]
+
+
+def test_a_names_file_carries_the_ids_to_where_the_code_is_not(
+    ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(tmp_path / "names.json"), str(tmp_path / "out.pt")
+    assert main(["trace", MODEL[1], "--optimizer", "optimizer_models:by_layer", "-o", file]) == 0
+    assert main(["remap", ckpt, "--model", file, "--optimizer-keys", "fqn", "-o", out]) == 0
+    model, optimizer = train(models.Net, models.by_layer)
+    assert same(torch.load(out)["optimizer"], get_optimizer_state_dict(model, optimizer))
+    capsys.readouterr()
+    assert main(["explain", "head.weight", "--model", file, "--optimizer", "optimizer_models:adamw"]) == 2
+    assert "--optimizer needs the model's code" in capsys.readouterr().err
+
+
+def test_diff_names_the_command_that_mends_it(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out.pt")
+    chosen = [*MODEL, "--optimizer", "optimizer_models:by_layer"]
+    main(["remap", ckpt, *chosen, "--optimizer-keys", "fqn", "-o", out])
+    capsys.readouterr()
+    found = told(capsys, "diff", f"{ckpt}::optimizer", f"{out}::optimizer", *chosen)
+    mended = str(tmp_path / "train.fqn.pt")
+    assert found["fix"] == [f"ckpttool remap {ckpt} {' '.join(chosen)} --optimizer-keys fqn -o {mended}"]
+    assert main(found["fix"][0].split()[1:]) == 0
+    assert main(["diff", f"{mended}::optimizer", f"{out}::optimizer", "--values"]) == 0
+
+
+def test_diff_against_the_optimizer_that_is_to_load_it(ckpt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *MODEL, "--optimizer", "optimizer_models:by_layer", ckpt]) == 0
+    capsys.readouterr()
+    found = told(capsys, "diff", *MODEL, "--optimizer", "optimizer_models:adamw", ckpt)
+    assert not found["identical"]
+    assert found["fix"][0].endswith(f"--to-optimizer optimizer_models:adamw -o {ckpt.replace('.pt', '.mapped.pt')}")
+
+
+def test_a_diff_of_whole_files_points_at_their_optimizers(
+    ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = save(tmp_path / "other.pt", *train(models.Net, models.sgd))
+    found = told(capsys, "diff", ckpt, other)
+    assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in found["notes"])
