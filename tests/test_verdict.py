@@ -20,7 +20,7 @@ from hook_zoo import ZOO
 from test_trace import randomized, runtime_values, zoo_model
 
 torch.set_num_threads(1)
-READS_VALUES = {"lazy"}  # its uninitialised tensors cannot stand in a checkpoint
+UNINITIALISED = {"lazy"}  # its uninitialised tensors cannot stand in a checkpoint
 
 
 def section_of(state: dict[str, Any]) -> Section:
@@ -122,12 +122,60 @@ def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("name", sorted(set(ZOO) - READS_VALUES))
+@pytest.mark.parametrize("name", sorted(set(ZOO) - UNINITIALISED))
 def test_own_state_dict(name: str) -> None:
     check(name, [])
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(name=st.sampled_from(sorted(set(ZOO) - READS_VALUES)), damages=DAMAGES)
+@given(name=st.sampled_from(sorted(set(ZOO) - UNINITIALISED)), damages=DAMAGES)
 def test_damaged_checkpoints(name: str, damages: list[tuple[str, int]]) -> None:
     check(name, damages)
+
+
+@pytest.mark.parametrize("name", ["plain", "batch_norm", "tied", "buffers", "weight_norm", "extra_state"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_changes_are_those_of_the_file(name: str, dtype: torch.dtype) -> None:
+    state = zoo_model(name).build(True).state_dict()
+    for key, value in list(state.items())[::2]:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            state[key] = value.to(dtype)
+    verdict = load_verdict(zoo_model(name), section_of(state))
+    runtime = runtime_values(zoo_model(name).build(True))
+    wanted = {
+        (fqn, fqn, str(state[fqn].dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."))
+        for fqn, value in runtime.items()
+        if fqn in state and state[fqn].dtype != value.dtype
+    }
+    assert verdict.ok
+    assert set(verdict.dtype_changes) == wanted
+
+
+def test_an_unknown_extra_state_is_not_guessed_at() -> None:
+    state = zoo_model("extra_state").build(True).state_dict()
+    section = section_of(state)
+    unknown = Section("", "state_dict", section.tensors, (ExtraEntry("0._extra_state"),), section.modules)
+    assert load_verdict(zoo_model("extra_state"), unknown).ok
+    wrong = Section(
+        "", "state_dict", section.tensors, (ExtraEntry("0._extra_state", value={"format": 2}),), section.modules
+    )
+    verdict = load_verdict(zoo_model("extra_state"), wrong)
+    assert not verdict.ok
+    assert verdict.errors[0].startswith("ValueError: format 2 is not known (")
+
+
+def test_a_load_hook_that_raises_is_the_answer() -> None:
+    state = zoo_model("loads_only_with_metadata").build(True).state_dict()
+    verdict = load_verdict(zoo_model("loads_only_with_metadata"), section_of(dict(state)))
+    assert not verdict.ok
+    assert verdict.errors[0].startswith("KeyError: '0.gamma' (")
+
+
+def test_wrong_shape_is_said_in_torchs_words() -> None:
+    state = zoo_model("plain").build(True).state_dict()
+    state["0.weight"] = torch.ones(7, 7)
+    verdict = load_verdict(zoo_model("plain"), section_of(state))
+    assert verdict.errors == (
+        "size mismatch for 0.weight: copying a param with shape torch.Size([7, 7]) from checkpoint, "
+        "the shape in current model is torch.Size([4, 3]).",
+    )

@@ -55,5 +55,5 @@ def _remove(model: nn.Module, fqn: str) -> None:
 
 def _problem(lost: str, taken: SerializedKey) -> Problem:
     kept = ", ".join(dict.fromkeys(refs(taken.source))) if taken.source is not None else "a constant"
-    by = f" by {taken.hook}" if taken.hook else ""
-    return Problem(f"{lost} and {kept} are sent to one key{by}: {lost} is lost", taken.key)
+    by = f", by {taken.hook}" if taken.hook else ""
+    return Problem(f"lost in saving: it and {kept} are sent to one key, {taken.key}{by}", lost)

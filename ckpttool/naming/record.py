@@ -39,7 +39,7 @@ class Recorder(TorchDispatchMode):
 
     `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for each time that code
     looked at values, `blind` that it asked for values that do not exist (and may have caught the error). `conversions`
-    maps a token to ``(from, to, source)`` where a copy into it changed the dtype.
+    lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self.reads: list[tuple[Any, tuple[str, ...]]] = []
         self.blind = False
         self.bounds = Bounds()
-        self.conversions: dict[Token, tuple[torch.dtype, torch.dtype, Expression]] = {}
+        self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
 
     def name(self, tensor: torch.Tensor, expression: Expression) -> None:
         """Says what `tensor` is before recording starts; the first name of a tensor stays."""
@@ -226,12 +226,11 @@ class Recorder(TorchDispatchMode):
         return [part if o.dtype == t.dtype else fn.cast(part, t.dtype) for part, o, t in zip(parts, outs, targets)]
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> Expression:
-        value, mark = self.value(source), token(target)
-        self.conversions.pop(mark, None)
+        value = self.value(source)
         if torch.nn.parameter.is_lazy(source) or torch.nn.parameter.is_lazy(target):
             return value
         if source.dtype != target.dtype:
-            self.conversions[mark] = (source.dtype, target.dtype, value)
+            self.conversions.append((token(target), source.dtype, target.dtype, value))
             value = fn.cast(value, target.dtype)
         if source.shape != target.shape:
             value = Op("aten.expand.default", (value, tuple(target.shape)))

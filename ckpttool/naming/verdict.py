@@ -15,6 +15,7 @@ from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.expression import Argument, Expression, Op, Ref, refs
 from ckpttool.naming.hooks import Watcher, quiet
+from ckpttool.naming.identity import Token
 from ckpttool.naming.load_model import LoadedModel, describe, says_meta
 from ckpttool.naming.memory import opaque
 from ckpttool.naming.record import NeedsValues, Recorder
@@ -115,22 +116,29 @@ def _holds(value: Argument, part: Expression) -> bool:
 
 
 def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Exception | None) -> Verdict:
-    changes = []
-    for item in listed(instance):
-        found = recorder.conversions.get(item.token)
-        if found is not None:
-            source, target, value = found
-            key = value.key if isinstance(value, Ref) else None
-            changes.append(DtypeChange(item.fqn, key, dtype_name(source), dtype_name(target)))
     missing, unexpected, errors = lists.read(failed)
     return Verdict(
         ok=failed is None,
         missing=missing,
         unexpected=unexpected,
         errors=errors,
-        dtype_changes=tuple(changes),
+        dtype_changes=_changes(instance, recorder),
         reads=_reads(instance, recorder),
     )
+
+
+def _changes(instance: nn.Module, recorder: Recorder) -> tuple[DtypeChange, ...]:
+    """One for each copy that converted, under the name that the key has, or the tensor's first."""
+    names: dict[Token, list[str]] = {}
+    for item in listed(instance):
+        names.setdefault(item.token, []).append(item.fqn)
+    found = []
+    for mark, source, target, value in recorder.conversions:
+        key = value.key if isinstance(value, Ref) else None
+        if mark in names:
+            fqn = key if key in names[mark] else names[mark][0]
+            found.append(DtypeChange(str(fqn), key, dtype_name(source), dtype_name(target)))
+    return tuple(dict.fromkeys(found))
 
 
 class _Lists:
