@@ -11,7 +11,7 @@ from ckpttool.formats.torch_tensor import Carried, Storages, entry_of, is_tensor
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _MAX_DEPTH = 50
-_MAX_NODES = 5_000_000  # a pickle shares nodes: a small one can hold a tree without end
+_MAX_REPEATS = 500_000  # of shared containers: by sharing them a small pickle can make a tree without end
 _DICTS = (Global("collections", "OrderedDict"), Global("builtins", "dict"), Global("__builtin__", "dict"))
 
 
@@ -24,17 +24,19 @@ def mapping_of(node: Any, storages: Storages) -> Mapping[Any, Any] | None:
 
     An ``OrderedDict`` is a dict here; any other object stands as an `ExtraEntry` that carries its node.
     """
-    budget = [_MAX_NODES]
+    seen: set[int] = set()
+    repeats = [0]
 
     def value(node: Any, path: tuple[str, ...]) -> Any:
-        budget[0] -= 1
-        if budget[0] < 0:
-            raise _TooMuch
-        key = ".".join(path)
         if type(node) in _SCALARS:
             return node
+        key = ".".join(path)
         if is_tensor(node):
             return entry_of(key, node, storages)
+        repeats[0] += id(node) in seen
+        seen.add(id(node))
+        if repeats[0] > _MAX_REPEATS:
+            raise _TooMuch
         if len(path) < _MAX_DEPTH:
             pairs = _pairs(node)
             if pairs is not None:

@@ -12,6 +12,7 @@ from ckpttool.formats.torch_mapping import node_of
 from ckpttool.formats.torch_rebuild import Rebuilder
 from ckpttool.formats.torch_tensor import Carried, Storages
 from ckpttool.formats.torch_tree import REMOVE, Place, Steps, Tree, clone, edited, metadata_of, pairs_of
+from ckpttool.naming.optimizer import kept
 
 _HINT = "leave it out with --drop PATTERN"
 _ORDERED_DICT = Global("collections", "OrderedDict")
@@ -70,7 +71,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
 
 def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
     if section.mapping is not None:
-        return node_of(section.mapping, nodes.of)
+        return node_of(kept(section.mapping, {entry.key for entry in section.tensors}), nodes.of)
     made = Call(nodes.ordered_dict, ())
     made.pairs = {entry.key: nodes.of(entry) for entry in _entries(section)}
     if section.modules is not None:

@@ -7,7 +7,7 @@ torch's own form numbers parameters in the order of the param groups (``id``); t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
@@ -115,7 +115,7 @@ def read(section: Section) -> OptimizerState:
             f"{where}: this file's format gives no access to an optimizer's hyperparameters",
             hint="convert it to one file of torch.save first",
         )
-    mapping = _kept(mapping, {entry.key for entry in section.tensors})
+    mapping = kept(mapping, {entry.key for entry in section.tensors})
     problems: list[Problem] = []
     found = (_read_flat if looks_flat(list(mapping)) else _read_nested)(mapping, problems)
     twice = [param for param, count in Counter(found.params).items() if count > 1]
@@ -129,22 +129,22 @@ def read(section: Section) -> OptimizerState:
     return found
 
 
-def _kept(mapping: Mapping[Any, Any], keys: set[str]) -> dict[Any, Any]:
-    """The mapping without tensors that are no longer in the section: they were dropped."""
-    found = {}
-    for name, value in mapping.items():
-        if isinstance(value, Mapping):
-            found[name] = _kept(value, keys)
-        elif not isinstance(value, TensorEntry) or value.key in keys:
-            found[name] = value
-    return found
+def kept(value: Any, keys: Collection[str]) -> Any:
+    """A mapping, or a part of one, without tensors whose keys are not among `keys`: these were dropped."""
+    if isinstance(value, Mapping):
+        return {
+            name: kept(part, keys)
+            for name, part in value.items()
+            if not isinstance(part, TensorEntry) or part.key in keys
+        }
+    return [kept(part, keys) for part in value] if type(value) is list else value
 
 
 def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> OptimizerState:
     groups = [_read_group(group, index, problems) for index, group in enumerate(_list(mapping.get(GROUPS)))]
     params = {param for group in groups for param in group.params}
     if len({type(param) for param in params}) > 1:
-        problems.append(Problem("some params are ids and some are names", GROUPS))
+        problems.append(Problem("some params are ids and some names", GROUPS))
     state: dict[Param, Mapping[Any, Any]] = {}
     loose: dict[str, Any] = {}
     for key, value in _dict(mapping.get(STATE)).items():
