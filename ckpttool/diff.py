@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.naming.match import match
 from ckpttool.naming.names import Hook, hook_json
 from ckpttool.naming.variants import aliases
@@ -127,7 +129,8 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
             return Entry("extra_state", *names, "no tensor: carried, not compared")
         return Entry("shape", *names, "a tensor on one side only")
     if left.shape != right.shape:
-        return Entry("shape", *names, "another shape", None, f"{list(left.shape)} instead of {list(right.shape)}")
+        reason = PLACEHOLDER if is_placeholder(left) else "another shape"
+        return Entry("shape", *names, reason, None, f"{list(left.shape)} instead of {list(right.shape)}")
     if left.dtype != right.dtype:
         return Entry("dtype", *names, f"{left.dtype} instead of {right.dtype}")
     differs = None if values is None else values(left, right)
@@ -144,9 +147,24 @@ def renamed(left: Any, right: Any, reason: str, values: Values | None = None, ho
 
 def segment_reason(left: str, right: str) -> str:
     """Why two names of one tensor differ, where wrappers' segments are all that differs."""
-    a, b = Counter(left.split(".")), Counter(right.split("."))
-    sides = [f"{side} has {_wrapper_titles(more)}" for side, more in (("left", a - b), ("right", b - a)) if more]
-    return "; ".join(sides)
+    a, b = left.split("."), right.split(".")
+    return _segments_reason(_more(a, b), _more(b, a))
+
+
+def _more(segments: Iterable[str], others: Sequence[str]) -> tuple[str, ...]:
+    """The segments that are not among the others, or not as often."""
+    rest, more = list(others), []
+    for segment in segments:
+        if segment in rest:
+            rest.remove(segment)
+        else:
+            more.append(segment)
+    return tuple(more)
+
+
+@cache
+def _segments_reason(left: tuple[str, ...], right: tuple[str, ...]) -> str:
+    return "; ".join(f"{side} has {_wrapper_titles(more)}" for side, more in (("left", left), ("right", right)) if more)
 
 
 def _wrapper_titles(segments: Iterable[str]) -> str:
@@ -179,11 +197,14 @@ def hidden_segments(entries: Iterable[Entry]) -> tuple[str, ...]:
 
 
 def _wrapped_pairs(left: Sequence[str], right: Sequence[str]) -> dict[str, str]:
-    """Left key -> right key, where taking wrappers' segments out of either makes them equal."""
+    """Left key -> right key, where taking wrappers' segments out of either makes them equal, and no other pair."""
     bare = {key: ".".join(part for part in key.split(".") if part not in SEGMENTS) for key in right}
-    pairs = dict(match(left, bare).names)
-    pairs.update((key, other) for other, key in match(right, {key: key for key in left}).names.items())
-    return pairs
+    pairs = list(match(left, bare).names.items())
+    mine, theirs = {key for key, _ in pairs}, {other for _, other in pairs}
+    rest = match([key for key in right if key not in theirs], {key: key for key in left if key not in mine})
+    pairs += [(key, other) for other, key in rest.names.items()]
+    lefts, rights = Counter(key for key, _ in pairs), Counter(other for _, other in pairs)
+    return {key: other for key, other in pairs if lefts[key] == rights[other] == 1}
 
 
 def leftover(status: str, section: Section, keys: Iterable[str], known: set[str]) -> list[Entry]:

@@ -71,6 +71,15 @@ def test_each_key_of_two_checkpoints_stands_in_one_entry(left: Section, right: S
     assert_each_key_once(entries, left.by_key(), right.by_key())
 
 
+def test_two_keys_that_would_be_one_are_no_pair() -> None:
+    left = Section("", "state_dict", (tensor("module.a"), tensor("_orig_mod.a")))
+    right = Section("", "state_dict", (tensor("a"),))
+    for one, other in ((left, right), (right, left)):
+        entries = compare(one, other)
+        assert_each_key_once(entries, one.by_key(), other.by_key())
+        assert {entry.status for entry in entries} == {"missing", "unexpected"}
+
+
 @NO_BYTES
 @given(sections())
 def test_a_checkpoint_is_the_same_as_itself(section: Section) -> None:
