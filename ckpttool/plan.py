@@ -138,6 +138,29 @@ def _read_by(source: Expression) -> str:
     return " + ".join(dict.fromkeys(ex.refs(source))) or "a constant"
 
 
+def compose(first: Plan, second: Plan) -> Plan:
+    """The plan that does what `first` and then `second` do: the second reads the keys that the first writes.
+
+    What the second drops is dropped of the source too, where nothing else is made of it. Module renames are the
+    first's.
+    """
+    made = {(output.section, output.key): output.source for output in first.outputs}
+    outputs = tuple(
+        Output(o.section, o.key, _expression_over(o.source, {key: made[o.section, key] for key in ex.refs(o.source)}))
+        for o in second.outputs
+    )
+    used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
+    dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section, d.key])}
+    late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
+    return Plan(outputs, (*first.dropped, *late), first.modules)
+
+
+def _expression_over(source: Expression, values: Mapping[str, Expression]) -> Expression:
+    found = ex.substitute(source, values.__getitem__)
+    assert isinstance(found, (ex.Ref, ex.Op))
+    return found
+
+
 def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, str]) -> tuple[ModuleRename, ...]:
     """How the module paths of ``_metadata`` follow the renames of keys (old key -> new key).
 

@@ -10,12 +10,13 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.convert import drop, without
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref
+from ckpttool.naming import chain
 from ckpttool.naming.forms import RUNTIME, SERIALIZED, Move, Reading, move, read
 from ckpttool.naming.names import Names
 from ckpttool.naming.relation import Relation
 from ckpttool.naming.variants import collapse, expand, settle
 from ckpttool.operand import model_section
-from ckpttool.plan import Dropped, Output, Plan, module_renames
+from ckpttool.plan import Dropped, Output, Plan, compose, module_renames
 from ckpttool.remap_optimizer import OptimizerRemap, Wanted, remap_optimizers
 from ckpttool.remap_optimizer import to_json as optimizer_json
 from ckpttool.report.words import plural
@@ -46,33 +47,111 @@ class Remap:
         return {"renamed": renamed, "transformed": transformed, "unchanged": unchanged}
 
 
-def remap(
-    source: Checkpoint,
-    *,
-    names: Names | None = None,
-    to: str | None = None,
-    was: str | None = None,
-    rules: Sequence[Rule] = (),
-    drops: Sequence[str] = (),
-) -> Remap:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What is asked of the model section's keys.
+
+    `names` are those of the model that saved it; `to` is a form of `FORMS` or a chain of wrappers (`naming.chain`),
+    `was` the form that the keys are in, where it is not to be recognised. `to_names` are the names of another model
+    that is to load the tensors. `like` is a state dict whose keys' form is taken over. `rules` come last.
+    """
+
+    names: Names | None = None
+    to: str | None = None
+    was: str | None = None
+    to_names: Names | None = None
+    like: Section | None = None
+    rules: Sequence[Rule] = ()
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is asked at all."""
+        return self != Way()
+
+
+def remap(source: Checkpoint, way: Way = Way(), drops: Sequence[str] = ()) -> Remap:
     """Makes and carries out the plan. Raises `Refused`, all problems at once, where it would lose, collide or guess."""
     source, dropped = drop(source, drops) if drops else (source, [])
-    if names is None and not rules:
+    if not way.changes:
         return Remap(source, replace(_carried(source.sections), dropped=tuple(dropped)))
     section = model_section(source)
     touched = {gone.section for gone in dropped} - {section.path}
     rest = _carried(other for other in source.sections if other.path in touched)
-    notes: list[str] = []
-    plan = _carried([section])
-    if names is not None:
-        plan, was, notes = _by_model(Relation(names), section, to or SERIALIZED, was)
-    if rules:
-        plan = _by_rules(plan, section, rules)
+    plan, was, notes = _plan(section, way)
     result = apply(plan, source)
-    if names is not None:
-        result = _recorded(Relation(names), result, section.path, FORMS[to or SERIALIZED])
+    if way.names is not None and way.to_names is None and (way.to or SERIALIZED) in FORMS:
+        result = _recorded(Relation(way.names), result, section.path, FORMS[way.to or SERIALIZED])
     whole = Plan((*plan.outputs, *rest.outputs), (*plan.dropped, *dropped), plan.modules)
-    return Remap(result, whole, was, to, tuple(notes))
+    return Remap(result, whole, was, way.to, tuple(notes))
+
+
+def _plan(section: Section, way: Way) -> tuple[Plan, str | None, list[str]]:
+    """The model's way, then the wrappers' segments, then the rules; the form that the keys were in; notes."""
+    plan, was, notes = _carried([section]), None, list[str]()
+    if way.names is not None:
+        relation = Relation(way.names)
+        plan, was, notes = _by_model(relation, section, _model_form(relation, way), way.was)
+        if way.to_names is not None:
+            plan, more = _by_other_model(plan, section, Relation(way.to_names), way)
+            notes += more
+    keys = [output.key for output in plan.outputs]
+    if way.like is not None:
+        plan = _renamed(plan, section, chain.like(keys, way.like.by_key()))
+    elif way.to is not None and (way.names is None or way.to not in FORMS):
+        plan = _rewrapped(plan, section, way)
+    if way.rules:
+        plan = _renamed(plan, section, rename([output.key for output in plan.outputs], way.rules))
+    return plan, was, notes
+
+
+def _model_form(relation: Relation, way: Way) -> str:
+    """The form that the model's own step leads to; another model's step begins at the runtime names."""
+    if way.to_names is not None:
+        return RUNTIME
+    if way.like is not None:
+        return read(relation, way.like).form
+    return SERIALIZED if way.to is None or way.to not in FORMS else way.to
+
+
+def _by_other_model(plan: Plan, section: Section, relation: Relation, way: Way) -> tuple[Plan, list[str]]:
+    """The plan, which leads to one model's runtime names, led on to the keys of another model with the same tensors."""
+    at_runtime = _evaluated(plan, section)
+    reading = read(relation, at_runtime, RUNTIME)
+    moved = move(relation, at_runtime, reading, FORMS.get(way.to or "", SERIALIZED))
+    misfits = [
+        Problem(f"shape {list(entry.shape)}, {relation.names.model} has {list(shape)}", entry.key)
+        for entry in at_runtime.tensors
+        if (shape := relation.runtime_likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]) is not None
+        and shape != entry.shape
+    ]
+    problems = [*moved.problems, *misfits, *_lost(at_runtime, moved.copies)]
+    if problems:
+        raise Refused(
+            f"the tensors do not fit {relation.names.model}: {plural(len(problems), 'problem')}",
+            hint="--drop PATTERN leaves out what that model has no place for",
+            problems=problems,
+        )
+    new = reading.match.missing
+    notes = [f"new in {relation.names.model}, and not in the checkpoint: {', '.join(new)}"] if new else []
+    return compose(plan, moved.plan), notes
+
+
+def _evaluated(plan: Plan, section: Section) -> Section:
+    """The section as `plan` makes it, on the index."""
+    return apply(plan, Checkpoint("", "", 0, (section,))).section(section.path)
+
+
+def _rewrapped(plan: Plan, section: Section, way: Way) -> Plan:
+    """The plan with wrappers' segments taken out of its keys, and those of the chain that is asked for put in."""
+    keys = [output.key for output in plan.outputs]
+    known = chain.canonical_keys(keys) if way.names is None else Relation(way.names).serialized_names
+    wanted = chain.parse(way.to) if way.to is not None and way.to not in FORMS else chain.Chain(())
+    names, gone = chain.rewrap({key: known.get(key, key) for key in keys}, wanted)
+    dropped = [Dropped(section.path, key, "AveragedModel's counter, which only that wrapper has") for key in gone]
+    kept = tuple(output for output in plan.outputs if output.key not in gone)
+    made = tuple(Output(section.path, key, source) for key, source in chain.counter(wanted, keys).items())
+    plan = replace(plan, outputs=(*made, *kept), dropped=(*plan.dropped, *dropped))
+    return _renamed(plan, section, names)
 
 
 def with_optimizers(done: Remap, wanted: Wanted) -> Remap:
@@ -163,13 +242,12 @@ def _recorded(relation: Relation, result: Checkpoint, path: str, form: str) -> C
     return replace(result, sections=tuple(section if s.path == path else s for s in result.sections))
 
 
-def _by_rules(plan: Plan, section: Section, rules: Sequence[Rule]) -> Plan:
-    """The plan with its outputs renamed by the rules. ``_metadata`` follows."""
-    renamed = rename([output.key for output in plan.outputs], rules)
-    outputs = tuple(replace(output, key=renamed[output.key]) for output in plan.outputs)
+def _renamed(plan: Plan, section: Section, names: Mapping[str, str]) -> Plan:
+    """The plan with its outputs under new names (what has none keeps its own). ``_metadata`` follows."""
+    outputs = tuple(replace(output, key=names.get(output.key, output.key)) for output in plan.outputs)
     modules = tuple(plan.modules)
     if section.modules is not None:
-        moved = {key: new for key, new in renamed.items() if key != new}
+        moved = {key: new for key, new in names.items() if key != new}
         before = {m.old: m.new for m in plan.modules}
         modules = module_renames(section.path, (before.get(path, path) for path in section.modules), moved) or modules
     return replace(plan, outputs=outputs, modules=modules)

@@ -42,6 +42,11 @@ class Wanted:
     rules: Sequence[Rule] = ()
     form: str | None = None
 
+    @property
+    def changes(self) -> bool:
+        """Whether the optimizers are what the command is about."""
+        return self.keys is not None or self.to_names is not None
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRemap:

@@ -20,7 +20,7 @@ from ckpttool.formats import format_for
 from ckpttool.naming.mark import MARK
 from ckpttool.operand import open_operand
 from ckpttool.plan import Plan
-from ckpttool.remap import Remap, by_plan, remap
+from ckpttool.remap import Remap, Way, by_plan, remap
 from ckpttool.rules import parse
 from hook_zoo import ZOO
 from test_trace import randomized, runtime_values, traced, zoo_model
@@ -42,7 +42,7 @@ ROUND = [name for name in FLAT if traced(name).roundtrips]
 
 
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
-    done = remap(open_operand(str(source)), names=traced(name), to=to, **options)
+    done = remap(open_operand(str(source)), Way(traced(name), to, **options))
     target = format_for(str(out))
     execute.write(target.layout(fit(done.result, target, keep_aliases=True)), str(out), fsync=False)
     return done
@@ -176,11 +176,11 @@ def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) 
 
 def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
     source = saved_by("batch_norm", tmp_path)
-    done = remap(open_operand(str(source)), rules=[parse("1.{x} => norm.{x}")])
+    done = remap(open_operand(str(source)), Way(rules=[parse("1.{x} => norm.{x}")]))
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
     source = saved_by("strip_layer", tmp_path)
-    done = remap(open_operand(str(source)), names=traced("strip_layer"), to="runtime")
+    done = remap(open_operand(str(source)), Way(traced("strip_layer"), "runtime"))
     (section,) = done.result.sections
     assert list(section.modules or ()) == list(state_of("strip_layer")._metadata)
 
@@ -206,7 +206,8 @@ PLANS: dict[str, dict[str, Any]] = {
 def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     path, options = train_file(tmp_path), dict(PLANS[name])
     options["names"] = traced(options["names"]) if "names" in options else None
-    done = remap(open_operand(str(path)), **options)
+    drops = options.pop("drops", ())
+    done = remap(open_operand(str(path)), Way(**options), drops)
     again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
     target = format_for("out.pt")
     for word, one in (("one", done), ("two", again)):
@@ -226,18 +227,18 @@ def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     path = saved_by("fused_qkv", tmp_path)
     with pytest.raises(Refused, match="0 of 8 keys are names"):
-        remap(open_operand(str(path)), names=traced("tied"), to="runtime")
+        remap(open_operand(str(path)), Way(traced("tied"), "runtime"))
 
 
 def test_renames_that_collide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        remap(open_operand(str(saved_by("plain", tmp_path))), rules=[parse("{x}.weight => weight")])
+        remap(open_operand(str(saved_by("plain", tmp_path))), Way(rules=[parse("{x}.weight => weight")]))
     assert [p.key for p in caught.value.problems] == ["weight"]
 
 
 def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
-    done = remap(open_operand(str(tmp_path / "in.safetensors")), rules=[parse("a => b"), parse("b => a")])
+    done = remap(open_operand(str(tmp_path / "in.safetensors")), Way(rules=[parse("a => b"), parse("b => a")]))
     target = format_for("o.safetensors")
     execute.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}

@@ -11,14 +11,16 @@ import typer
 from ckpttool.cli.operands import Materialize, Model, ModelKwargs, Optimizer, load_names, read_json
 from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
-from ckpttool.convert import fit, losses
+from ckpttool.convert import check_in_place, fit, losses
 from ckpttool.errors import CkptError
 from ckpttool.formats.shards import parse_size
+from ckpttool.naming.chain import parse as parse_chain
+from ckpttool.naming.forms import SERIALIZED
 from ckpttool.naming.names import Names
 from ckpttool.naming.optimizer import FORMS as KEYS
-from ckpttool.operand import open_operand, split
+from ckpttool.operand import model_section, open_operand, split
 from ckpttool.plan import Plan
-from ckpttool.remap import FORMS, by_plan, remap, to_json, with_optimizers
+from ckpttool.remap import FORMS, Way, by_plan, remap, to_json, with_optimizers
 from ckpttool.remap_optimizer import Wanted
 from ckpttool.rules import parse
 from ckpttool.target import target_for
@@ -37,6 +39,9 @@ def command(
     rule: Annotated[list[str] | None, typer.Option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="Apply the rules from TO to FROM.")] = False,
     drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None,
+    like: Annotated[
+        str | None, typer.Option("--like", metavar="CKPT", help="Take over that checkpoint's form.")
+    ] = None,
     to_model: Annotated[
         str | None, typer.Option("--to-model", metavar="MODEL", help="The model that is to load OUT.")
     ] = None,
@@ -80,6 +85,8 @@ def command(
     source = open_operand(ckpt)
     shard_size = None if max_shard_size is None else parse_size(max_shard_size)
     target = None if out is None else target_for(out, source, shard_size)
+    if in_place and target is not None:
+        check_in_place(source, target.format)
     if target is not None and not dry_run:
         check_target(target, split(ckpt)[0], force=force, in_place=in_place)
     if plan is not None:
@@ -88,9 +95,11 @@ def command(
         names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
         rules = [parse(text, reverse=reverse) for text in rule or ()]
         to_names = _to_names(model, to_model, to_optimizer, model_kwargs, materialize)
-        wanted = Wanted(optimizer_keys, names, to_names, rules, None if to is None else FORMS[to])
-        alone = to is None and was is None and (wanted.keys is not None or to_names is not None)
-        done = remap(source, names=None if alone else names, to=to, was=was, rules=rules, drops=drop or ())
+        wanted = Wanted(optimizer_keys, names, to_names, rules, FORMS.get(to or ""))
+        alone = to is None and was is None and like is None and to_model is None and wanted.changes
+        section = None if like is None else model_section(open_operand(like))
+        way = Way(None if alone else names, to, was, to_names if to_model is not None else None, section, rules)
+        done = remap(source, way, drop or ())
         done = with_optimizers(done, wanted)
     if target is not None:
         fitted = fit(done.result, target.format, keep_aliases=keep_aliases)
@@ -148,10 +157,14 @@ def _check(
     model: str | None, to: str | None, was: str | None, rule: Sequence[str] | None, plan: str | None, reverse: bool
 ) -> None:
     """Options that do not go together, or name a form that is none."""
+    if to is not None and to not in FORMS:
+        parse_chain(to)
+    if was is not None and was not in FORMS:
+        raise CkptError(
+            f"--from {was}: no such form", hint=f"the forms are {', '.join(FORMS)}; wrappers are recognised"
+        )
     for option, form in (("--to", to), ("--from", was)):
-        if form is not None and form not in FORMS:
-            raise CkptError(f"{option} {form}: no such form", hint=f"the forms are {', '.join(FORMS)}")
-        if form is not None and model is None:
+        if form is not None and form in FORMS and (form, option) != (SERIALIZED, "--to") and model is None:
             raise CkptError(f"{option} {form} needs the model's names", hint="pass --model MODEL")
     if plan is not None and (model is not None or rule):
         raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --model and --rule out")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpttool.errors import CkptError
+from ckpttool.expression import Op, Special
 from ckpttool.naming.wrappers import SEGMENTS, strip
 
 AMBIGUOUS = frozenset({"module"})  # users call their own modules so: believed at the root only, for all keys at once
@@ -48,7 +49,7 @@ class Chain:
     @property
     def counts(self) -> bool:
         """Whether the outermost wrapper is an AveragedModel, which has a counter of its own."""
-        return self.words[0] == "averaged"
+        return self.words[:1] == ("averaged",)
 
 
 def parse(form: str) -> Chain:
@@ -102,6 +103,23 @@ def like(keys: Iterable[str], others: Iterable[str]) -> dict[str, str]:
     """Key -> the name that `others` have for the same canonical name; a key that they do not have is left out."""
     theirs: Mapping[str, str] = {name: other for other, name in canonical_keys(others).items()}
     return {key: theirs[name] for key, name in canonical_keys(keys).items() if name in theirs}
+
+
+def rewrap(canonical: Mapping[str, str], wanted: Chain) -> tuple[dict[str, str], list[str]]:
+    """Key -> its name inside the chain, for keys with their canonical names; and the keys that have none there."""
+    averaged = canonical.get(COUNTER) == COUNTER and any(key.startswith("module.") for key in canonical)
+    names = {key: wanted.prefix + name for key, name in canonical.items()}
+    if not averaged:
+        return names, []
+    names[COUNTER] = COUNTER
+    return names, [] if wanted.counts else [COUNTER]
+
+
+def counter(wanted: Chain, keys: Iterable[str]) -> dict[str, Op]:
+    """AveragedModel's counter where the chain needs one and the checkpoint has none: it is the average of one model."""
+    if not wanted.counts or COUNTER in keys:
+        return {}
+    return {COUNTER: Op("aten.full.default", ((), 1), (("dtype", Special("dtype", "int64")),))}
 
 
 def _children(keys: Iterable[str]) -> dict[str, set[str]]:
