@@ -1131,3 +1131,41 @@ def goes_through_bytes() -> nn.Module:
 
     model._register_state_dict_hook(save)
     return model
+
+
+@pattern
+def adds_random_numbers() -> nn.Module:
+    model = nn.Linear(2, 2)
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        sd[prefix + "seed"] = torch.randn(3)
+        sd[prefix + "noisy"] = sd[prefix + "weight"] + torch.randn(2, 2)
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+@pattern
+def pre_hook_registers_a_hook() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        renamed(sd, prefix, "weight", "kernel")
+
+    def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        module[0]._register_state_dict_hook(save)
+
+    model.register_state_dict_pre_hook(prepare)
+    return model
+
+
+@pattern
+def hook_removes_itself() -> nn.Module:
+    model = Block()
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        handle.remove()
+        renamed(sd, prefix, "norm.", "ln.")
+
+    handle = model._register_state_dict_hook(save)
+    return nn.Sequential(model)

@@ -161,6 +161,8 @@ def test_aliases_go_by_the_first_name() -> None:
 
 def test_constants_are_fed_by_nothing() -> None:
     assert source_of("adds_a_constant", "version") is None
+    assert source_of("adds_random_numbers", "seed") is None
+    assert ex.is_opaque(source_of("adds_random_numbers", "noisy"))
 
 
 def test_code_that_cannot_be_followed_is_never_made_up() -> None:

@@ -57,6 +57,8 @@ def test_the_code_behind_a_key(pattern: str, key: str, module: str, code: Any) -
     [
         ("scales_in_place", "weight", "scales_in_place.<locals>.<lambda>", ""),
         ("absolute_keys", "shared.weight", "save", "1"),
+        ("pre_hook_registers_a_hook", "0.kernel", "save", "0"),
+        ("hook_removes_itself", "0.ln.weight", "save", "0"),
         ("public_post_hook", "ln.weight", "save", ""),
         ("new_dict_from_root_hook", "model.0.layer.weight", "new_dict_from_root_hook.<locals>.<lambda>", ""),
         ("scales_a_clone_in_place", "weight", "save", ""),

@@ -179,3 +179,11 @@ def test_wrong_shape_is_said_in_torchs_words() -> None:
         "size mismatch for 0.weight: copying a param with shape torch.Size([7, 7]) from checkpoint, "
         "the shape in current model is torch.Size([4, 3]).",
     )
+
+
+def test_a_lazy_model_takes_the_shapes_of_the_file() -> None:
+    state = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).state_dict()
+    verdict = load_verdict(zoo_model("lazy"), section_of(state))
+    assert verdict.ok
+    assert verdict.reads == {key: ex.Ref(key) for key in state}
+    assert not load_verdict(zoo_model("lazy"), section_of({**state, "0.more": torch.ones(1)})).ok

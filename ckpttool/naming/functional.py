@@ -49,7 +49,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, va
             return full(tuple(out.shape), fill, out.dtype)
         same = value(fill) if fill.dtype == out.dtype else cast(value(fill), out.dtype)
         return Op("aten.expand.default", (same, tuple(out.shape)))
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags or not isinstance(func, torch._ops.OpOverload):
         return opaque()
     if name in _RESHAPES:
         return Op("aten.reshape.default", (value(args[0]), tuple(out.shape)))

@@ -63,9 +63,8 @@ class Watcher:
         self.changes: dict[str, _Change] = {}
         self.failed: Hook | None = None
         self.paths = {id(module): path for path, module in reversed(list(root.named_modules(remove_duplicate=False)))}
+        self._wrap_saving(root)
         for module in root.modules():
-            self._wrap(module, "_state_dict_pre_hooks", self._pre_hook)
-            self._wrap(module, "_state_dict_hooks", self._post_hook)
             self._wrap(module, "_load_state_dict_pre_hooks", self._load)
             self._wrap(module, "_load_state_dict_post_hooks", self._load)
             for name in _SAVE_METHODS:
@@ -81,9 +80,14 @@ class Watcher:
         author = self.recorder.author_of(token(value)) if isinstance(value, torch.Tensor) else None
         return author if isinstance(author, Hook) else None
 
+    def _wrap_saving(self, root: nn.Module) -> None:
+        for module in root.modules():
+            self._wrap(module, "_state_dict_pre_hooks", self._pre_hook)
+            self._wrap(module, "_state_dict_hooks", self._post_hook)
+
     def _wrap(self, module: nn.Module, table: str, run: _Runner) -> None:
         hooks = module.__dict__.get(table) or {}
-        for number, function in list(hooks.items()):
+        for number, function in [item for item in hooks.items() if not isinstance(item[1], _Watched)]:
             hooks[number] = _Watched(function, self.paths.get(id(module), ""), run)
 
     def _wrap_method(self, module: nn.Module, name: str, run: _Runner) -> None:
@@ -96,7 +100,10 @@ class Watcher:
     def _pre_hook(self, function: Callable[..., Any], path: str, *args: Any) -> Any:
         prefix = args[1] if len(args) > 1 and isinstance(args[1], str) else path + "."
         with self._running(described(function, prefix[:-1])):
-            return function(*args)
+            result = function(*args)
+        if args and isinstance(args[0], nn.Module):
+            self._wrap_saving(args[0])  # it may have registered more of them
+        return result
 
     def _post_hook(self, function: Callable[..., Any], path: str, *args: Any) -> Any:
         destination, prefix = args[1:3]

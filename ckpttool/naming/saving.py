@@ -160,7 +160,8 @@ def _run(instance: nn.Module, real: bool) -> tuple[Saved, Reads]:
         recorder.name(item.tensor, Ref(item.first))
     runtime = runtime_tensors(instance, items)
     watcher = Watcher(instance, recorder)
-    with model_code("state_dict()", watcher), recording(recorder):
+    with model_code("state_dict()", watcher), torch.random.fork_rng(devices=[]), recording(recorder):
+        torch.manual_seed(0)  # random numbers are no difference between two runs
         state = instance.state_dict()
         if recorder.blind:
             raise NeedsValues
