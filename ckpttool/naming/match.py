@@ -100,7 +100,9 @@ def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[st
     """Names that the key becomes when some wrapper segments are taken out, as few as will do, and which they were."""
     parts = key.split(".")
     places = [i for i, part in enumerate(parts[:-1]) if part in SEGMENTS or (i == 0 and part == prefix)]
-    for count in range(1, min(len(places), _MOST_SEGMENTS) + 1):
+    if len(places) > _MOST_SEGMENTS:
+        return []
+    for count in range(1, len(places) + 1):
         hits = []
         for taken in combinations(places, count):
             name = ".".join(part for i, part in enumerate(parts) if i not in taken)

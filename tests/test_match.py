@@ -1,0 +1,66 @@
+"""Keys matched with a model's names: wrappers taken out on evidence, and what could be two names is a problem."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpttool.naming.match import match
+
+CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
+    # keys, names, what matches
+    "equal": (["a.w"], ["a.w"], {"a.w": "a.w"}),
+    "a wrapper around all": (["module.a.w"], ["a.w"], {"module.a.w": "a.w"}),
+    "two wrappers": (["module._orig_mod.a.w"], ["a.w"], {"module._orig_mod.a.w": "a.w"}),
+    "in any order": (["_orig_mod.module.a.w"], ["a.w"], {"_orig_mod.module.a.w": "a.w"}),
+    "around some": (["a._orig_mod.w", "b.w"], ["a.w", "b.w"], {"a._orig_mod.w": "a.w", "b.w": "b.w"}),
+    "an attribute that holds all": (["net.a.w", "net.b.w"], ["a.w", "b.w"], {"net.a.w": "a.w", "net.b.w": "b.w"}),
+    "an attribute that holds some": (["net.a.w", "b.w"], ["a.w", "b.w"], {"b.w": "b.w"}),
+    "the user's own module": (["module.w"], ["module.w"], {"module.w": "module.w"}),
+    "the user's own, wrapped": (["module.module.w"], ["module.w"], {"module.module.w": "module.w"}),
+    "another name": (["x.w"], ["a.w", "b.w"], {}),
+    "the tensor itself is called so": (["a.module"], ["a"], {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches(name: str) -> None:
+    keys, names, expected = CASES[name]
+    found = match(keys, {name: name for name in names})
+    assert found.names == expected
+    assert set(found.unmatched) == set(keys) - set(expected)
+    assert set(found.missing) == set(names) - set(expected.values())
+    assert found.complete == (len(keys) == len(expected) == len(names))
+
+
+def test_canonical_names_match_too() -> None:
+    found = match(["a.w"], {"a._orig_mod.w": "a.w"})
+    assert found.names == {"a.w": "a._orig_mod.w"}
+    assert found.complete
+
+
+def test_names_that_may_be_absent() -> None:
+    found = match(["a"], {"a": "a", "b": "b", "c": "c"}, optional=["b"])
+    assert found.missing == ("c",)
+
+
+def test_a_key_that_could_be_two_names() -> None:
+    found = match(["module.x._orig_mod.w"], {"module.x.w": "module.x.w", "x._orig_mod.w": "x._orig_mod.w"})
+    assert [str(problem) for problem in found.problems] == [
+        "could be module.x.w or x._orig_mod.w @ module.x._orig_mod.w"
+    ]
+    assert not found.complete
+
+
+def test_two_keys_that_are_one_name() -> None:
+    found = match(["module.a", "_orig_mod.a"], {"a": "a"})
+    assert [str(problem) for problem in found.problems] == ["module.a and _orig_mod.a are both this name @ a"]
+
+
+def test_segments_taken_out_are_counted() -> None:
+    found = match(["module.a", "module._orig_mod.b"], {"a": "a", "b": "b"})
+    assert found.wrapped == {"module": 2, "_orig_mod": 1}
+
+
+def test_hostile_keys_are_not_searched_through_for_ever() -> None:
+    key = ".".join(["module"] * 5000)
+    assert match([key], {"a": "a"}).unmatched == (key,)
