@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Op, Ref, Special
-from ckpttool.formats import Format
+from ckpttool.formats import FORMATS, Format
 from ckpttool.naming.mark import put_on
 from ckpttool.plan import Dropped
 from ckpttool.rules import matches
@@ -57,6 +57,16 @@ def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
     return replace(checkpoint, sections=sections, others=tuple(p for p in checkpoint.others if p not in paths))
 
 
+def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
+    """Raises `Refused` where a checkpoint replaced by itself in the format `target` would lose what else is in it."""
+    own = FORMATS[checkpoint.format]
+    if own is not target and not (own.pickled and target.pickled):
+        raise Refused(
+            f"{checkpoint.source} is in another format ({own.title}) than what would replace it ({target.title})",
+            hint="write what can be converted to another file: -o OUT",
+        )
+
+
 def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -> Checkpoint:
     """`checkpoint` as `target` can hold it, with the same keys and values.
 
@@ -64,7 +74,8 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
     """
     fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
     fitted = put_on(fitted, tensors_only=target.tensors_only)
-    return fitted if checkpoint.format == target.name else replace(fitted, container=None)
+    same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
+    return fitted if same else replace(fitted, container=None)
 
 
 def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpoint:
@@ -137,9 +148,18 @@ def _dense(entry: TensorEntry) -> TensorEntry:
     return compute.entry_of(entry.key, copy, {entry.key: entry})
 
 
+_LEFT = {
+    "torch_legacy": "written in the format of torch 1.6 and later",
+    "torchscript": "the state dict alone: the code of the TorchScript archive is left out",
+}
+
+
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
     notes = []
+    left = _LEFT.get(checkpoint.format)
+    if left is not None and checkpoint.format != target.name:
+        notes.append(left)
     if target.tensors_only and any(section.modules is not None for section in checkpoint.sections):
         notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
     if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:

@@ -9,6 +9,7 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.diff import Entry, Values, compare_pair, leftover, renamed, segment_change, segment_reason
 from ckpttool.expression import Expression, Op, Ref
+from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.naming.forms import RUNTIME, SERIALIZED, over, read
 from ckpttool.naming.names import Hook, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.relation import Relation
@@ -138,7 +139,8 @@ def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None) -> Entr
     if isinstance(entry, ExtraEntry):
         return Entry("shape", key, key, "not a tensor, where the model has one")
     if want.shape is not None and entry.shape != want.shape:
-        return Entry("shape", key, key, "another shape", None, f"{list(entry.shape)} instead of {list(want.shape)}")
+        reason = PLACEHOLDER if is_placeholder(entry) else "another shape"
+        return Entry("shape", key, key, reason, None, f"{list(entry.shape)} instead of {list(want.shape)}")
     if entry.dtype != want.dtype:
         return Entry("dtype", key, key, f"{entry.dtype} instead of {want.dtype}")
     return Entry("same", key, key)

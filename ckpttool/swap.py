@@ -79,7 +79,6 @@ def swap(
     rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
     feed = _feed_by_keys(target, rest) if names is None else _feed_by_model(target, rest, names, form)
     feed.sources.update(chosen)
-    have = weights.by_key()
     fitted: dict[str, TensorEntry] = {}
     problems = [*feed.problems]
     for entry in (*target.tensors, *(entry for entry in _constants(program) if entry.key in chosen)):

@@ -21,6 +21,7 @@ class Format:
     """A row of the table: `endings` choose it for an output, `tensors_only`: it holds one state dict and no more.
 
     `aliases`: it can hold one tensor under two names. `folder`: it fills a folder, and is written by `layout_files`.
+    `pickled`: it holds whatever torch.save pickles; the writer of one such format takes the container of any other.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Format:
     tensors_only: bool = False
     aliases: bool = True
     folder: bool = False
+    pickled: bool = False
     module: str = ""
 
     def read(self, path: str) -> Checkpoint:
@@ -56,8 +58,10 @@ class Format:
 
 TABLE = (
     Format("safetensors", "safetensors", (".safetensors",), tensors_only=True, aliases=False),
-    Format("torch_zip", "torch zip (torch.save)", (".pt", ".pth", ".bin", ".ckpt")),
-    Format("pt2", "exported program (.pt2, torch 2.9 and later)", (".pt2",)),
+    Format("torch_zip", "torch zip (torch.save)", (".pt", ".pth", ".bin", ".ckpt"), pickled=True),
+    Format("torch_legacy", "torch.save before 1.6 (no zip)", (), pickled=True),
+    Format("torchscript", "TorchScript archive", ()),
+    Format("pt2", "exported program (.pt2)", (".pt2",)),
     Format(
         "sharded",
         "sharded safetensors (Hugging Face)",
@@ -80,6 +84,13 @@ FORMATS = {row.name: row for row in TABLE}
 
 def open_checkpoint(path: str) -> Checkpoint:
     """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
+    from ckpttool.formats.remarks import remarks
+
+    checkpoint = _open(path)
+    return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)))
+
+
+def _open(path: str) -> Checkpoint:
     from ckpttool.formats.folders import locate
     from ckpttool.formats.sniff import sniff
 

@@ -18,6 +18,8 @@ from ckpttool.formats.reading import opened
 from ckpttool.formats.safetensors import MAX_HEADER
 from ckpttool.formats.zip_archive import read_archive
 
+LEGACY_START = re.compile(rb"\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)  # the first pickle
+
 _HEAD = 4096  # bytes that tell every format
 _WEIGHT_MAP = re.compile(rb'\s*\{.*"weight_map"', re.DOTALL)
 _ZIP_MAGIC, _ZIP_END, _ZIP_TAIL = b"PK\3\4", b"PK\5\6", 65_557
@@ -39,6 +41,8 @@ def sniff(path: str) -> str:
         return "safetensors"
     if _WEIGHT_MAP.match(head):
         return "sharded"
+    if LEGACY_START.match(head):
+        return "torch_legacy"
     for known in _KNOWN:
         if known.matches(head):
             raise CkptError(f"{path} is {known.what}", hint=known.hint.format(path=quote(path)))
@@ -99,7 +103,9 @@ def _torch(expression: str, path: str) -> str:
     return f'python -c "import torch, sys; torch.save({expression}, sys.argv[2])" {path} OUT.pt'
 
 
-_READS = "ckpttool reads safetensors files, what torch.save writes (torch 1.6 and later) and .pt2 programs"
+_READS = "ckpttool reads safetensors files, what torch.save and torch.jit.save write, and .pt2 programs"
+_SCRIPTED = "use the TorchScript archive, or the checkpoint, that it was made from"
+_PACKAGED = "save the state dict of the model in it: torch.save(torch.package.PackageImporter(...).load_pickle(...)...)"
 _AGAIN = "download it again: the address needs a login, or is that of the page and not of the file (…/resolve/…)"
 _RESAVE = "load and save it again: " + _torch("torch.load(sys.argv[1], weights_only=True)", "{path}")
 _TO_SAFETENSORS = "convert it to a safetensors file with the library that wrote it"
@@ -111,17 +117,18 @@ _KNOWN = (
     ),
     _Known(_pattern(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"), "an HTML page", _AGAIN),
     _Known(_pattern(rb"(\xef\xbb\xbf)?\s*<(\?xml|error>)"), "an XML page", _AGAIN),
-    _Known(
-        _starts(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."),
-        "in the format that torch.save wrote before torch 1.6, which ckpttool does not read yet",
-        _RESAVE,
-    ),
     _Known(_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _RESAVE),
     _Known(_starts(b"\x1f\x8b"), "compressed with gzip", "decompress it first: gzip -dk {path}"),
     _Known(_starts(b"\xfd7zXZ\0"), "compressed with xz", "decompress it first: xz -dk {path}"),
     _Known(_starts(b"\x28\xb5\x2f\xfd"), "compressed with zstd", "decompress it first: zstd -dk {path}"),
     _Known(_pattern(rb"BZh[1-9]1AY&SY"), "compressed with bzip2", "decompress it first: bzip2 -dk {path}"),
     _Known(_starts(b"7z\xbc\xaf\x27\x1c"), "a 7z archive", "unpack it first: 7z x {path}"),
+    _Known(
+        lambda head: head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"pickle\0", b"storages\0")),
+        "in the tar format of torch.save before torch 0.1.10",
+        "if you trust it, load and save it again: " + _torch("torch.load(sys.argv[1], weights_only=False)", "{path}"),
+    ),
+    _Known(lambda head: head[4:8] == b"PTMF", "a TorchScript model for mobile (flatbuffer)", _SCRIPTED),
     _Known(lambda head: head[257:262] == b"ustar", "a tar archive", "unpack it first: tar -xf {path}"),
     _Known(_starts(b"\x93NUMPY"), "a NumPy array (.npy)", _TO_SAFETENSORS),
     _Known(_starts(b"\x89HDF\r\n\x1a\n"), "an HDF5 file, as Keras writes it", _TO_SAFETENSORS),
@@ -167,17 +174,16 @@ def classify_zip(path: str, names: Collection[str]) -> str:
     if "serialized_exported_program.json" in inner or any(_PROGRAM.fullmatch(name) for name in inner):
         return "pt2"
     if any(name.startswith("data/aotinductor/") for name in inner):
-        raise CkptError(
-            f"{path} is an AOTInductor package: its weights are compiled into a shared library",
-            hint="use the exported program that it was compiled from (torch.export.save)",
-        )
-    if "data.pkl" in inner and any(name.startswith("code/") for name in inner):
-        raise CkptError(
-            f"{path} is a TorchScript archive, which ckpttool does not read yet",
-            hint="save its state dict with torch: " + _torch("torch.jit.load(sys.argv[1]).state_dict()", quote(path)),
-        )
+        return "pt2"
     if "data.pkl" in inner:
-        return "torch_zip"
+        return "torchscript" if "constants.pkl" in inner else "torch_zip"
+    if "model.json" in inner and any(name.startswith("tensors/") for name in inner):
+        hint = "save its state dict with torch: " + _torch("torch.jit.load(sys.argv[1]).state_dict()", quote(path))
+        raise CkptError(f"{path} is a TorchScript archive of torch 1.0 to 1.3", hint=hint)
+    if ".data/extern_modules" in inner:
+        raise CkptError(f"{path} is a torch.package archive, code with its data", hint=_PACKAGED)
+    if any(name.endswith("archive_format") for name in inner):
+        raise CkptError(f"{path} is a .pt2 archive without a program in it", hint="export or compile the model again")
     if names and all(name.endswith(".npy") for name in names):
         raise CkptError(f"{path} is a NumPy archive (.npz)", hint=_TO_SAFETENSORS)
     raise CkptError(f"{path} is a zip archive that torch did not write", hint=f"unzip it; {_READS}")

@@ -6,7 +6,6 @@ Read to the same tree as a torch zip and written as one. See `_legacy_save` in t
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
@@ -15,18 +14,18 @@ from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, loads
-from ckpttool.formats.reading import opened
+from ckpttool.formats.reading import many_objects, opened
+from ckpttool.formats.sniff import LEGACY_START
 from ckpttool.formats.torch_tensor import HOLDS, Storages, is_tensor
 from ckpttool.formats.torch_tree import find_sections
 from ckpttool.formats.torch_zip import MAX_PICKLE, Container, foreign
-
-START = re.compile(rb"\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)  # the magic number, pickled
 
 _PROTOCOL = 1001  # of the format, the second pickle
 _FIRST_READ = 1 << 20  # bytes; nothing says how long the pickles are, so more is read as long as they are cut off
 _NUMEL = 8  # bytes before each storage's own: how many elements it has
 
 
+@many_objects()
 def read(path: str) -> Checkpoint:
     """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or not as torch.save writes."""
     with opened(path) as file:
@@ -114,7 +113,7 @@ def _read_pickles(path: str, file: BinaryIO, nbytes: int) -> _Pickles:
 
 
 def _parse(path: str, data: bytes) -> _Pickles:
-    magic = START.match(data)
+    magic = LEGACY_START.match(data)
     if magic is None:
         raise _unfit(path, "it does not begin with the magic number")
     protocol = loads(data, start=magic.end())

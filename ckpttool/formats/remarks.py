@@ -1,0 +1,36 @@
+"""What a checkpoint's content tells of the way it was saved, where that explains why it is not what one expects."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ckpttool.checkpoint import Checkpoint, TensorEntry
+
+_GATHER = "`python zero_to_fp32.py CHECKPOINT_DIR OUT` gathers them (DeepSpeed puts the script beside the checkpoint)"
+PLACEHOLDER = f"a ZeRO-3 placeholder, its values are in the ranks' files; {_GATHER}"
+
+_DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed saves
+
+
+def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Sentences for `Checkpoint.notes`; none for most checkpoints."""
+    found = []
+    if _DEEPSPEED & set(checkpoint.others):
+        found.append(_deepspeed(checkpoint.others))
+    states = [section for section in checkpoint.sections if section.kind == "state_dict"]
+    hollow = sum(is_placeholder(entry) for section in states for entry in section.tensors)
+    if hollow:
+        found.append(
+            f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks' files; {_GATHER}"
+        )
+    return tuple(found)
+
+
+def _deepspeed(others: Collection[str]) -> str:
+    what = "the model's part" if "param_shapes" in others else "one rank's part"
+    return f"{what} of a DeepSpeed checkpoint: with ZeRO every rank's file holds some of the fp32 weights; {_GATHER}"
+
+
+def is_placeholder(entry: TensorEntry) -> bool:
+    """Whether the tensor is what DeepSpeed's ZeRO-3 leaves of a parameter on every rank: one dimension, no elements."""
+    return entry.shape == (0,) and "float" in entry.dtype
