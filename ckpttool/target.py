@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Span
 from ckpttool.formats import FORMATS, Format, format_for
-from ckpttool.formats.folders import INDEX, checkpoint_files, companions, locate
+from ckpttool.formats.folders import DCP_METADATA, INDEX, checkpoint_files, companions, locate
 from ckpttool.pieces import Files, Link, Piece, Pieces
 
 
@@ -49,13 +49,16 @@ class Target:
 def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) -> Target:
     """What `out` asks for, when `source` is written to it.
 
-    A folder is meant by a slash at its end, by a folder that exists, by the name of an index, and where the source is a
-    folder by a name without ending. It gets the source's format if that one fills folders, else sharded safetensors;
-    with `max_shard_size` a single file is sharded too. Raises `CkptError` for an ending that no format has.
+    A folder is meant by a slash at its end, by a folder that exists, by the name of an index or of DCP's ``.metadata``,
+    by the ending ``.dcp`` (DCP again), and where the source is a folder by a name without ending. It gets the source's
+    format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file of a folder
+    is sharded too. Raises `CkptError` for an ending that no format has.
     """
     name = os.path.basename(out)
-    if INDEX.fullmatch(name):
+    if INDEX.fullmatch(name) or name == DCP_METADATA:
         return Target(out, format_for(out), os.path.dirname(out) or ".", name)
+    if out.rstrip("/").endswith(".dcp"):
+        return Target(out, FORMATS["dcp"], out)
     from_folder = os.path.isdir(source.source)
     row = FORMATS[source.format]
     if not (out.endswith("/") or os.path.isdir(out) or (from_folder and not Path(out).suffix)):

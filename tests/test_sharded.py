@@ -141,9 +141,10 @@ def test_what_fits_into_one_file_needs_no_index(llama: Path, tmp_path: Path) -> 
     assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "out").items())
     remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--rule", RULE, "--verify")
     assert (tmp_path / "again" / "model.safetensors").is_file()
-    remap(f"{tmp_path}/out", "--in-place", "--max-shard-size", "30KB")
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "out").items())
+    remap(f"{tmp_path}/out", "--in-place", "--max-shard-size", "30KB", status=1)
+    remap(f"{tmp_path}/out", "-o", f"{tmp_path}/again", "--max-shard-size", "30KB", "--force", "--verify")
+    assert not (tmp_path / "again" / "model.safetensors").exists()
+    assert all(torch.equal(value, want[key]) for key, value in loaded(tmp_path / "again").items())
 
 
 def test_tied_weights_are_saved_once_or_under_both_names(tmp_path: Path) -> None:

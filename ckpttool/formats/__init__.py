@@ -78,6 +78,7 @@ TABLE = (
         folder=True,
         module="sharded",
     ),
+    Format("dcp", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True),
 )
 FORMATS = {row.name: row for row in TABLE}
 
@@ -91,9 +92,11 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def _open(path: str) -> Checkpoint:
-    from ckpttool.formats.folders import locate
+    from ckpttool.formats.folders import DCP_METADATA, locate
     from ckpttool.formats.sniff import sniff
 
+    if os.path.basename(path) == DCP_METADATA:
+        path = os.path.dirname(path) or "."
     if not os.path.isdir(path):
         return FORMATS[sniff(path)].read(path)
     found = locate(path)

@@ -21,7 +21,7 @@ DCP_METADATA = ".metadata"
 
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
-_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".ot", ".tflite")
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
 # What a trainer saves beside the weights; never meant where there is anything else.
 _BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
@@ -107,6 +107,11 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
         return CkptError(
             f"{folder} holds {len(shards)} shards without their index",
             hint="download or copy the *.index.json too, or name one shard: " + quote(os.path.join(folder, shards[0])),
+        )
+    if any(re.fullmatch(r"__\d+\.metadata", name) for name in names):
+        return CkptError(
+            f"{folder} is a torch.distributed.checkpoint folder without collectives: each rank has its own index",
+            hint="load it with as many ranks and save it again with use_collectives=True",
         )
     if any(name.endswith(".distcp") for name in names):
         return CkptError(
