@@ -127,7 +127,7 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     theirs = dict.fromkeys(key for key in want if key not in have)
     entries += _other_form(Relation(names), section, mine, theirs)
     entries += _call_variants(names, section, mine, theirs)
-    entries += _accepted(mine, verdict)
+    entries += _accepted(mine, {t.fqn for t in names.runtime if not t.persistent}, verdict)
     entries += _absent(theirs, verdict)
     return tuple(entries)
 
@@ -210,18 +210,18 @@ def _why(key: str, name: str, target: str, form: str, hooks: Mapping[str, Hook |
     return "; ".join(filter(None, (runtime, wrapped))), hooks.get(target)
 
 
-def _accepted(keys: Iterable[str], verdict: Verdict | None) -> list[Entry]:
+def _accepted(keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | None) -> list[Entry]:
     """Keys that the model does not write: unexpected, but where its load hooks take them."""
-    if verdict is None:
-        return [Entry("unexpected", (key,), (), ONLY_LEFT) for key in keys]
-    unexpected, readers = set(verdict.unexpected), _readers(verdict)
+    unexpected = set(keys if verdict is None else verdict.unexpected)
+    readers = {} if verdict is None else _readers(verdict)
     entries = []
     for key in keys:
         if key in readers:
             goes = f"goes to {', '.join(readers[key])}"
             entries.append(Entry("renamed", (key,), (), "a load hook takes it under this name", None, goes))
-        elif key in unexpected or not verdict.ok:
-            entries.append(Entry("unexpected", (key,), (), ONLY_LEFT))
+        elif key in unexpected or verdict is None or not verdict.ok:
+            why = f"{ONLY_LEFT}: {NON_PERSISTENT} of the model, which is not saved" if key in unsaved else ONLY_LEFT
+            entries.append(Entry("unexpected", (key,), (), why))
         else:
             entries.append(Entry("unexpected", (key,), (), f"{ONLY_LEFT}; a load hook takes it away without an error"))
     return entries

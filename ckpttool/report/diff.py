@@ -69,8 +69,8 @@ def _causes(entries: Iterable[Entry]) -> Table:
         Column("status"),
         Column("entries", "number"),
         Column("why"),
-        Column("keys", "key"),
-        Column("are", "key"),
+        Column("left", "key"),
+        Column("right", "key"),
     )
     return Table("Differences, one line for each cause (--all lists every key)", columns, tuple(rows))
 

@@ -106,9 +106,9 @@ def cells(table: Table) -> list[list[Cell]]:
     return [[cell(inline, column.role) for column, inline in zip(table.columns, row)] for row in table.rows]
 
 
-def shortened(table: Table, limit: int | None) -> Table:
-    """The table with at most `limit` rows and a footer that says how many were left out; None leaves out none."""
+def shortened(table: Table, limit: int | None, option: str = "--all") -> Table:
+    """The table with at most `limit` rows and a footer that says how many more `option` shows; None leaves out none."""
     hidden = 0 if limit is None else len(table.rows) - limit
     if hidden <= 0:
         return table
-    return replace(table, rows=table.rows[:limit], footer=f"... {hidden:,} more (--all)")
+    return replace(table, rows=table.rows[:limit], footer=f"... {hidden:,} more ({option})")

@@ -27,9 +27,9 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
         pairs.append(("verified", "every tensor of the output was read back and compared"))
     blocks: list[Block] = [Facts(tuple(pairs))]
     if dry_run:
-        blocks.append(shortened(_changes(done.plan), _ROWS))
+        blocks.append(shortened(_changes(done.plan), _ROWS, "--format json"))
         blocks.append(Note("dry run: nothing was written"))
-    blocks.append(shortened(_dropped(done.plan), _ROWS))
+    blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
     blocks += [Note(note, "warning") for note in done.notes]
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
     return Document("remap", verdict, True, shown)

@@ -29,7 +29,12 @@ def document(swapped: Swap, program: str, new: str, out: str | None, *, dry_run:
     if swapped.ignored:
         rows = tuple((key,) for key in swapped.ignored)
         blocks.append(
-            shortened(Table("In the checkpoint, and no part of any program", (Column("key", "key"),), rows), _ROWS)
+            shortened(
+                Table("In the checkpoint, and no part of any program", (Column("key", "key"),), rows),
+                _ROWS,
+                "--format json",
+                "--format json",
+            )
         )
     if dry_run:
         blocks.append(Note("dry run: nothing was written"))
