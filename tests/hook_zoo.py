@@ -1169,3 +1169,29 @@ def hook_removes_itself() -> nn.Module:
 
     handle = model._register_state_dict_hook(save)
     return nn.Sequential(model)
+
+
+@pattern
+def dedupes_by_storage() -> nn.Module:
+    """safetensors and Hugging Face find shared tensors in this way."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
+    model["c"].bias = model["a"].bias
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        first: dict[tuple[int, int], str] = {}
+        for key in list(sd):
+            place = (sd[key].untyped_storage().data_ptr(), sd[key].storage_offset())
+            if first.setdefault(place, key) != key:
+                del sd[key]
+
+    model._register_state_dict_hook(save)
+    return model
+
+
+@pattern
+def drops_out() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "weight": nn.functional.dropout(sd[p + "weight"], 0.5)})
+    )
+    return model

@@ -163,6 +163,7 @@ def test_constants_are_fed_by_nothing() -> None:
     assert source_of("adds_a_constant", "version") is None
     assert source_of("adds_random_numbers", "seed") is None
     assert ex.is_opaque(source_of("adds_random_numbers", "noisy"))
+    assert list(ex.refs(source_of("drops_out", "weight"))) == ["weight"]
 
 
 def test_code_that_cannot_be_followed_is_never_made_up() -> None:

@@ -25,6 +25,7 @@ _FILLS: Mapping[str, Any] = {
     "zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "zero": 0,
 }  # fmt: skip
 _UNINITIALISED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+_RANDOM_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})  # they read a shape only
 _FILL_ARGUMENT: Mapping[str, int] = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}
 _PLACEMENT = frozenset({"device", "pin_memory", "layout", "non_blocking", "generator"})  # where, not what
 _LITERAL_LIMIT = 4096  # elements; a constant made outside torch is written into the expression up to here
@@ -49,8 +50,10 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, va
             return full(tuple(out.shape), fill, out.dtype)
         same = value(fill) if fill.dtype == out.dtype else cast(value(fill), out.dtype)
         return Op("aten.expand.default", (same, tuple(out.shape)))
-    if torch.Tag.nondeterministic_seeded in func.tags or not isinstance(func, torch._ops.OpOverload):
+    if base in _RANDOM_LIKE:
         return opaque()
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
+        return opaque(*(value(arg) for arg in args if isinstance(arg, torch.Tensor)))
     if name in _RESHAPES:
         return Op("aten.reshape.default", (value(args[0]), tuple(out.shape)))
     if name == "slice.Tensor":

@@ -225,7 +225,9 @@ class Recorder(TorchDispatchMode):
         parts = [whole] if isinstance(out, torch.Tensor) else [Op("getitem", (whole, i)) for i in range(len(outs))]
         return [part if o.dtype == t.dtype else fn.cast(part, t.dtype) for part, o, t in zip(parts, outs, targets)]
 
-    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> Expression:
+    def _copied(self, target: torch.Tensor, source: Any) -> Expression:
+        if not isinstance(source, torch.Tensor):  # torch takes a number too
+            return fn.full(tuple(target.shape), source, target.dtype)
         value = self.value(source)
         if torch.nn.parameter.is_lazy(source) or torch.nn.parameter.is_lazy(target):
             return value

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -117,8 +117,27 @@ def recording(recorder: Recorder) -> Iterator[None]:
     """Runs the model's own code under the recorder; its prints go to stderr, its warnings nowhere."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with recorder, Questions(recorder):
+        with _storages_told_apart(), recorder, Questions(recorder):
             yield
+
+
+@contextlib.contextmanager
+def _storages_told_apart() -> Iterator[None]:
+    """On meta every storage lies at address 0, and code that finds shared ones by it would take all for one."""
+    storages: Any = torch.UntypedStorage
+    plain, own = storages.data_ptr, vars(storages).get("data_ptr")
+
+    def data_ptr(storage: Any) -> int:
+        return storage._cdata if storage.device.type == "meta" else plain(storage)
+
+    storages.data_ptr = data_ptr
+    try:
+        yield
+    finally:
+        if own is None:
+            del storages.data_ptr
+        else:
+            storages.data_ptr = own
 
 
 @contextlib.contextmanager
