@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.expression import Expression, Op, refs
@@ -264,31 +263,6 @@ class Recorder(TorchDispatchMode):
         """The arguments, all on meta where one of them has no values: torch refuses to mix devices."""
         devices = {self._is_unreal(t) for t in _tensors(args, kwargs)}
         return [_on_meta(arg) for arg in args] if len(devices) > 1 or (devices == {True}) else args
-
-
-class Questions(TorchFunctionMode):
-    """Answers what code asks about tensors besides their values, so that meta tensors do not give themselves away.
-
-    Addresses are 0 on meta, and a hook that finds shared tensors by ``data_ptr()`` would take all for one.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _READS:
-            self.recorder.read(args[:1])
-        elif func == torch.Tensor.data_ptr and args[0].device.type == "meta" and args[0].layout == torch.strided:
-            tensor = args[0]
-            return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
-        elif func == _IS_META:
-            return False
-        return func(*args, **(kwargs or {}))
-
-
-_READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
-_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 @cache

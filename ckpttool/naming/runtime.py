@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from ckpttool.naming.hooks import Watcher
 from ckpttool.naming.identity import Token, token
 from ckpttool.naming.load_model import LoadedModel, describe
 from ckpttool.naming.names import RuntimeTensor
-from ckpttool.naming.record import Questions, Recorder
+from ckpttool.naming.questions import Questions, storages_told_apart
+from ckpttool.naming.record import Recorder
 from ckpttool.naming.wrappers import BY_CLASS, strip
 
 T = TypeVar("T")
@@ -117,27 +118,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
     """Runs the model's own code under the recorder; its prints go to stderr, its warnings nowhere."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _storages_told_apart(), recorder, Questions(recorder):
+        with storages_told_apart(), recorder, Questions(recorder):
             yield
-
-
-@contextlib.contextmanager
-def _storages_told_apart() -> Iterator[None]:
-    """On meta every storage lies at address 0, and code that finds shared ones by it would take all for one."""
-    storages: Any = torch.UntypedStorage
-    plain, own = storages.data_ptr, vars(storages).get("data_ptr")
-
-    def data_ptr(storage: Any) -> int:
-        return storage._cdata if storage.device.type == "meta" else plain(storage)
-
-    storages.data_ptr = data_ptr
-    try:
-        yield
-    finally:
-        if own is None:
-            del storages.data_ptr
-        else:
-            storages.data_ptr = own
 
 
 @contextlib.contextmanager
