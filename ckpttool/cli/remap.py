@@ -10,10 +10,13 @@ import typer
 
 from ckpttool.cli.operands import Materialize, Model, ModelKwargs, Optimizer, load_names, read_json
 from ckpttool.cli.output import Format, Reports, emit, write_report
+from ckpttool.cli.ranks import Units, WorldSize, put_together, write_ranks
+from ckpttool.cli.ranks import check as check_ranks
 from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
 from ckpttool.convert import check_in_place, fit, losses
 from ckpttool.errors import CkptError
 from ckpttool.formats.shards import parse_size
+from ckpttool.gather_optimizer import with_gathered_optimizers
 from ckpttool.naming.chain import parse as parse_chain
 from ckpttool.naming.forms import SERIALIZED
 from ckpttool.naming.names import Names
@@ -23,6 +26,8 @@ from ckpttool.plan import Plan
 from ckpttool.remap import FORMS, Way, by_plan, remap, to_json, with_optimizers
 from ckpttool.remap_optimizer import Wanted
 from ckpttool.rules import parse
+from ckpttool.scatter import FORM as FSDP_FLAT
+from ckpttool.scatter import scatter
 from ckpttool.target import target_for
 
 
@@ -63,6 +68,8 @@ def command(
     max_shard_size: Annotated[
         str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Shard afresh, as in 5GB.")
     ] = None,
+    units: Units = None,
+    world_size: WorldSize = None,
     link: HowLinked = "copy",
     in_place: Annotated[bool, typer.Option("--in-place", help="Replace CKPT itself, atomically.")] = False,
     force: Force = False,
@@ -82,6 +89,7 @@ def command(
     out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
     _check(model, to, was, rule, plan, reverse)
     _check_optimizers(model, optimizer, to_optimizer, optimizer_keys, plan or save_plan)
+    check_ranks(to, model, world_size, units, out)
     source = open_operand(ckpt)
     shard_size = None if max_shard_size is None else parse_size(max_shard_size)
     target = None if out is None else target_for(out, source, shard_size)
@@ -89,19 +97,29 @@ def command(
         check_in_place(source, target.format)
     if target is not None and not dry_run:
         check_target(target, split(ckpt)[0], force=force, in_place=in_place)
+    names = None
     if plan is not None:
         done = by_plan(source, Plan.from_json(read_json(plan, "write one with --save-plan"), plan))
     else:
         names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
+        gathered = put_together(source, names, units, to, save_plan is not None)
         rules = [parse(text, reverse=reverse) for text in rule or ()]
         to_names = _to_names(model, to_model, to_optimizer, model_kwargs, materialize)
         wanted = Wanted(optimizer_keys, names, to_names, rules, FORMS.get(to or ""))
-        alone = to is None and was is None and like is None and to_model is None and wanted.changes
+        alone = gathered is None and to is None and was is None and like is None and to_model is None and wanted.changes
         section = None if like is None else model_section(open_operand(like))
-        way = Way(None if alone else names, to, was, to_names if to_model is not None else None, section, rules)
-        done = remap(source, way, drop or ())
+        form = SERIALIZED if to == FSDP_FLAT else to
+        way = Way(None if alone else names, form, was, to_names if to_model is not None else None, section, rules)
+        done = remap(source if gathered is None else gathered.checkpoint, way, drop or ())
+        if gathered is not None and names is not None:
+            done = with_gathered_optimizers(done, gathered, names)
         done = with_optimizers(done, wanted)
-    if target is not None:
+    if to == FSDP_FLAT and names is not None:
+        ranks = scatter(done.result, names, units or (), world_size or 0)
+        if out is not None and not dry_run:
+            write_ranks(ranks, out, force=force, fsync=not no_fsync, verify=verify)
+        done = replace(done, to=to, notes=(*source.notes, *done.notes))
+    elif target is not None:
         fitted = fit(done.result, target.format, keep_aliases=keep_aliases)
         done = replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
         content = target.lay_out(fitted, shard_size)
@@ -157,7 +175,7 @@ def _check(
     model: str | None, to: str | None, was: str | None, rule: Sequence[str] | None, plan: str | None, reverse: bool
 ) -> None:
     """Options that do not go together, or name a form that is none."""
-    if to is not None and to not in FORMS:
+    if to is not None and to not in (*FORMS, FSDP_FLAT):
         parse_chain(to)
     if was is not None and was not in FORMS:
         raise CkptError(

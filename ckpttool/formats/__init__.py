@@ -78,6 +78,7 @@ TABLE = (
         folder=True,
         module="sharded",
     ),
+    Format("rank_files", "files of the ranks of one run (torch.save)", ()),
     Format("dcp", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True),
 )
 FORMATS = {row.name: row for row in TABLE}
@@ -93,8 +94,11 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 def _open(path: str) -> Checkpoint:
     from ckpttool.formats.folders import DCP_METADATA, locate
+    from ckpttool.formats.rank_files import is_glob
     from ckpttool.formats.sniff import sniff
 
+    if is_glob(path):
+        return FORMATS["rank_files"].read(path)
     if os.path.basename(path) == DCP_METADATA:
         path = os.path.dirname(path) or "."
     if not os.path.isdir(path):

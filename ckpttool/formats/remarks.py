@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ckpttool.checkpoint import Checkpoint, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.naming.flat_param import is_flat
 
 _GATHER = "`python zero_to_fp32.py CHECKPOINT_DIR OUT` gathers them (DeepSpeed puts the script beside the checkpoint)"
 PLACEHOLDER = f"a ZeRO-3 placeholder, its values are in the ranks' files; {_GATHER}"
@@ -17,13 +18,18 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
     found = []
     if _DEEPSPEED & set(checkpoint.others):
         found.append(_deepspeed(checkpoint.others))
-    states = [section for section in checkpoint.sections if section.kind == "state_dict"]
+    states = [s for s in checkpoint.sections if s.kind == "state_dict" and not _is_of_fsdp(checkpoint, s)]
     hollow = sum(is_placeholder(entry) for section in states for entry in section.tensors)
     if hollow:
         found.append(
             f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks' files; {_GATHER}"
         )
     return tuple(found)
+
+
+def _is_of_fsdp(checkpoint: Checkpoint, section: Section) -> bool:
+    """Whether an empty tensor is what FSDP1 leaves on a rank that holds nothing of a parameter."""
+    return checkpoint.format == "rank_files" or any(is_flat(entry.key) for entry in section.tensors)
 
 
 def _deepspeed(others: Collection[str]) -> str:
