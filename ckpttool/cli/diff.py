@@ -75,7 +75,7 @@ def command(
         result = _names(load_names(model, model_kwargs, materialize), chosen)
     else:
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
-    emit(document(result, all=all), result.to_json(), format, report)
+    emit(lambda: document(result, all=all), result.to_json, format, report)
     return 0 if result.identical else 1
 
 

@@ -24,4 +24,4 @@ def command(
     from ckpttool.report.names import explained
 
     found = explain(load_names(model, model_kwargs, materialize, optimizer), name)
-    emit(explained(found), found.to_json(), format, report)
+    emit(lambda: explained(found), found.to_json, format, report)

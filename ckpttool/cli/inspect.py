@@ -24,4 +24,4 @@ def command(
     from ckpttool.report.inspection import document
 
     inspection = inspect(open_operand(ckpt))
-    emit(document(inspection, all=all), inspection.to_json(), format, report)
+    emit(lambda: document(inspection, all=all), inspection.to_json, format, report)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from ckpttool.report import FORMATS, check_format, format_of, render
+from ckpttool.report import FORMATS, check_format, format_of, json, render
 from ckpttool.report.document import Document
 from ckpttool.report.text import Terminal
 
@@ -36,15 +36,30 @@ Reports = Annotated[
 ]
 
 
-def emit(document: Document, data: Mapping[str, Any], format: str, reports: Sequence[str] | None = None) -> None:
+def emit(
+    document: Callable[[], Document],
+    data: Callable[[], Mapping[str, Any]],
+    format: str,
+    reports: Sequence[str] | None = None,
+) -> None:
     """Writes the report files, then prints the result to stdout: data and nothing else.
 
-    The files come first, so that stdout stays empty where one of them cannot be written. Raises OSError.
+    `document` and `data` make the two shapes of the result; each is called only where a format shows it. The files come
+    first, so that stdout stays empty where one of them cannot be written. Raises OSError.
     """
     for path in reports or ():
-        write_report(path, render(format_of(path), document, data))
-    sys.stdout.write(render(format, document, data, _terminal()))
+        write_report(path, _rendered(format_of(path), document, data))
+    sys.stdout.write(_rendered(format, document, data, _terminal()))
     sys.stdout.flush()
+
+
+def _rendered(
+    format: str,
+    document: Callable[[], Document],
+    data: Callable[[], Mapping[str, Any]],
+    terminal: Terminal | None = None,
+) -> str:
+    return json.render(data()) if format == "json" else render(format, document(), {}, terminal)
 
 
 def write_report(path: str, text: str) -> None:

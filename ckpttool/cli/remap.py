@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -132,7 +133,8 @@ def command(
         from ckpttool.report import json
 
         write_report(save_plan, json.render(done.plan.to_json()))
-    emit(document(done, ckpt, out, dry_run=dry_run, verified=verify), data, format, report)
+    shown = partial(document, done, ckpt, out, dry_run=dry_run, verified=verify)
+    emit(shown, lambda: data, format, report)
 
 
 def _to_names(

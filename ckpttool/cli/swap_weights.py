@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -73,4 +74,5 @@ def command(
         if verify:
             prove(target, swapped.program, read_program(target, name))
     data = to_json(swapped, program, new, target or "")
-    emit(document(swapped, program, new, target, dry_run=dry_run, verified=verify), data, format, report)
+    shown = partial(document, swapped, program, new, target, dry_run=dry_run, verified=verify)
+    emit(shown, lambda: data, format, report)

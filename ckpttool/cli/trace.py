@@ -35,4 +35,4 @@ def command(
     data = names.to_json()
     if out is not None:
         write_report(out, json.render(data))
-    emit(document(names, all=all, written=out), data, format, report)
+    emit(lambda: document(names, all=all, written=out), lambda: data, format, report)
