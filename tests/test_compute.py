@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpttool import compute
-from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
 from ckpttool.expression import Op, Ref, Special
 
@@ -62,13 +62,32 @@ def test_expressions_give_what_torch_gives(tmp_path: Path, name: str) -> None:
     source, expected = EXPRESSIONS[name]
     entry = compute.entry_of("new", source, {"x": stored(X, tmp_path)})
     assert (entry.key, entry.shape, entry.dtype) == ("new", expected.shape, str(expected.dtype).removeprefix("torch."))
-    assert entry.stride == contiguous_stride(entry.shape)
     assert same(compute.load(entry), expected.contiguous())
+
+
+VIEWS: dict[str, tuple[Any, bool]] = {
+    "a transpose": (Op("aten.t.default", (Ref("x"),)), True),
+    "a part of a split": (Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 1)), True),
+    "other dtype, same bits": (Op("aten.view.dtype", (Ref("x"), Special("dtype", "int16"))), True),
+    "a conjugate": (Op("aten._conj.default", (Op("aten.view_as_complex.default", (Op(
+        "aten.reshape.default", (Ref("x"), (4, 3, 2))),)),)), False),
+    "a reshape that has to copy": (Op("aten.reshape.default", (Op("aten.t.default", (Ref("x"),)), (24,))), False),
+    "a copy": (Op("aten.clone.default", (Ref("x"),)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_stay_views_of_their_storage(tmp_path: Path, name: str) -> None:
+    source, is_view = VIEWS[name]
+    whole = stored(torch.cat([torch.zeros(1, 6), X])[1:], tmp_path)
+    entry = compute.entry_of("new", source, {"x": whole})
+    assert (entry.storage is whole.storage) == is_view
+    assert same(compute.load(entry), compute.evaluate(source, lambda key: X).resolve_conj().contiguous())
 
 
 def test_a_computed_entry_is_not_computed_before_it_is_written(tmp_path: Path) -> None:
     entry = stored(X, tmp_path)
-    computed = compute.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
+    computed = compute.entry_of("new", Op("aten.neg.default", (Ref("x"),)), {"x": entry})
     assert isinstance(computed.storage, Storage)
     assert isinstance(computed.storage.data, Lazy)
     (tmp_path / "x.bin").unlink()

@@ -33,7 +33,6 @@ def document(swapped: Swap, program: str, new: str, out: str | None, *, dry_run:
                 Table("In the checkpoint, and no part of any program", (Column("key", "key"),), rows),
                 _ROWS,
                 "--format json",
-                "--format json",
             )
         )
     if dry_run:
