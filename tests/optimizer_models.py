@@ -71,6 +71,19 @@ class Matrices(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class Tied(nn.Module):
+    """Its second layer is the first one's weight again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
 class Split(nn.Module):
     """Three projections, each with a weight of its own; a state_dict hook writes them as one."""
 

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import optimizer_models as models
 from ckpttool.errors import Refused
+from ckpttool.formats import open_checkpoint
+from ckpttool.remap_optimizer import Wanted, remap_optimizers
 from ckpttool.rules import parse
 from optimizer_support import equal_weights, names_of, remapped, same, save, steps, train
 
@@ -31,6 +34,10 @@ OPTIMIZERS = {
 }
 
 
+def options_of(keys: str) -> StateDictOptions:
+    return StateDictOptions(flatten_optimizer_state_dict=keys == "flat")
+
+
 def resumed(checkpoint: dict, model, make, keys: str):
     """The model and its optimizer from a checkpoint, loaded as torch loads this form."""
     made = model()
@@ -39,8 +46,7 @@ def resumed(checkpoint: dict, model, make, keys: str):
     if keys == "id":
         optimizer.load_state_dict(checkpoint["optimizer"])
     else:
-        options = StateDictOptions(flatten_optimizer_state_dict=keys == "flat")
-        set_optimizer_state_dict(made, optimizer, checkpoint["optimizer"], options=options)
+        set_optimizer_state_dict(made, optimizer, checkpoint["optimizer"], options=options_of(keys))
     return made, optimizer
 
 
@@ -83,8 +89,7 @@ def test_muon_continues_bit_for_bit(tmp_path: Path) -> None:
 def test_the_named_forms_are_those_of_torch(keys: str, make: str, tmp_path: Path) -> None:
     model, optimizer = train(models.Net, getattr(models, make))
     path = save(tmp_path / "id.pt", model, optimizer)
-    options = StateDictOptions(flatten_optimizer_state_dict=keys == "flat")
-    expected = get_optimizer_state_dict(model, optimizer, options=options)
+    expected = get_optimizer_state_dict(model, optimizer, options=options_of(keys))
     found, _ = remapped(path, tmp_path / "out.pt", keys=keys, names=names_of("Net"))
     assert same(found["optimizer"], expected)
 
@@ -338,3 +343,67 @@ def test_the_history_of_lbfgs_does_not_move(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="cannot follow") as refused:
         remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Reordered"))
     assert "belongs to all parameters together" in str(refused.value.problems[0])
+
+
+# Wrappers: ids do not know of them, and names lose their segments
+
+WRAPPERS = {
+    "compile": torch.compile,
+    "DataParallel": torch.nn.DataParallel,
+    "checkpoint": checkpoint_wrapper,
+    "compile of checkpoint": lambda model: torch.compile(checkpoint_wrapper(model)),
+    "checkpoint of compile": lambda model: checkpoint_wrapper(torch.compile(model)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_pytorch_101107_113422_names_that_a_wrapper_made_longer(wrapper: str, tmp_path: Path) -> None:
+    """An optimizer over a wrapped model's named parameters has the wrapper's segments in its param_names."""
+    _, optimizer = train(models.Net, models.named)
+    state = optimizer.state_dict()
+    plain = state["param_groups"][0]["param_names"]
+    wrapped = [name for name, _ in WRAPPERS[wrapper](models.Net()).named_parameters()][::-1]
+    state["param_groups"][0]["param_names"] = wrapped
+    torch.save(state, tmp_path / "o.pt")
+    found, _ = remapped(str(tmp_path / "o.pt"), tmp_path / "out.pt", keys="fqn", names=names_of("Net"))
+    assert found["param_groups"][0]["params"] == found["param_groups"][0]["param_names"] == plain
+    assert found["state"].keys() == set(plain)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("keys", ["fqn", "flat"])
+def test_a_wrapped_model_resumes_from_names(keys: str, wrapper: str, tmp_path: Path) -> None:
+    model, optimizer = train(models.Net, models.adamw)
+    path = save(tmp_path / "id.pt", model, optimizer)
+    found, _ = remapped(path, tmp_path / "out.pt", keys=keys, names=names_of("Net"))
+    other = models.Net()
+    other.load_state_dict(found["model"])
+    wrapped = WRAPPERS[wrapper](other)
+    target = models.adamw(wrapped)
+    if wrapper in ("DataParallel", "checkpoint of compile"):  # torch leaves their segments in (torchtitan#2622)
+        with pytest.raises((RuntimeError, KeyError)):
+            set_optimizer_state_dict(wrapped, target, found["optimizer"], options=options_of(keys))
+        return
+    set_optimizer_state_dict(wrapped, target, found["optimizer"], options=options_of(keys))
+    steps(model, optimizer, 3, 5)
+    steps(other, target, 3, 5)
+    assert equal_weights(other, model)
+
+
+def test_names_of_tied_parameters(tmp_path: Path) -> None:
+    model, optimizer = train(models.Tied, models.adamw)
+    path = save(tmp_path / "o.pt", model, optimizer)
+    found, done = remapped(path, tmp_path / "out.pt", keys="fqn", names=names_of("Tied"))
+    assert done.params == 3
+    assert same(found["optimizer"], get_optimizer_state_dict(model, optimizer))
+
+
+def test_several_optimizers_each_with_its_names(tmp_path: Path) -> None:
+    model = models.Net()
+    parts = [[(n, p) for n, p in model.named_parameters() if n.startswith("head") == head] for head in (True, False)]
+    optimizers = [torch.optim.AdamW(part, 0.01) for part in parts]
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": [o.state_dict() for o in optimizers]}, path)
+    result, done = remap_optimizers(open_checkpoint(str(path)), Wanted("fqn", names_of("Net")))
+    assert [(one.section, one.params) for one in done] == [("optimizer_states.0", 1), ("optimizer_states.1", 8)]
+    assert [section.kind for section in result.sections].count("optimizer") == 2

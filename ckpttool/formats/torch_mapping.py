@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.formats.pickle_tree import ABSENT, Call, Global
 from ckpttool.formats.torch_tensor import Carried, Storages, entry_of, is_tensor
+from ckpttool.naming.optimizer import rebuilt
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _MAX_DEPTH = 50
@@ -19,20 +20,24 @@ class _TooMuch(Exception):
     """The tree is larger than any optimizer's."""
 
 
-def mapping_of(node: Any, storages: Storages) -> Mapping[Any, Any] | None:
+def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) -> Mapping[Any, Any] | None:
     """The state dict that `node` makes; None where it is too large to be taken apart, or no mapping.
 
-    An ``OrderedDict`` is a dict here; any other object stands as an `ExtraEntry` that carries its node.
+    `entries` are its tensors as far as they are known. An ``OrderedDict`` is a dict here; any other object stands as an
+    `ExtraEntry` that carries its node. A list of scalars stays the node that it is, shared where the pickle shares it.
     """
+    known = {id(entry.payload.node): entry for entry in entries if isinstance(entry.payload, Carried)}
     seen: set[int] = set()
+    flat: set[int] = set()
     repeats = [0]
 
     def value(node: Any, path: tuple[str, ...]) -> Any:
-        if type(node) in _SCALARS:
+        if type(node) in _SCALARS or id(node) in flat:
             return node
         key = ".".join(path)
         if is_tensor(node):
-            return entry_of(key, node, storages)
+            entry = known.get(id(node))
+            return entry if entry is not None and entry.key == key else entry_of(key, node, storages)
         repeats[0] += id(node) in seen
         seen.add(id(node))
         if repeats[0] > _MAX_REPEATS:
@@ -42,6 +47,9 @@ def mapping_of(node: Any, storages: Storages) -> Mapping[Any, Any] | None:
             if pairs is not None:
                 return {name: value(part, (*path, str(name))) for name, part in pairs.items()}
             if type(node) in (list, tuple):
+                if all(type(part) in _SCALARS for part in node):
+                    flat.add(id(node))
+                    return node
                 return type(node)(value(part, (*path, str(index))) for index, part in enumerate(node))
         return ExtraEntry(key, Carried(node, storages))
 
@@ -61,9 +69,12 @@ def _pairs(node: Any) -> dict[Any, Any] | None:
 
 
 def node_of(value: Any, entry_node: Callable[[TensorEntry | ExtraEntry], Any]) -> Any:
-    """The node that makes `value`, a mapping or a part of one; `entry_node` makes those of entries."""
-    if isinstance(value, Mapping):
-        return {name: node_of(part, entry_node) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(node_of(part, entry_node) for part in value)
-    return entry_node(value) if isinstance(value, (TensorEntry, ExtraEntry)) else value
+    """The node that makes `value`, a mapping or a part of one; `entry_node` makes those of entries.
+
+    What holds no entry is its own node, and stays shared.
+    """
+
+    def made(part: Any) -> Any:
+        return entry_node(part) if isinstance(part, (TensorEntry, ExtraEntry)) else part
+
+    return rebuilt(value, lambda path, part: made(part))

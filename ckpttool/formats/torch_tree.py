@@ -192,7 +192,7 @@ def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -
     for child_path, child_steps, child in _named_children(node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
     name = _free(".".join(path), tree.places)
-    mapping = mapping_of(node, tree.storages)
+    mapping = mapping_of(node, inner.loose, tree.storages)
     section = Section(name, "optimizer", tuple(inner.loose), mapping=mapping)
     tree.places[name] = Place(section, steps, node, inner.loose_steps)
 

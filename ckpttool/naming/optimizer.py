@@ -6,8 +6,9 @@ torch's own form numbers parameters in the order of the param groups (``id``); t
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
@@ -129,15 +130,17 @@ def read(section: Section) -> OptimizerState:
     return found
 
 
-def kept(value: Any, keys: Collection[str]) -> Any:
-    """A mapping, or a part of one, without tensors whose keys are not among `keys`: these were dropped."""
-    if isinstance(value, Mapping):
-        return {
-            name: kept(part, keys)
-            for name, part in value.items()
-            if not isinstance(part, TensorEntry) or part.key in keys
-        }
-    return [kept(part, keys) for part in value] if type(value) is list else value
+def kept(mapping: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
+    """The mapping without tensors whose keys are not among `keys`: these were dropped."""
+    found: dict[Any, Any] = {}
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            found[name] = kept(value, keys)
+        elif name == GROUPS and isinstance(value, list):
+            found[name] = [kept(group, keys) if isinstance(group, Mapping) else group for group in value]
+        elif not isinstance(value, TensorEntry) or value.key in keys:
+            found[name] = value
+    return found
 
 
 def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> OptimizerState:
@@ -225,6 +228,8 @@ def same_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
 
 def same_option(left: Any, right: Any) -> bool:
     """Whether two values of an option are the same; two tensors are where they are one tensor or hold equal bytes."""
+    if left is right:
+        return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
         from ckpttool.values import same_values
 
@@ -249,9 +254,17 @@ def _list(value: Any) -> Sequence[Any]:
 
 def write(state: OptimizerState, section: Section) -> Section:
     """`section` with `state` in it, in the form that `state` says."""
-    mapping = _FORM[state.form](state)
-    mapping = _keyed(mapping, ())
-    return replace(section, kind="optimizer", tensors=tuple(_tensors(mapping)), extras=(), mapping=mapping)
+    tensors: list[TensorEntry] = []
+
+    def keyed(path: tuple[str, ...], value: Any) -> Any:
+        if not isinstance(value, (TensorEntry, ExtraEntry)):
+            return value
+        made = replace(value, key=".".join(path))
+        tensors.extend([made] if isinstance(made, TensorEntry) else [])
+        return made
+
+    mapping = rebuilt(_FORM[state.form](state), keyed)
+    return replace(section, kind="optimizer", tensors=tuple(tensors), extras=(), mapping=mapping)
 
 
 def _nested(state: OptimizerState) -> dict[Any, Any]:
@@ -294,18 +307,33 @@ def _flatten(prefix: str, value: Any, flat: dict[Any, Any], problems: list[Probl
 _FORM: dict[str, Callable[[OptimizerState], dict[Any, Any]]] = {ID: _nested, FQN: _nested, FLAT: _flat}
 
 
-def _keyed(value: Any, path: tuple[str, ...]) -> Any:
-    """The value with its entries' keys set to their places."""
-    if isinstance(value, Mapping):
-        return {name: _keyed(part, (*path, str(name))) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_keyed(part, (*path, str(index))) for index, part in enumerate(value))
-    return replace(value, key=".".join(path)) if isinstance(value, (TensorEntry, ExtraEntry)) else value
+Leaf = Callable[["tuple[str, ...]", Any], Any]
 
 
-def _tensors(value: Any) -> Iterator[TensorEntry]:
-    if isinstance(value, TensorEntry):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
+def rebuilt(value: Any, leaf: Leaf) -> Any:
+    """The value with ``leaf(path, part)`` for every part that holds no others. What this leaves as it was stays shared:
+
+    a flattened optimizer has one list of ``param_names`` for each of its parameters.
+    """
+    same: set[int] = set()
+
+    def made(part: Any, path: tuple[str, ...]) -> Any:
+        if id(part) in same:
+            return part
+        if isinstance(part, Mapping):
+            pairs = {name: made(inner, (*path, str(name))) for name, inner in part.items()}
+            return part if _is(part, pairs.values(), part.values(), same) else pairs
+        if isinstance(part, (list, tuple)):
+            items = [made(inner, (*path, str(index))) for index, inner in enumerate(part)]
+            return part if _is(part, items, part, same) else type(part)(items)
+        return leaf(path, part)
+
+    return made(value, ())
+
+
+def _is(whole: object, left: Iterable[object], right: Iterable[object], same: set[int]) -> bool:
+    """Whether all parts are the same objects; then notes down `whole`."""
+    found = all(map(operator.is_, left, right))
+    if found:
+        same.add(id(whole))
+    return found
