@@ -116,6 +116,24 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
 def _data(piece: Piece, reader: SpanReader) -> Iterator[bytes | memoryview]:
     if isinstance(piece.data, bytes):
         yield piece.data
+def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
+    """Whether the two are the same bytes, streamed, also where they are still to be computed."""
+    if isinstance(left, Span) and isinstance(right, Span):
+        return same_bytes(left, right)
+    if left.length != right.length:
+        return False
+    ours, theirs = stream([Piece(left)]), stream([Piece(right)])
+    mine = yours = b""
+    while True:
+        mine, yours = mine or bytes(next(ours, b"")), yours or bytes(next(theirs, b""))
+        count = min(len(mine), len(yours))
+        if not count:
+            return not mine and not yours
+        if mine[:count] != yours[:count]:
+            return False
+        mine, yours = mine[count:], yours[count:]
+
+
     elif isinstance(piece.data, Span):
         yield from reader.chunks(piece.data)
     else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
-from ckpttool.spans import same_bytes
+from ckpttool.spans import same_data
 
 
 def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
@@ -15,11 +15,20 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
         return False
     if left.storage is None or right.storage is None or left.identity == right.identity:
         return True
-    if left.span is not None and right.span is not None:
-        return same_bytes(left.span, right.span)
+    mine, yours = _in_order(left), _in_order(right)
+    if mine is not None and yours is not None:
+        return same_data(mine, yours)
     from ckpttool import compute
 
     return compute.same_bits(compute.load(left), compute.load(right))
+
+
+def _in_order(entry: TensorEntry) -> Span | Lazy | None:
+    """The tensor's elements in row-major order, or None where they have to be gathered."""
+    if entry.span is not None or entry.storage is None:
+        return entry.span
+    whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
+    return entry.storage.data if whole else None
 
 
 def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> str | None:

@@ -81,6 +81,7 @@ def _save(folder: Path) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "threads", thread_count=2))
     del state["model"]["old"]  # torch cannot stage a ShardedTensor
     dcp.async_save(state, checkpoint_id=folder / "async").result()
+    _save_safetensors(state["model"], folder)
     whole = model()
     for layer in whole:
         fully_shard(layer)
@@ -90,6 +91,22 @@ def _save(folder: Path) -> None:
     optimizer.step()
     weights, state_of_optimizer = get_state_dict(whole, optimizer)
     dcp.save({"model": weights, "optimizer": state_of_optimizer}, checkpoint_id=folder / "fsdp")
+
+
+def _save_safetensors(state: dict[str, Any], folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    del state["empty"]  # a rank's part of it has no place in a file
+    files = {name: 1 + index % 2 for index, name in enumerate(state)}
+    writer = dcp.FileSystemWriter(folder / "distcp", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer)
+    writer = dcp.HuggingFaceStorageWriter(str(folder / "shards"), files, save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+    writer = dcp.HuggingFaceStorageWriter(
+        str(folder / "consolidated"), files, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(state, storage_writer=writer)
 
 
 def _load(folder: Path) -> None:
@@ -131,6 +148,8 @@ def main() -> None:
     {"save": _save, "load": _load}[sys.argv[1]](Path(sys.argv[2]))
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torch's own threads sometimes abort a process that ends while the machine is busy
 
 
 if __name__ == "__main__":

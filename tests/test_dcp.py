@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
@@ -135,6 +135,29 @@ def test_chunks_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
     assert (got["step"], got["names"], got["plain"].tolist()) == (7, ["a", "b"], [1, 1, 1])
     remap(f"{ranks / name}::model", "-o", tmp_path / "out.safetensors", "--verify")
     assert all(same(value, want[key]) for key, value in load_file(tmp_path / "out.safetensors").items())
+
+
+@pytest.mark.parametrize("name", ["distcp", "shards", "consolidated"])
+def test_safetensors_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
+    want = dcp_ranks.tensors()
+    del want["empty"]
+    remap(ranks / name, "-o", tmp_path / "out.safetensors", "--verify")
+    got = load_file(tmp_path / "out.safetensors")
+    assert got.keys() == want.keys()
+    assert all(same(value, want[key]) for key, value in got.items())
+    remap(ranks / name, "-o", tmp_path / "out.dcp", "--rule", "rows => lines", "--verify")
+    assert same(loaded(tmp_path / "out.dcp")["lines"], want["rows"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": {}}', '{"rows": {"saved_offsets": [0, 1, 2]}}', "{"])
+def test_shards_that_do_not_say_where_they_lie(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": text})
+    with pytest.raises(CkptError, match="whole tensors"):
+        open_checkpoint(str(tmp_path))
+    save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": '{"rows": {"saved_offsets": [1, 0]}}'})
+    with pytest.raises(CkptError, match="whole tensors"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_from_safetensors_and_to_shards(tmp_path: Path) -> None:

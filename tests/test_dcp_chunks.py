@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpttool.errors import CkptError
 from ckpttool.formats import dcp_chunks
 from ckpttool.formats.dcp_chunks import tensor_data
-from ckpttool.formats.dcp_metadata import Chunk, Place, TensorItem, _cover_problem
+from ckpttool.formats.dcp_metadata import Chunk, Place, TensorItem, cover_problem
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -61,7 +61,7 @@ def test_any_cut_gives_the_tensor_back(
     tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], list[Box]], transposed: bool, slab: int
 ) -> None:
     shape, boxes = cut
-    assert _cover_problem(shape, boxes) is None
+    assert cover_problem(shape, boxes) is None
     whole = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
     folder = tmp_path_factory.mktemp("chunks")
     item = saved(folder, whole, boxes, transposed)
@@ -82,7 +82,7 @@ def test_a_cover_holds_every_element_once(drawn: list[Any]) -> None:
         for row, column in product(range(top, top + height), range(left, left + width)):
             counts[row, column] = counts.get((row, column), 0) + 1
     exact = inside and set(counts.values()) == {1}
-    assert (_cover_problem(shape, boxes) is None) == exact
+    assert (cover_problem(shape, boxes) is None) == exact
 
 
 def test_a_chunk_that_is_another_tensor(tmp_path: Path) -> None:

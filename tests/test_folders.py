@@ -83,14 +83,14 @@ def test_names_that_leave_the_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("x")
     (folder / "out.safetensors").symlink_to(tmp_path / "secret")
     (folder / "way").symlink_to(tmp_path)
-    assert safe_path(folder, name) is None
+    assert safe_path(str(folder), name) is None
 
 
 def test_names_that_stay(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("x")
     (tmp_path / "link").symlink_to("real")
-    assert safe_path(tmp_path, "sub/model.safetensors") == str(tmp_path / "sub/model.safetensors")
-    assert safe_path(tmp_path, "link") == str(tmp_path / "link")
+    assert safe_path(str(tmp_path), "sub/model.safetensors") == str(tmp_path / "sub/model.safetensors")
+    assert safe_path(str(tmp_path), "link") == str(tmp_path / "link")
 
 
 def test_the_links_of_a_hugging_face_cache_stay(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_links_of_a_hugging_face_cache_stay(tmp_path: Path) -> None:
     (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/y")
     assert [e.key for e in open_checkpoint(str(snapshot)).sections[0].tensors] == ["a"]
     (snapshot / "bad").symlink_to("../../../elsewhere")
-    assert safe_path(snapshot, "bad") is None
+    assert safe_path(str(snapshot), "bad") is None
 
 
 def test_companions_are_the_small_files_beside_the_weights(tmp_path: Path) -> None:

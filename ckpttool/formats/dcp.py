@@ -7,9 +7,13 @@ rename writes ``.metadata`` alone: every item that is still the same stays in it
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from os import listdir as names_in
+from os.path import exists, join
+from os.path import getsize as size
+from os.path import isfile as is_file
 from typing import Any
 
 from ckpttool import dtypes
@@ -19,7 +23,8 @@ from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_chunks import saved, tensor_data
 from ckpttool.formats.dcp_flat import flattened, nested
 from ckpttool.formats.dcp_metadata import BytesItem, Chunk, Item, Metadata, Place, TensorItem, parse, spelled
-from ckpttool.formats.folders import DCP_METADATA, safe_path
+from ckpttool.formats.dcp_safetensors import located, read_shards
+from ckpttool.formats.folders import DCP_METADATA, HF_SHARD, safe_path
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, dumps
 from ckpttool.formats.reading import many_objects, opened
 from ckpttool.formats.torch_rebuild import Rebuilder
@@ -59,12 +64,9 @@ def read(path: str) -> Checkpoint:
 
     Raises `CkptError`, all problems at once, where ``.metadata`` and the data files do not fit.
     """
-    with opened(os.path.join(path, DCP_METADATA)) as file:
-        data = file.read(MAX_METADATA + 1)
-    if len(data) > MAX_METADATA:
-        raise CkptError(f"{path}: {DCP_METADATA} is longer than {MAX_METADATA:,} bytes", hint="it is damaged")
-    metadata = parse(data, os.path.join(path, DCP_METADATA))
+    metadata, nbytes = _read_metadata(path)
     sizes = _check_files(path, metadata)
+    metadata = located(path, metadata)
     reader = _Reader(path)
     leaves = {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
     root = nested(leaves)
@@ -72,12 +74,25 @@ def read(path: str) -> Checkpoint:
     return Checkpoint(
         source=path,
         format=FORMAT,
-        nbytes=len(data) + sum(sizes.values()),
+        nbytes=nbytes + sum(sizes.values()),
         sections=tuple(place.section for place in tree.places.values()),
         others=tuple(tree.others),
         globals=_foreign([*metadata.globals, *reader.globals]),
         container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
     )
+
+
+def _read_metadata(path: str) -> tuple[Metadata, int]:
+    """The folder's metadata and the size of its file in bytes; `HuggingFaceStorageWriter` writes no such file."""
+    source = join(path, DCP_METADATA)
+    shards = sorted(name for name in names_in(path) if HF_SHARD.fullmatch(name))
+    if shards and not exists(source):
+        return read_shards(path, shards), 0
+    with opened(source) as file:
+        data = file.read(MAX_METADATA + 1)
+    if len(data) > MAX_METADATA:
+        raise CkptError(f"{source} is longer than {MAX_METADATA:,} bytes", hint="copy it again: it is damaged")
+    return parse(data, source), len(data)
 
 
 def _foreign(globals: list[Global]) -> tuple[str, ...]:
@@ -90,31 +105,39 @@ def _places(item: Item) -> list[Place]:
 
 
 def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
-    """The data files and their sizes in bytes."""
-    problems: dict[Problem, None] = {}
-    sizes: dict[str, int] = {}
-    bad: set[str] = set()
-    for key, item in metadata.items.items():
-        for place in _places(item):
-            if place.name not in sizes and place.name not in bad:
-                path = safe_path(folder, place.name)
-                if path is None or not os.path.isfile(path):
-                    bad.add(place.name)
-                    text = "leads out of the folder" if path is None else "the data file is missing"
-                    problems[Problem(text, place.name)] = None
-                else:
-                    sizes[place.name] = os.path.getsize(path)
-            if place.offset + place.length > sizes.get(place.name, place.offset + place.length):
-                problems[Problem(f"{place.name} ends at byte {sizes[place.name]:,}, before its data", key)] = None
-            if place.transforms:
-                problems[Problem(f"went through an extension: {', '.join(place.transforms)}", key)] = None
+    """The data files and their sizes in bytes. Raises `CkptError`, all problems at once, where items do not fit."""
+    places = {place: key for key, item in metadata.items.items() for place in _places(item)}
+    sizes, problems = _sizes(folder, dict.fromkeys(place.name for place in places))
+    for place, key in places.items():
+        if place.name in sizes and place.offset + place.length > sizes[place.name]:
+            problems.append(Problem(f"{place.name} ends at byte {sizes[place.name]:,}, before its data", key))
+        if place.transforms:
+            problems.append(Problem(f"went through an extension: {', '.join(place.transforms)}", key))
+    taken = Counter[str]()
+    for place in places:
+        taken[place.name] += place.length
+    if not problems:
+        problems += [Problem("its items overlap", name) for name in sizes if taken[name] > sizes[name]]
     if problems:
         raise CkptError(
             f"{folder}: {DCP_METADATA} and the data files do not fit",
             hint="copy the folder again; what went through an extension has to be saved again without it",
-            problems=list(problems),
+            problems=problems,
         )
     return sizes
+
+
+def _sizes(folder: str, names: Iterable[str]) -> tuple[dict[str, int], list[Problem]]:
+    sizes, problems = {}, []
+    for name in names:
+        path = safe_path(folder, name)
+        if path is None:
+            problems.append(Problem("leads out of the folder", name))
+        elif not is_file(path):
+            problems.append(Problem("the data file is missing", name))
+        else:
+            sizes[name] = size(path)
+    return sizes, problems
 
 
 @dataclass(slots=True, eq=False)
@@ -137,14 +160,15 @@ class _Reader:
             storage = self.storages[item] = Storage(tensor_data(self.folder, key, item))
         entry = TensorEntry(key, item.dtype, item.shape, contiguous_stride(item.shape), 0, storage)
         node = self.rebuilder.node(entry)
-        self.items[id(node)] = item
+        if not any(chunk.place.raw for chunk in item.chunks):
+            self.items[id(node)] = item
         return node
 
     def _value(self, key: str, place: Place) -> Any:
         """The root of the object that torch.save wrote at `place`. Equal bytes are read once."""
         if place.length > _MAX_VALUE:
             raise CkptError(f"{self.folder}: {key} is {place.length:,} bytes and no tensor", hint="it is damaged")
-        raw = bytes(read_span(Span(os.path.join(self.folder, place.name), place.offset, place.length)))
+        raw = bytes(read_span(Span(join(self.folder, place.name), place.offset, place.length)))
         digest = hashlib.sha256(raw).digest()
         if digest not in self.known:
             try:
@@ -198,7 +222,7 @@ def layout_files(
     used = dict.fromkeys(place.name for item in items.values() for place in _places(item))
     files: dict[str, Pieces | Link] = {}
     for data in used:
-        files[data] = writer.pieces if data == writer.name else Link(os.path.join(source.home, data) if source else "")
+        files[data] = writer.pieces if data == writer.name else Link(join(source.home, data) if source else "")
     files[DCP_METADATA] = [Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))]
     return files
 

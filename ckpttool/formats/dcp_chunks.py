@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from pathlib import Path
+from os.path import join
 
 from ckpttool import dtypes
-from ckpttool.checkpoint import Checkpoint, Lazy, Span, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.formats import safetensors, torch_zip
+from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_metadata import Chunk, Place, TensorItem
-from ckpttool.formats.zip_archive import LOCAL_SIGNATURE, read_archive
+from ckpttool.formats.zip_archive import read_archive
 from ckpttool.spans import SpanReader, read_span
 
 SLAB = 1 << 24  # bytes that are put together before they are handed on
@@ -42,18 +42,21 @@ def _produce(folder: str, key: str, item: TensorItem) -> Iterator[bytes]:
 
 def saved(folder: str, place: Place) -> Checkpoint:
     """The index of what torch.save wrote at `place`."""
-    path = str(Path(folder) / place.name)
+    path = join(folder, place.name)
     return torch_zip.read_from(read_archive(path, place.offset, place.length), path)
 
 
 def _located(folder: str, key: str, dtype: str, chunk: Chunk) -> Span | bytes:
     """Where the chunk's elements lie in row-major order; the bytes themselves where they have another order."""
-    path = str(Path(folder) / chunk.place.name)
-    entry = _entry(folder, path, key, chunk.place)
+    path = join(folder, chunk.place.name)
+    if chunk.place.raw:
+        return Span(path, chunk.place.offset, chunk.place.length)
+    found = [entry for section in saved(folder, chunk.place).sections for entry in section.tensors]
+    entry = found[0] if len(found) == 1 else None
     if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.sizes) or entry.storage is None:
-        found = "no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        have = "no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"
         raise CkptError(
-            f"{path}: {found} where .metadata says that a chunk of {key} lies ({dtype} {list(chunk.sizes)})",
+            f"{path}: {have} where .metadata says that a chunk of {key} lies ({dtype} {list(chunk.sizes)})",
             hint="the folder holds files of two checkpoints, or is damaged: copy it again",
         )
     if entry.span is not None:
@@ -61,14 +64,6 @@ def _located(folder: str, key: str, dtype: str, chunk: Chunk) -> Span | bytes:
     from ckpttool import compute  # torch puts the elements of a transposed chunk in order
 
     return bytes(compute.to_bytes(compute.load(entry)))
-
-
-def _entry(folder: str, path: str, key: str, place: Place) -> TensorEntry | None:
-    if bytes(read_span(Span(path, place.offset, min(4, place.length)))) == LOCAL_SIGNATURE:
-        found = [entry for section in saved(folder, place).sections for entry in section.tensors]
-        return found[0] if len(found) == 1 else None
-    tensors = safetensors.read(path).sections[0].tensors  # one file of all chunks: DCP_SERIALIZATION safetensors
-    return next((entry for entry in tensors if entry.key == key), None)
 
 
 # Putting chunks in order

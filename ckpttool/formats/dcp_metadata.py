@@ -6,7 +6,7 @@ torch/distributed/checkpoint/metadata.py and filesystem.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Union
@@ -23,19 +23,22 @@ VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 _MAX_SIZE = 1 << 62  # bytes of a tensor; every later sum stays a plain number
+_MAX_CHUNKS = 4_000_000  # of all tensors: more do not fit into a pickle that is read, unless it repeats itself
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the bytes of an item or chunk lie: `length` bytes of the file `name` in the folder, from `offset` on.
 
-    `transforms` are the stream extensions (compression, encryption) that the bytes went through.
+    `transforms` are the stream extensions (compression, encryption) that the bytes went through. `raw` bytes are the
+    elements themselves, not a torch file with them in it; torch's own ``.metadata`` cannot say that.
     """
 
     name: str
     offset: int
     length: int
     transforms: tuple[str, ...] = ()
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,14 @@ def parse(data: bytes, source: str) -> Metadata:
     """What the pickle `data` describes. Raises `CkptError`, all problems at once, for what torch did not write."""
     pickle = loads(data)
     problems: list[Problem] = []
+    budget = [_MAX_CHUNKS]
     try:
         root = _state(pickle.root, "Metadata")
         places = _places(root["storage_data"])
         items = {
             key: item
             for key, node in _dict(root["state_dict_metadata"]).items()
-            if (item := _checked(key, node, places, problems)) is not None
+            if (item := _checked(key, node, places, budget, problems)) is not None
         }
         paths = _paths(root.get("planner_data"), items)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -110,13 +114,15 @@ def _foreign(source: str, problems: list[Problem]) -> CkptError:
     )
 
 
-def _checked(key: str, node: Any, places: Mapping[tuple[str, Any], Place], problems: list[Problem]) -> Item | None:
+def _checked(
+    key: str, node: Any, places: Mapping[tuple[str, Any], Place], budget: list[int], problems: list[Problem]
+) -> Item | None:
     try:
         if type(key) is not str:
             raise ValueError("a key that is no string")
         if _is(node, "BytesStorageMetadata"):
             return BytesItem(places[key, None])
-        return _tensor(key, node, places)
+        return _tensor(key, node, places, budget)
     except KeyError:
         problems.append(Problem("nothing says where its bytes lie", str(key)))
     except (TypeError, ValueError, AttributeError, IndexError) as error:
@@ -126,14 +132,18 @@ def _checked(key: str, node: Any, places: Mapping[tuple[str, Any], Place], probl
     return None
 
 
-def _tensor(key: str, node: Any, places: Mapping[tuple[str, Any], Place]) -> TensorItem:
+def _tensor(key: str, node: Any, places: Mapping[tuple[str, Any], Place], budget: list[int]) -> TensorItem:
     state = _state(node, "TensorStorageMetadata")
     dtype, shape = _dtype(state["properties"]), _sizes(state["size"])
     if prod(shape) * dtypes.itemsize(dtype) > _MAX_SIZE:
         raise ValueError(f"its shape {list(shape)} is too large")
-    boxes = dict.fromkeys(_box(chunk) for chunk in _list(state["chunks"]))  # replicas are listed once for each rank
+    listed = _list(state["chunks"])
+    budget[0] -= len(listed)
+    if budget[0] < 0:
+        raise ValueError(f"more than {_MAX_CHUNKS:,} chunks")
+    boxes = dict.fromkeys(map(_box, listed))  # replicas are listed once for each rank
     chunks = tuple(Chunk(offsets, sizes, places[key, offsets]) for offsets, sizes in boxes)
-    problem = _cover_problem(shape, list(boxes))
+    problem = cover_problem(shape, list(boxes))
     if problem:
         raise ValueError(problem)
     return TensorItem(dtype, shape, chunks)
@@ -144,7 +154,7 @@ def _box(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return _sizes(state["offsets"]), _sizes(state["sizes"])
 
 
-def _cover_problem(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+def cover_problem(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
     """Why the boxes do not cover the tensor, each element once; None where they do."""
     for offsets, sizes in boxes:
         inside = len(offsets) == len(sizes) == len(shape)
@@ -191,11 +201,17 @@ def _paths(node: Any, items: Mapping[str, Item]) -> dict[str, Path]:
     """The paths of the flattened state dict. One that was saved flat (``flatten_state_dict=False``) has none."""
     paths: dict[str, Path] = {key: (key,) for key in items}
     for key, path in _dict(node).items() if node is not None else ():
-        if type(path) is not tuple or not path or not all(type(step) in (str, int) for step in path):
-            raise ValueError(f"{path!r} is no path")
+        if type(path) is not tuple or not all(type(step) in (str, int) for step in path) or not _spells(path, key):
+            raise ValueError(f"{key!r:.80} is not the flat key of its path")
         if key in paths:
             paths[key] = path
     return paths
+
+
+def _spells(path: Path, key: Any) -> bool:
+    """Whether the steps of the path, joined by dots, are the key."""
+    length = sum(len(step) if isinstance(step, str) else 1 for step in path) + len(path) - 1
+    return type(key) is str and length <= len(key) and ".".join(map(str, path)) == key
 
 
 def _is(node: Any, name: str) -> bool:
@@ -221,10 +237,10 @@ def _dict(node: Any) -> dict[Any, Any]:
     return node
 
 
-def _list(node: Any) -> Iterable[Any]:
-    if type(node) not in (list, tuple):
-        raise ValueError(f"{type(node).__name__} where a list has to be")
-    return node  # type: ignore[no-any-return]
+def _list(node: Any) -> Sequence[Any]:
+    if isinstance(node, (list, tuple)):
+        return node
+    raise ValueError(f"{type(node).__name__} where a list has to be")
 
 
 def _dtype(properties: Any) -> str:

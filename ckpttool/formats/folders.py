@@ -20,6 +20,7 @@ INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.
 DCP_METADATA = ".metadata"
 
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
+HF_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of one rank, by torch's own writer
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
 # What a trainer saves beside the weights; never meant where there is anything else.
@@ -63,8 +64,8 @@ def _names_in(folder: str) -> list[str]:
 
 def _candidates(folder: str, names: list[str]) -> list[Found]:
     """Every checkpoint in the folder; a single file's format is left to its content."""
-    files = [name for name in names if os.path.isfile(os.path.join(folder, name))]
-    if DCP_METADATA in files:
+    files = [name for name in names if is_file(join(folder, name))]
+    if DCP_METADATA in files or any(HF_SHARD.fullmatch(name) for name in files):
         return [Found("dcp", folder)]
     if _is_deepspeed(folder, names):
         raise _deepspeed(folder, names)
