@@ -14,10 +14,10 @@ from typing import Any
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
-from ckpttool.naming.match import match
 from ckpttool.naming.names import Hook, hook_json
+from ckpttool.naming.pairing import pairs
 from ckpttool.naming.variants import aliases
-from ckpttool.naming.wrappers import SEGMENTS, TABLE
+from ckpttool.naming.wrappers import TABLE
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
@@ -110,14 +110,13 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     have, want = left.by_key(), right.by_key()
     entries = [compare_pair(have[key], want[key], values) for key in have if key in want]
     mine, theirs = [key for key in have if key not in want], [key for key in want if key not in have]
-    pairs = _wrapped_pairs(mine, theirs)
-    for key, other in pairs.items():
-        entries.append(renamed(have[key], want[other], segment_reason(key, other), values))
-    entries += leftover(
-        "unexpected", left, [key for key in mine if key not in pairs], set(have) & set(want) | set(pairs)
-    )
-    taken = set(pairs.values())
-    entries += leftover("missing", right, [key for key in theirs if key not in taken], set(have) & set(want) | taken)
+    found = pairs(have, want)
+    for key in mine:
+        if key in found:
+            entries.append(renamed(have[key], want[found[key]], segment_reason(key, found[key]), values))
+    taken = set(found.values())
+    entries += leftover("unexpected", left, [key for key in mine if key not in found], set(found))
+    entries += leftover("missing", right, [key for key in theirs if key not in taken], taken)
     return tuple(entries)
 
 
@@ -164,13 +163,25 @@ def _more(segments: Iterable[str], others: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def _segments_reason(left: tuple[str, ...], right: tuple[str, ...]) -> str:
-    return "; ".join(f"{side} has {_wrapper_titles(more)}" for side, more in (("left", left), ("right", right)) if more)
+    return "; ".join(f"{side} {_wrapped_in(more)}" for side, more in (("left", left), ("right", right)) if more)
 
 
-def _wrapper_titles(segments: Iterable[str]) -> str:
-    """The segments with the wrappers that put them there: `` `module` (DistributedDataParallel or ...)``."""
-    titles = {s: " or ".join(row.title for row in TABLE if row.segment == s) or "a common prefix" for s in segments}
-    return ", ".join(f"`{segment}` ({title})" for segment, title in titles.items())
+def _wrapped_in(segments: Sequence[str]) -> str:
+    """The wrappers that put the segments there: ``is wrapped in torch.compile (`_orig_mod`)``."""
+    found: dict[str, list[str]] = {}
+    for segment in segments:
+        found.setdefault(_title(segment, segments), []).append(segment)
+    prefix = found.pop("", [])
+    titles = [f"{title} (`{'.'.join(dict.fromkeys(own))}`)" for title, own in found.items()]
+    wrapped = ["is wrapped in " + " and ".join(titles)] if titles else []
+    return " and ".join([*wrapped, *([f"has the prefix `{'.'.join(prefix)}`"] if prefix else [])])
+
+
+def _title(segment: str, others: Sequence[str]) -> str:
+    """Whose segment it is; empty for a common prefix that is no wrapper's."""
+    if segment == "model" and "base_model" not in others:  # PEFT's only below its `base_model`
+        return ""
+    return " or ".join(row.title for row in TABLE if row.segment == segment)
 
 
 def hidden_segments(entries: Iterable[Entry]) -> tuple[str, ...]:
@@ -194,17 +205,6 @@ def hidden_segments(entries: Iterable[Entry]) -> tuple[str, ...]:
         f"(pass --model to know)"
         for (side, segment), count in found.items()
     )
-
-
-def _wrapped_pairs(left: Sequence[str], right: Sequence[str]) -> dict[str, str]:
-    """Left key -> right key, where taking wrappers' segments out of either makes them equal, and no other pair."""
-    bare = {key: ".".join(part for part in key.split(".") if part not in SEGMENTS) for key in right}
-    pairs = list(match(left, bare).names.items())
-    mine, theirs = {key for key, _ in pairs}, {other for _, other in pairs}
-    rest = match([key for key in right if key not in theirs], {key: key for key in left if key not in mine})
-    pairs += [(key, other) for other, key in rest.names.items()]
-    lefts, rights = Counter(key for key, _ in pairs), Counter(other for _, other in pairs)
-    return {key: other for key, other in pairs if lefts[key] == rights[other] == 1}
 
 
 def leftover(status: str, section: Section, keys: Iterable[str], known: set[str]) -> list[Entry]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.naming.chain import is_lightning, segments, weigh
 from ckpttool.naming.variants import aliases
-from ckpttool.naming.chain import recognise, segments
 
 SCHEMA = "ckpttool.inspect/1"
 
@@ -70,10 +70,12 @@ def inspect(checkpoint: Checkpoint) -> Inspection:
     """The inspection of `checkpoint`. Wrappers are recognised by the evidence of a section's keys."""
     return Inspection(
         checkpoint,
-        {section.path: _wrappers(section) for section in checkpoint.sections},
+        {section.path: _wrappers(section, checkpoint.others) for section in checkpoint.sections},
         {section.path: aliases(section) for section in checkpoint.sections},
     )
 
 
-def _wrappers(section: Section) -> tuple[str, ...]:
-    return tuple(segments(recognise(section.by_key()))) if section.kind == "state_dict" else ()
+def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:
+    if section.kind != "state_dict":
+        return ()
+    return tuple(segments(weigh(section.by_key(), lightning=is_lightning(others, section.path)).paths))

@@ -11,10 +11,14 @@ from ckpttool.convert import drop, without
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref
 from ckpttool.naming import chain
+from ckpttool.naming.chain import Evidence
 from ckpttool.naming.forms import RUNTIME, SERIALIZED, Move, Reading, move, read
 from ckpttool.naming.names import Names
+from ckpttool.naming.pairing import pairs
 from ckpttool.naming.relation import Relation
 from ckpttool.naming.variants import collapse, expand, settle
+from ckpttool.naming.wrappers import strip
+from ckpttool.narrow import select, trained
 from ckpttool.operand import model_section
 from ckpttool.plan import Dropped, Output, Plan, compose, module_renames
 from ckpttool.remap_optimizer import OptimizerRemap, Wanted, remap_optimizers
@@ -54,6 +58,8 @@ class Way:
     `names` are those of the model that saved it; `to` is a form of `FORMS` or a chain of wrappers (`naming.chain`),
     `was` the form that the keys are in, where it is not to be recognised. `to_names` are the names of another model
     that is to load the tensors. `like` is a state dict whose keys' form is taken over. `rules` come last.
+    `select` narrows to one submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names`
+    say is trained.
     """
 
     names: Names | None = None
@@ -62,6 +68,9 @@ class Way:
     to_names: Names | None = None
     like: Section | None = None
     rules: Sequence[Rule] = ()
+    select: str | None = None
+    keep_prefix: bool = False
+    trainable_only: bool = False
 
     @property
     def changes(self) -> bool:
@@ -77,31 +86,82 @@ def remap(source: Checkpoint, way: Way = Way(), drops: Sequence[str] = ()) -> Re
     section = model_section(source)
     touched = {gone.section for gone in dropped} - {section.path}
     rest = _carried(other for other in source.sections if other.path in touched)
-    plan, was, notes = _plan(section, way)
+    plan, was, notes = _plan(section, way, chain.is_lightning(source.others, section.path))
+    notes += _not_narrowed(source, way)
     result = apply(plan, source)
-    if way.names is not None and way.to_names is None and (way.to or SERIALIZED) in FORMS:
+    if way.names is not None and way.to_names is None and way.select is None and (way.to or SERIALIZED) in FORMS:
         result = _recorded(Relation(way.names), result, section.path, FORMS[way.to or SERIALIZED])
     whole = Plan((*plan.outputs, *rest.outputs), (*plan.dropped, *dropped), plan.modules)
     return Remap(result, whole, was, way.to, tuple(notes))
 
 
-def _plan(section: Section, way: Way) -> tuple[Plan, str | None, list[str]]:
-    """The model's way, then the wrappers' segments, then the rules; the form that the keys were in; notes."""
-    plan, was, notes = _carried([section]), None, list[str]()
+def _plan(section: Section, way: Way, lightning: bool) -> tuple[Plan, str | None, list[str]]:
+    """The model's way, then the submodule, the wrappers, the rules; the form that the keys were in; notes."""
+    plan, seen, notes = _carried([section]), _evidence(list(section.by_key()), way, lightning), list[str]()
+    was, known = seen.form, {key: strip(key, seen.paths) for key in section.by_key()}
     if way.names is not None:
-        relation = Relation(way.names)
-        plan, was, notes = _by_model(relation, section, _model_form(relation, way), way.was)
-        if way.to_names is not None:
-            plan, more = _by_other_model(plan, section, Relation(way.to_names), way)
-            notes += more
-    keys = [output.key for output in plan.outputs]
+        plan, was, known, notes = _by_models(section, way, way.names)
+    if way.select is not None:
+        plan, known = _selected(plan, section, way, seen)
     if way.like is not None:
-        plan = _renamed(plan, section, chain.like(keys, way.like.by_key()))
+        plan, more = _like(plan, section, way.like)
+        notes += more
     elif way.to is not None and (way.names is None or way.to not in FORMS):
-        plan = _rewrapped(plan, section, way)
+        plan = _rewrapped(plan, section, known, way.to)
     if way.rules:
         plan = _renamed(plan, section, rename([output.key for output in plan.outputs], way.rules))
     return plan, was, notes
+
+
+def _evidence(keys: Sequence[str], way: Way, lightning: bool) -> Evidence:
+    """Where wrappers stand in the keys: the user says so, or else the keys do."""
+    if way.was is None:
+        return chain.weigh(keys, lightning=lightning)
+    if way.was in FORMS:  # these are names without wrappers
+        return Evidence((), (), frozenset())
+    return chain.said(chain.parse(way.was), keys)
+
+
+def _by_models(section: Section, way: Way, names: Names) -> tuple[Plan, str, dict[str, str], list[str]]:
+    """The way through one model's names, or two; the form the keys were in; key -> canonical name of what comes out."""
+    relation = Relation(names)
+    form = _model_form(relation, way)
+    counters = [key for key in chain.counters(list(section.by_key())) if key not in relation.serialized_names]
+    rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+    plan, was, notes = _by_model(relation, rest, form, way.was if way.was in FORMS else None)
+    if way.trainable_only:
+        plan = trained(plan, relation, FORMS[form])
+    if way.to_names is not None:
+        relation = Relation(way.to_names)
+        plan, more = _by_other_model(plan, rest, relation, way)
+        notes += more
+    plan = replace(plan, outputs=(*(Output(section.path, key, Ref(key)) for key in counters), *plan.outputs))
+    return plan, was, {**relation.serialized_names, **dict.fromkeys(counters, chain.COUNTER)}, notes
+
+
+def _selected(plan: Plan, section: Section, way: Way, seen: Evidence) -> tuple[Plan, dict[str, str]]:
+    """The plan of one submodule, and key -> canonical name of what it writes."""
+    prefix = way.select or ""
+    paths = seen.paths if way.names is None else chain.recognise(output.key for output in plan.outputs)
+    plan, own = select(plan, paths, prefix)
+    canonical = {key: strip(key, paths) for key in own}
+    if way.keep_prefix:
+        return plan, canonical
+    return _renamed(plan, section, own), {own[key]: name.removeprefix(f"{prefix}.") for key, name in canonical.items()}
+
+
+def _like(plan: Plan, section: Section, other: Section) -> tuple[Plan, list[str]]:
+    """The plan with the keys of another checkpoint; what that one has not keeps its name, and is noted."""
+    keys = [output.key for output in plan.outputs]
+    names = pairs(keys, other.by_key())
+    own = [key for key in keys if key not in names]
+    notes = [f"the other checkpoint has no name for {plural(len(own), 'key')}: {', '.join(own[:5])}"] if own else []
+    return _renamed(plan, section, names), notes
+
+
+def _not_narrowed(source: Checkpoint, way: Way) -> list[str]:
+    paths = [section.path for section in source.sections if section.kind == "optimizer" and way.select is not None]
+    return [f"{path} still holds the state of all parameters (--drop {path} leaves it out)" for path in paths]
 
 
 def _model_form(relation: Relation, way: Way) -> str:
@@ -141,17 +201,19 @@ def _evaluated(plan: Plan, section: Section) -> Section:
     return apply(plan, Checkpoint("", "", 0, (section,))).section(section.path)
 
 
-def _rewrapped(plan: Plan, section: Section, way: Way) -> Plan:
-    """The plan with wrappers' segments taken out of its keys, and those of the chain that is asked for put in."""
+def _rewrapped(plan: Plan, section: Section, known: Mapping[str, str], to: str) -> Plan:
+    """The plan with wrappers' segments taken out of its keys, and those of the chain that is asked for put in.
+
+    `known` maps keys to canonical names.
+    """
     keys = [output.key for output in plan.outputs]
-    known = chain.canonical_keys(keys) if way.names is None else Relation(way.names).serialized_names
-    wanted = chain.parse(way.to) if way.to is not None and way.to not in FORMS else chain.Chain(())
+    wanted = chain.Chain(()) if to in FORMS else chain.parse(to)
     names, gone = chain.rewrap({key: known.get(key, key) for key in keys}, wanted)
     dropped = [Dropped(section.path, key, "AveragedModel's counter, which only that wrapper has") for key in gone]
     kept = tuple(output for output in plan.outputs if output.key not in gone)
-    made = tuple(Output(section.path, key, source) for key, source in chain.counter(wanted, keys).items())
-    plan = replace(plan, outputs=(*made, *kept), dropped=(*plan.dropped, *dropped))
-    return _renamed(plan, section, names)
+    plan = _renamed(replace(plan, outputs=kept, dropped=(*plan.dropped, *dropped)), section, names)
+    made = tuple(Output(section.path, key, source) for key, source in chain.new_counter(wanted, keys).items())
+    return replace(plan, outputs=(*made, *plan.outputs))
 
 
 def with_optimizers(done: Remap, wanted: Wanted) -> Remap:
@@ -207,7 +269,12 @@ def _by_model(relation: Relation, section: Section, to: str, was: str | None) ->
         )
     if not names.roundtrips:
         notes.append("this model does not read back all that it writes: see `ckpttool trace`")
-    return moved.plan, reading.form, notes
+    return moved.plan, _form(reading, section), notes
+
+
+def _form(reading: Reading, section: Section) -> str:
+    """What the keys were: the wrappers around the model's names where there are any, else which names they are."""
+    return (chain.weigh(section.by_key()).form or "wrapped") if reading.match.wrapped else reading.form
 
 
 def _respelled(moved: Move, relation: Relation, section: Section, reading: Reading, to: str) -> Move:

@@ -11,7 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from ckpttool.errors import CkptError
-from ckpttool.naming.chain import canonical_keys, like, parse, recognise, segments
+from ckpttool.naming.chain import canonical_keys, parse, recognise, segments
+from ckpttool.naming.pairing import pairs
 
 
 def plain() -> nn.Module:
@@ -93,10 +94,10 @@ def test_segments_are_named_from_the_outside_in() -> None:
     assert segments(recognise(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == ["module", "_orig_mod"]
 
 
-def test_like_gives_a_block_the_wrappers_that_the_other_checkpoint_has_there() -> None:
+def test_pairs_give_a_block_the_wrappers_that_the_other_checkpoint_has_there() -> None:
     theirs, mine = parameters(one_block()), parameters(plain())
-    assert list(like(mine, theirs).values()) == theirs
-    assert list(like(theirs, mine).values()) == mine
+    assert list(pairs(mine, theirs).values()) == theirs
+    assert list(pairs(theirs, mine).values()) == mine
 
 
 @pytest.mark.parametrize("form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"])

@@ -171,6 +171,8 @@ def _mends(
         return (shell("ckpttool", "swap-weights", right, left, *model, "-o", _beside(right, "swapped")),)
     if left_format == "pt2":
         return (shell("ckpttool", "swap-weights", left, right, *model, "-o", _beside(left, "swapped")),)
+    if not any(entry.status in ("missing", "unexpected", "transformed") for entry in entries):
+        return (shell("ckpttool", "remap", left, "--like", right, "-o", _beside(left, "renamed")),)
     return (
         shell("ckpttool", "remap", left, "--model", "MODEL", "--to", "serialized", "-o", _beside(left, "serialized")),
     )

@@ -42,6 +42,11 @@ def command(
     materialize: Materialize = False,
     to: Annotated[str | None, typer.Option("--to", metavar="FORM", help=f"{', '.join(FORMS)}.")] = None,
     was: Annotated[str | None, typer.Option("--from", metavar="FORM", help="Default: recognised.")] = None,
+    select: Annotated[
+        str | None, typer.Option("--select", metavar="PREFIX", help="One submodule, under its own names.")
+    ] = None,
+    keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="--select keeps the names as they are.")] = False,
+    trainable_only: Annotated[bool, typer.Option("--trainable-only", help="Leave frozen parameters out.")] = False,
     rule: Annotated[list[str] | None, typer.Option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="Apply the rules from TO to FROM.")] = False,
     drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None,
@@ -89,6 +94,7 @@ def command(
 
     out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
     _check(model, to, was, rule, plan, reverse)
+    _check_narrowing(model, select, keep_prefix, trainable_only, plan)
     _check_optimizers(model, optimizer, to_optimizer, optimizer_keys, plan or save_plan)
     check_ranks(to, model, world_size, units, out)
     source = open_operand(ckpt)
@@ -104,13 +110,15 @@ def command(
     else:
         names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
         gathered = put_together(source, names, units, to, save_plan is not None)
-        rules = [parse(text, reverse=reverse) for text in rule or ()]
+        rules = tuple(parse(text, reverse=reverse) for text in rule or ())
         to_names = _to_names(model, to_model, to_optimizer, model_kwargs, materialize)
         wanted = Wanted(optimizer_keys, names, to_names, rules, FORMS.get(to or ""))
-        alone = gathered is None and to is None and was is None and like is None and to_model is None and wanted.changes
+        asked = (to, was, like, to_model, select, gathered)
+        alone = all(one is None for one in asked) and not trainable_only and wanted.changes
         section = None if like is None else model_section(open_operand(like))
         form = SERIALIZED if to == FSDP_FLAT else to
         way = Way(None if alone else names, form, was, to_names if to_model is not None else None, section, rules)
+        way = replace(way, select=select, keep_prefix=keep_prefix, trainable_only=trainable_only)
         done = remap(source if gathered is None else gathered.checkpoint, way, drop or ())
         if gathered is not None and names is not None:
             done = with_gathered_optimizers(done, gathered, names)
@@ -135,6 +143,17 @@ def command(
         write_report(save_plan, json.render(done.plan.to_json()))
     shown = partial(document, done, ckpt, out, dry_run=dry_run, verified=verify)
     emit(shown, lambda: data, format, report)
+
+
+def _check_narrowing(
+    model: str | None, select: str | None, keep_prefix: bool, trainable_only: bool, plan: str | None
+) -> None:
+    if keep_prefix and select is None:
+        raise CkptError("--keep-prefix without --select", hint="--select PREFIX names the submodule")
+    if trainable_only and model is None:
+        raise CkptError("--trainable-only asks the model which parameters are frozen", hint="pass --model MODEL")
+    if plan is not None and (select is not None or trainable_only):
+        raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --select and the like out")
 
 
 def _to_names(
@@ -180,11 +199,9 @@ def _check(
     if to is not None and to not in (*FORMS, FSDP_FLAT):
         parse_chain(to)
     if was is not None and was not in FORMS:
-        raise CkptError(
-            f"--from {was}: no such form", hint=f"the forms are {', '.join(FORMS)}; wrappers are recognised"
-        )
+        parse_chain(was)
     for option, form in (("--to", to), ("--from", was)):
-        if form is not None and form in FORMS and (form, option) != (SERIALIZED, "--to") and model is None:
+        if form is not None and form in FORMS and form != SERIALIZED and model is None:
             raise CkptError(f"{option} {form} needs the model's names", hint="pass --model MODEL")
     if plan is not None and (model is not None or rule):
         raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --model and --rule out")

@@ -7,13 +7,14 @@ tried: what matches in two ways, or not at all, is a problem and no guess.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from ckpttool.errors import Problem
+from ckpttool.naming.chain import recognise
 from ckpttool.naming.variants import base_names
-from ckpttool.naming.wrappers import SEGMENTS
+from ckpttool.naming.wrappers import SEGMENTS, strip
 
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
 
@@ -53,11 +54,13 @@ def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]
     by_canonical = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
     by_canonical.update((name, name) for name in names)
     prefix = _common_prefix(keys, by_canonical)
+    paths = frozenset[str]() if all(key in by_canonical for key in keys) else recognise(keys)
     found: dict[str, str] = {}
     wrapped: defaultdict[str, int] = defaultdict(int)
     problems: list[Problem] = []
     for key in keys:
         hits = [(key, ())] if key in by_canonical else _unwrapped(key, prefix, by_canonical)
+        hits = hits or _by_evidence(key, paths, by_canonical)
         targets = {by_canonical[name] for name, _ in hits}
         if len(targets) > 1:
             problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))
@@ -111,6 +114,14 @@ def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[st
         if hits:
             return hits
     return []
+
+
+def _by_evidence(key: str, paths: Collection[str], known: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
+    """The name that the key becomes without the segments at `paths`, and which they were: PEFT's, among others'."""
+    name = strip(key, paths)
+    parts = key.split(".")
+    taken = tuple(part for depth, part in enumerate(parts) if ".".join(parts[: depth + 1]) in paths)
+    return [(name, taken)] if name in known else []
 
 
 def _common_prefix(keys: Sequence[str], known: Mapping[str, str]) -> str:

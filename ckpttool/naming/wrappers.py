@@ -12,11 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """`segment` is the child's name inside the wrapper, `classes` the wrapper's classes as ``module.qualname``."""
+    """`segment` is the child's name inside the wrapper, `classes` the wrapper's classes as ``module.qualname``.
+
+    `telling`: who meets the segment in a name may take it for the wrapper's; others need the evidence of all names.
+    """
 
     segment: str
     classes: tuple[str, ...]
     title: str
+    telling: bool = True
 
 
 TABLE = (
@@ -42,10 +46,14 @@ TABLE = (
         ),
         "FlattenParamsWrapper",
     ),
+    Wrapper("base_model", ("peft.peft_model.PeftModel",), "PEFT", telling=False),
+    Wrapper("model", ("peft.tuners.tuners_utils.BaseTuner",), "PEFT", telling=False),
+    Wrapper("base_layer", ("peft.tuners.tuners_utils.BaseTunerLayer",), "a PEFT adapter", telling=False),
+    Wrapper("original_module", ("peft.utils.other.AuxiliaryTrainingWrapper",), "PEFT's modules_to_save", telling=False),
 )
 
 BY_CLASS = {name: row for row in TABLE for name in row.classes}
-SEGMENTS = frozenset(row.segment for row in TABLE)
+SEGMENTS = frozenset(row.segment for row in TABLE if row.telling)
 
 
 def strip(fqn: str, wrapper_paths: Collection[str]) -> str:
