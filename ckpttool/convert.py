@@ -148,18 +148,13 @@ def _dense(entry: TensorEntry) -> TensorEntry:
     return compute.entry_of(entry.key, copy, {entry.key: entry})
 
 
-_LEFT = {
-    "torch_legacy": "written in the format of torch 1.6 and later",
-    "torchscript": "the state dict alone: the code of the TorchScript archive is left out",
-}
-
-
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
     notes = []
-    left = _LEFT.get(checkpoint.format)
-    if left is not None and checkpoint.format != target.name:
-        notes.append(left)
+    if checkpoint.format == "torch_legacy" and target.name == "torch_zip":
+        notes.append("written in the format of torch 1.6 and later")
+    if checkpoint.format == "torchscript":
+        notes.append("the state dict alone: the code of the TorchScript archive is left out")
     if target.tensors_only and any(section.modules is not None for section in checkpoint.sections):
         notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
     if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:

@@ -1,4 +1,4 @@
-"""Programs that older torch versions wrote, torch.export.load as the oracle where this torch reads them, else records."""
+"""Programs that older torch versions wrote, with torch.export.load as the oracle where this torch reads them."""
 
 from __future__ import annotations
 

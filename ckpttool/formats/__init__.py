@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from ckpttool import files
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.pieces import Files, Pieces
@@ -48,8 +49,8 @@ class Format:
 
         Raises `Refused` on what the format cannot hold.
         """
-        files: Files = self._module.layout_files(checkpoint, self.name, name, max_shard_size)
-        return files
+        content: Files = self._module.layout_files(checkpoint, self.name, name, max_shard_size)
+        return content
 
     @property
     def _module(self) -> Any:
@@ -88,6 +89,10 @@ def open_checkpoint(path: str) -> Checkpoint:
     """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
     from ckpttool.formats.remarks import remarks
 
+    if files.is_url(path):
+        from ckpttool.remote import forget
+
+        forget(path)
     checkpoint = _open(path)
     return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)))
 
@@ -99,9 +104,9 @@ def _open(path: str) -> Checkpoint:
 
     if is_glob(path):
         return FORMATS["rank_files"].read(path)
-    if os.path.basename(path) == DCP_METADATA:
-        path = os.path.dirname(path) or "."
-    if not os.path.isdir(path):
+    if files.name(path) == DCP_METADATA:
+        path = files.parent(path)
+    if not files.is_dir(path):
         return FORMATS[sniff(path)].read(path)
     found = locate(path)
     return replace(FORMATS[found.format].read(found.path), source=path)

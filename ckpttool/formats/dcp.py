@@ -10,15 +10,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from os import listdir as names_in
-from os.path import exists, join
-from os.path import getsize as size
-from os.path import isfile as is_file
 from typing import Any
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.files import exists, is_file, join, names_in, opened, size
 from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_chunks import saved, tensor_data
 from ckpttool.formats.dcp_flat import flattened, nested
@@ -26,7 +23,7 @@ from ckpttool.formats.dcp_metadata import BytesItem, Chunk, Item, Metadata, Plac
 from ckpttool.formats.dcp_safetensors import located, read_shards
 from ckpttool.formats.folders import DCP_METADATA, HF_SHARD, safe_path
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, dumps
-from ckpttool.formats.reading import many_objects, opened
+from ckpttool.formats.reading import many_objects
 from ckpttool.formats.torch_rebuild import Rebuilder
 from ckpttool.formats.torch_tensor import Carried, Storages, entry_of, is_tensor, typed_storage
 from ckpttool.formats.torch_tree import find_sections

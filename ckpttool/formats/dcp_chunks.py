@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from os.path import join
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.errors import CkptError
+from ckpttool.files import join
 from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_metadata import Chunk, Place, TensorItem
 from ckpttool.formats.zip_archive import read_archive

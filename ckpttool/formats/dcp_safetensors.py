@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from os.path import join
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Span, TensorEntry
 from ckpttool.errors import CkptError, Problem
+from ckpttool.files import join, opened
 from ckpttool.formats import json_text, safetensors
 from ckpttool.formats.dcp_metadata import Chunk, Metadata, Place, TensorItem, cover_problem
-from ckpttool.formats.reading import opened
 
 _INFO = "DCP_SHARDING_INFO"
 

@@ -13,18 +13,20 @@ from shlex import quote
 from typing import NamedTuple
 
 from ckpttool.errors import CkptError, Problem
+from ckpttool.files import is_dir, is_file, is_url, join, names_in
 from ckpttool.formats.shard_index import read_index
 from ckpttool.formats.sniff import sniff
 
 INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.json")
 DCP_METADATA = ".metadata"
 
-_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 HF_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of one rank, by torch's own writer
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
 # What a trainer saves beside the weights; never meant where there is anything else.
 _BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
+_IN_URLS = re.compile(r"[%?#*\[\]]|::|://")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
 
@@ -40,7 +42,7 @@ def locate(folder: str) -> Found:
 
     Raises `CkptError` where there is none, or more than one: `problems` lists them.
     """
-    names = _names_in(folder)
+    names = names_in(folder)
     found = _candidates(folder, names)
     if len(found) > 1:
         raise CkptError(
@@ -53,15 +55,6 @@ def locate(folder: str) -> Found:
     raise _nothing(folder, names)
 
 
-def _names_in(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        raise CkptError(
-            f"cannot read {folder}: {error.strerror or error}", hint="check the path and its permissions"
-        ) from error
-
-
 def _candidates(folder: str, names: list[str]) -> list[Found]:
     """Every checkpoint in the folder; a single file's format is left to its content."""
     files = [name for name in names if is_file(join(folder, name))]
@@ -69,11 +62,11 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
         return [Found("dcp", folder)]
     if _is_deepspeed(folder, names):
         raise _deepspeed(folder, names)
-    found = [Found("sharded", os.path.join(folder, name)) for name in files if INDEX.fullmatch(name)]
+    found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
     shards = {shard for index in found for shard in _shards_of(index.path)}
     single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
     single = [name for name in single if not _BESIDE.fullmatch(name)] or ([] if found else single)
-    return found + [Found("", os.path.join(folder, name)) for name in single]
+    return found + [Found("", join(folder, name)) for name in single]
 
 
 def _shards_of(index: str) -> set[str]:
@@ -107,7 +100,7 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
     if shards:
         return CkptError(
             f"{folder} holds {len(shards)} shards without their index",
-            hint="download or copy the *.index.json too, or name one shard: " + quote(os.path.join(folder, shards[0])),
+            hint="download or copy the *.index.json too, or name one shard: " + quote(join(folder, shards[0])),
         )
     if any(re.fullmatch(r"__\d+\.metadata", name) for name in names):
         return CkptError(
@@ -119,8 +112,8 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
             f"{folder} is a torch.distributed.checkpoint folder without its {DCP_METADATA}",
             hint="it was not saved to its end, or copied without hidden files: copy it again",
         )
-    inside = [name for name in names if os.path.isdir(os.path.join(folder, name)) and not name.startswith(".")]
-    hint = f"name one of its folders: {quote(os.path.join(folder, inside[-1]))}" if inside else "check the path"
+    inside = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
+    hint = f"name one of its folders: {quote(join(folder, inside[-1]))}" if inside else "check the path"
     what = "a model's configuration but no weights" if "config.json" in names else "no checkpoint"
     return CkptError(f"{folder} holds {what if names else 'nothing'}", hint=hint)
 
@@ -129,11 +122,13 @@ def safe_path(folder: str | Path, name: str) -> str | None:
     """The path of the file that a stranger calls `name` in `folder`, or None where that leads out of the folder.
 
     Symbolic links may lead out only into the ``blobs`` of a Hugging Face cache, whose ``snapshots`` hold nothing but
-    such links.
+    such links. Names under a URL may hold nothing that a URL gives a meaning to.
     """
     pure = PurePosixPath(name)
     if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
         return None
+    if is_url(str(folder)):
+        return None if _IN_URLS.search(name) else join(str(folder), name)
     home = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(home / name))
     blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
@@ -146,10 +141,10 @@ def companions(folder: str) -> dict[str, str]:
     Hidden files, subfolders and whatever holds tensors are left out.
     """
     found = {}
-    for name in _names_in(folder):
+    for name in names_in(folder):
         weights = name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) or INDEX.fullmatch(name)
         path = None if name.startswith(".") or weights else safe_path(folder, name)
-        if path is not None and os.path.isfile(path):
+        if path is not None and is_file(path):
             found[name] = path
     return found
 
@@ -159,7 +154,7 @@ def checkpoint_files(folder: str, like: str) -> set[str]:
 
     A new checkpoint takes their place: an index or a single file that stays would be found instead of it.
     """
-    names = set(_names_in(folder)) if os.path.isdir(folder) else set()
+    names = set(names_in(folder)) if is_dir(folder) else set()
     if like == DCP_METADATA:
         return {name for name in names if name == DCP_METADATA or name.endswith(".distcp")}
     kind = ".bin" if ".bin" in like else ".safetensors"

@@ -6,7 +6,6 @@ ranks' entries are kept, since only the model's shapes tell a part of a tensor f
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem
+from ckpttool.files import exists, glob
 from ckpttool.formats import sharded_tensor, torch_zip
 from ckpttool.formats.sniff import sniff
 from ckpttool.joined import across, joined
@@ -43,7 +43,7 @@ class OnRanks:
 
 def is_glob(path: str) -> bool:
     """Whether `path` names files by a pattern and is no file itself."""
-    return _GLOB.search(path) is not None and not os.path.exists(path)
+    return _GLOB.search(path) is not None and not exists(path)
 
 
 def read(pattern: str) -> Checkpoint:
@@ -52,7 +52,7 @@ def read(pattern: str) -> Checkpoint:
     Raises `CkptError`, all problems at once, where a rank's file is missing or there twice, where the files are of runs
     with other numbers of ranks, or where one is no file of torch.save.
     """
-    paths = sorted(path for path in glob.glob(pattern) if os.path.isfile(path))
+    paths = glob(pattern)
     if not paths:
         raise CkptError(
             f"no file matches {pattern}", hint="check the path; quote the pattern, so that the shell keeps it"

@@ -12,7 +12,6 @@ writer's files do). Everything else is laid out afresh, as the reference writer 
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,9 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.files import opened
 from ckpttool.formats import json_text
 from ckpttool.formats.overlap import overlapping
-from ckpttool.formats.reading import opened
 from ckpttool.pieces import Piece
 
 FORMAT = "safetensors"
@@ -98,7 +97,7 @@ def read(path: str) -> Checkpoint:
 def _read_header(path: str) -> tuple[str, int, int]:
     """The header's text, its length in bytes, and the size of the file in bytes."""
     with opened(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
+        nbytes = file.size
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8:

@@ -7,14 +7,14 @@ from, or sharded afresh.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
+from ckpttool.files import is_file, parent
+from ckpttool.files import name as name_of
 from ckpttool.formats import safetensors, torch_zip
 from ckpttool.formats.folders import safe_path
 from ckpttool.formats.shard_index import read_index
@@ -48,7 +48,7 @@ def read(path: str) -> Checkpoint:
     """
     text, index = read_index(path)
     weight_map: dict[str, str] = index["weight_map"]
-    folder = Path(path).parent
+    folder = parent(path)
     problems: list[Problem] = []
     shards: dict[str, Checkpoint] = {}
     for name in dict.fromkeys(weight_map.values()):
@@ -70,12 +70,12 @@ def read(path: str) -> Checkpoint:
         (Section("", "state_dict", tensors, extras),),
         globals=tuple(sorted({name for shard in shards.values() for name in shard.globals})),
         metadata=_common([shard.metadata for shard in shards.values()]),
-        container=Shards(Path(path).name, text, index, shards),
+        container=Shards(name_of(path), text, index, shards),
         notes=_size_notes(index, tensors),
     )
 
 
-def _read_shard(folder: Path, name: str) -> Checkpoint | list[Problem]:
+def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     """The index of one shard, or what makes it none."""
     from ckpttool.formats import FORMATS
     from ckpttool.formats.sniff import sniff
@@ -83,7 +83,7 @@ def _read_shard(folder: Path, name: str) -> Checkpoint | list[Problem]:
     path = safe_path(folder, name)
     if path is None:
         return [Problem("the index leads out of its folder", name)]
-    if not os.path.isfile(path):
+    if not is_file(path):
         return [Problem("the shard is missing", name)]
     try:
         kind = sniff(path)

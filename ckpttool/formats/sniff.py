@@ -107,7 +107,9 @@ _READS = "ckpttool reads safetensors files, what torch.save and torch.jit.save w
 _SCRIPTED = "use the TorchScript archive, or the checkpoint, that it was made from"
 _PACKAGED = "save the state dict of the model in it: torch.save(torch.package.PackageImporter(...).load_pickle(...)...)"
 _AGAIN = "download it again: the address needs a login, or is that of the page and not of the file (…/resolve/…)"
-_RESAVE = "load and save it again: " + _torch("torch.load(sys.argv[1], weights_only=True)", "{path}")
+_PICKLED = (
+    "load it with the program that wrote it, if you trust it, and keep its tensors: torch.save(state_dict, 'OUT.pt')"
+)
 _TO_SAFETENSORS = "convert it to a safetensors file with the library that wrote it"
 _KNOWN = (
     _Known(
@@ -117,7 +119,7 @@ _KNOWN = (
     ),
     _Known(_pattern(rb"(\xef\xbb\xbf)?\s*(<!doctype html|<html|<head|<body)"), "an HTML page", _AGAIN),
     _Known(_pattern(rb"(\xef\xbb\xbf)?\s*<(\?xml|error>)"), "an XML page", _AGAIN),
-    _Known(_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _RESAVE),
+    _Known(_pattern(rb"\x80[\1-\5]"), "a pickle that torch.save did not write", _PICKLED),
     _Known(_starts(b"\x1f\x8b"), "compressed with gzip", "decompress it first: gzip -dk {path}"),
     _Known(_starts(b"\xfd7zXZ\0"), "compressed with xz", "decompress it first: xz -dk {path}"),
     _Known(_starts(b"\x28\xb5\x2f\xfd"), "compressed with zstd", "decompress it first: zstd -dk {path}"),

@@ -5,16 +5,16 @@ Read to the same tree as a torch zip and written as one. See `_legacy_save` in t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError
+from ckpttool.files import Source, opened
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, loads
-from ckpttool.formats.reading import many_objects, opened
+from ckpttool.formats.reading import many_objects
 from ckpttool.formats.sniff import LEGACY_START
 from ckpttool.formats.torch_tensor import HOLDS, Storages, is_tensor
 from ckpttool.formats.torch_tree import find_sections
@@ -29,7 +29,7 @@ _NUMEL = 8  # bytes before each storage's own: how many elements it has
 def read(path: str) -> Checkpoint:
     """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or not as torch.save writes."""
     with opened(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
+        nbytes = file.size
         pickles = _read_pickles(path, file, nbytes)
         found, end = _find_storages(path, file, pickles, nbytes)
     storages = Storages(lambda key, size: _storage(path, found, key, size))
@@ -99,7 +99,7 @@ class _Pickles(NamedTuple):
     end: int
 
 
-def _read_pickles(path: str, file: BinaryIO, nbytes: int) -> _Pickles:
+def _read_pickles(path: str, file: Source, nbytes: int) -> _Pickles:
     length = _FIRST_READ
     while True:
         file.seek(0)
@@ -154,16 +154,16 @@ def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
 # The storages
 
 
-def _find_storages(path: str, file: BinaryIO, pickles: _Pickles, nbytes: int) -> tuple[dict[str, Span], int]:
+def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> tuple[dict[str, Span], int]:
     """Number -> where the storage's bytes lie, and where the last one ends."""
     found: dict[str, Span] = {}
     at = pickles.end
+    file.prefetch(_expected(pickles))
     for key in pickles.keys:
         number = pickles.references.keys.get(key)
         if number is None or number in found:
             raise _unfit(path, f"storage {key} is listed twice, or belongs to nothing")
-        file.seek(at)
-        numel = int.from_bytes(file.read(_NUMEL), "little", signed=True)
+        numel = int.from_bytes(file.read_at(at, _NUMEL), "little", signed=True)
         length = numel * pickles.references.widths[number]
         if numel < 0 or at + _NUMEL + length > nbytes:
             raise CkptError(
@@ -173,6 +173,15 @@ def _find_storages(path: str, file: BinaryIO, pickles: _Pickles, nbytes: int) ->
         found[number] = Span(path, at + _NUMEL, length)
         at += _NUMEL + length
     return found, at
+
+
+def _expected(pickles: _Pickles) -> list[tuple[int, int]]:
+    """Where the numbers of elements stand, if the storages are as long as the pickle says."""
+    found, at = [], pickles.end
+    for key in pickles.keys:
+        found.append((at, _NUMEL))
+        at += _NUMEL + pickles.references.sizes.get(pickles.references.keys.get(key, ""), 0)
+    return found
 
 
 def _storage(path: str, found: Mapping[str, Span], number: str, nbytes: int) -> Storage:

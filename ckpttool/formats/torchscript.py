@@ -80,7 +80,7 @@ class _Code:
 
     def _classes(self, record: str) -> dict[str, tuple[list[str], list[str]]]:
         if record not in self.archive.by_name:
-            return {}
+            raise CkptError(f"{self.archive.path}: its record {record} is missing", hint="download or save it again")
         text = read_record(self.archive, self.archive.by_name[record], _MAX_CODE).decode(errors="replace")
         return {name: (_STRING.findall(own), _STRING.findall(buffers)) for name, own, buffers in _CLASS.findall(text)}
 
@@ -114,5 +114,8 @@ class _Reader:
 
 
 def _is_object(node: Any) -> bool:
-    """True for an object of a class in the archive's code, with attributes."""
-    return type(node) is Call and type(node.func) is Global and type(node.state) is dict
+    """True for an object of a class in the archive's code, with attributes; torch's own classes have no code there."""
+    if type(node) is not Call or type(node.func) is not Global or type(node.state) is not dict:
+        return False
+    module = f"{node.func.module}."
+    return module.startswith("__torch__.") and not module.startswith("__torch__.torch.classes.")

@@ -6,7 +6,6 @@ changed archive out again.
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections import Counter
@@ -16,7 +15,8 @@ from typing import NamedTuple
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.reading import many_objects, opened
+from ckpttool.files import Source, opened
+from ckpttool.formats.reading import many_objects
 
 STORED, DEFLATED = 0, 8
 
@@ -32,6 +32,7 @@ U16, U32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
 HAS_DESCRIPTOR, UTF8 = 0x0008, 0x0800
 _LONGEST_DESCRIPTOR = 24
+_AT_A_TIME = 4096  # local headers: of a remote file they are fetched side by side
 ZIP64_FIELD = 1
 
 
@@ -77,11 +78,11 @@ def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive
     Raises `CkptError` for what is no zip archive, is truncated, or whose directory and records contradict each other.
     """
     with opened(path) as file:
-        available = os.fstat(file.fileno()).st_size - base
+        available = file.size - base
         length = available if length is None else length
         if not 0 <= length <= available:
             raise _corrupt(path, "the archive is cut off")
-        return _read_archive(_Window(path, file.fileno(), base, length))
+        return _read_archive(_Window(path, file, base, length))
 
 
 def read_record(archive: Archive, record: Record, limit: int) -> bytes:
@@ -109,14 +110,14 @@ class _Window(NamedTuple):
     """The bytes of an open file that the archive lies in."""
 
     path: str
-    descriptor: int
+    file: Source
     base: int
     length: int
 
     def read(self, offset: int, count: int) -> bytes:
         if offset < 0 or offset + count > self.length:
             raise _corrupt(self.path, "the zip directory points outside the file")
-        return _read_at(self.path, self.descriptor, count, self.base + offset)
+        return _read_at(self.path, self.file, count, self.base + offset)
 
 
 class _End(NamedTuple):
@@ -130,7 +131,12 @@ class _End(NamedTuple):
 def _read_archive(window: _Window) -> Archive:
     end = _find_end(window)
     directory = window.read(end.offset, end.size)
-    records = [_locate(window, fields) for fields in _parse_directory(window.path, directory, end)]
+    records: list[Record] = []
+    entries = _parse_directory(window.path, directory, end)
+    for first in range(0, len(entries), _AT_A_TIME):
+        batch = entries[first : first + _AT_A_TIME]
+        window.file.prefetch([(window.base + entry.start, LOCAL.size + len(entry.raw_name)) for entry in batch])
+        records += [_locate(window, entry) for entry in batch]
     records = _close_regions(window, records, end.offset)
     by_name = {record.name: record for record in records}
     if len(by_name) != len(records):
@@ -286,13 +292,13 @@ def _inflate(path: str, record: Record, data: bytes) -> bytes:
 def read_span(span: Span) -> bytes:
     """The bytes of the span. Raises `CkptError` where the file cannot be read, or has become shorter."""
     with opened(span.path) as file:
-        return _read_at(span.path, file.fileno(), span.length, span.offset)
+        return _read_at(span.path, file, span.length, span.offset)
 
 
-def _read_at(path: str, descriptor: int, count: int, offset: int) -> bytes:
-    data = os.pread(descriptor, count, offset)
+def _read_at(path: str, file: Source, count: int, offset: int) -> bytes:
+    data = file.read_at(offset, count)
     while len(data) < count:  # one read returns at most 2 GiB
-        more = os.pread(descriptor, count - len(data), offset + len(data))
+        more = file.read_at(offset + len(data), count - len(data))
         if not more:
             raise _corrupt(path, "the file became shorter while it was read")
         data += more

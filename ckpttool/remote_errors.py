@@ -1,0 +1,79 @@
+"""What goes wrong between here and a remote store, in words: any exception of any driver becomes a `CkptError`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from shlex import quote
+
+from ckpttool.errors import CkptError
+
+# The module that a driver lacks, where the package to install has another name.
+_PACKAGES = {"smbclient": "smbprotocol", "dropboxdrivefs": "dropboxdrivefs", "yarl": "aiohttp", "git": "pygit2"}
+_LOGIN = "check the credentials that the driver finds, and that they may do this"
+_NETWORK = "check the network, and the endpoint that the driver is set to"
+# Drivers share no classes for these, but nearly the same names for them.
+_NAMES = (
+    (re.compile("Credential|TokenRetrieval|Login|Auth|Gated|Profile|Forbidden|AccessDenied|Unauthorized"), _LOGIN),
+    (re.compile("Connect|Timeout|Endpoint|DNS|gaierror|SSL|ServerDisconnected|IncompleteRead|Payload"), _NETWORK),
+)
+
+
+@contextmanager
+def answered(url: str) -> Iterator[None]:
+    """Raises `CkptError` for whatever the driver of the URL raises inside."""
+    try:
+        yield
+    except (CkptError, MemoryError):
+        raise
+    except Exception as error:  # drivers raise what they like, their libraries too
+        raise _in_words(url, error) from error
+
+
+def _in_words(url: str, error: Exception) -> CkptError:
+    scheme = url.partition("://")[0].rpartition("::")[2]
+    if isinstance(error, ImportError):
+        return _no_driver(url, scheme, error)
+    if isinstance(error, ValueError) and str(error).startswith("Protocol not known"):
+        return _no_scheme(url, str(error).partition(": ")[2])
+    if isinstance(error, FileNotFoundError):
+        return CkptError(f"no such file, folder or bucket: {url}", hint="check the URL: scheme, bucket and key")
+    if isinstance(error, NotImplementedError):
+        return CkptError(f"{url}: the driver of {scheme}:// cannot do this", hint="use a local file")
+    return CkptError(f"{url}: {_text(error)}", hint=_hint(error))
+
+
+def _no_driver(url: str, scheme: str, error: ImportError) -> CkptError:
+    cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+    module = (cause.name or "").partition(".")[0]
+    if not module:
+        return CkptError(f"{url}: the driver of {scheme}:// cannot be loaded", hint=_text(error))
+    return CkptError(
+        f"{url}: {scheme}:// needs the Python package {_PACKAGES.get(module, module)}, which is not installed",
+        hint=f"pip install {_PACKAGES.get(module, module)}",
+    )
+
+
+def _no_scheme(url: str, scheme: str) -> CkptError:
+    from fsspec.registry import known_implementations
+
+    near = get_close_matches(scheme, known_implementations, 1)
+    hint = f"did you mean {near[0]}://?" if near else "fsspec reads s3://, gs://, az://, hf://, https:// and others"
+    if "::" in url:
+        hint += "; in a chain (simplecache::s3://…) every part with a path is a URL"
+    return CkptError(f"{url}: no driver is known for {scheme}://", hint=hint)
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
+        return _LOGIN
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    return next((hint for pattern, hint in _NAMES if pattern.search(names)), _NETWORK)
+
+
+def _text(error: Exception) -> str:
+    """The error in one line."""
+    said = " ".join(str(error).split()) or quote(repr(error))
+    return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"

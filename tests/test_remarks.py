@@ -1,0 +1,109 @@
+"""Checkpoints of trainers as they lay them out: sections of Lightning, files and placeholders of DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ckpttool.formats import open_checkpoint
+
+CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
+
+
+class Callback:
+    """A foreign class in a checkpoint: carried, never imported."""
+
+    def __init__(self) -> None:
+        self.best = torch.tensor(0.5)
+
+
+def lightning(path: Path) -> dict[str, object]:
+    model = nn.Module()
+    model.model = nn.Linear(3, 2)
+    optimizers = [torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)]
+    model.model(torch.ones(1, 3)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    state = {
+        "epoch": 3, "global_step": 120, "pytorch-lightning_version": "2.4.0", "state_dict": model.state_dict(),
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4}}}},
+        "callbacks": {"ModelCheckpoint{'monitor': 'val'}": {"best_model_score": torch.tensor(0.25), "dirpath": "x"}},
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
+        "lr_schedulers": [{"last_epoch": 3, "_get_lr_called_within_step": False}],
+        "hparams_name": "kwargs", "hyper_parameters": argparse.Namespace(lr=0.1), "custom": Callback(),
+    }  # fmt: skip
+    torch.save(state, path)
+    return state
+
+
+def test_lightning_checkpoints(tmp_path):
+    state = lightning(tmp_path / "last.ckpt")
+    checkpoint = open_checkpoint(str(tmp_path / "last.ckpt"))
+    kinds = {section.path: section.kind for section in checkpoint.sections}
+    assert kinds["state_dict"] == "state_dict"
+    assert kinds["optimizer_states.0"] == kinds["optimizer_states.1"] == "optimizer"
+    assert {"argparse.Namespace", f"{__name__}.Callback"} <= set(checkpoint.globals)
+    assert {"epoch", "hyper_parameters", "lr_schedulers"} <= set(checkpoint.others)
+    assert checkpoint.notes == ()
+    out = tmp_path / "out.ckpt"
+    done = subprocess.run(
+        [CKPTTOOL, "remap", str(tmp_path / "last.ckpt"), "-o", str(out), "--rule", "model.{x*} => {x*}", "--verify"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = torch.load(out, weights_only=False)
+    assert list(found) == list(state)
+    assert list(found["state_dict"]) == ["weight", "bias"]
+    assert found["hyper_parameters"] == state["hyper_parameters"]
+    assert found["custom"].best == 0.5
+    assert found["callbacks"] == state["callbacks"]
+    assert found["loops"] == state["loops"]
+
+
+def inspected(path: Path) -> str:
+    return subprocess.run([CKPTTOOL, "inspect", str(path)], capture_output=True, text=True, check=True).stdout
+
+
+def test_files_of_deepspeed_are_told_with_the_way_to_gather_them(tmp_path):
+    common = {"ds_config": {"zero_optimization": {"stage": 3}}, "ds_version": "0.16.4"}
+    placeholders = OrderedDict((key, torch.zeros(0, dtype=torch.bfloat16)) for key in ("a.weight", "a.bias"))
+    placeholders["norm.running_mean"] = torch.zeros(3)
+    model = {
+        **common, "module": placeholders, "buffer_names": ["norm.running_mean"], "optimizer": None,
+        "param_shapes": [OrderedDict({"a.weight": torch.Size([2, 3]), "a.bias": torch.Size([2])})],
+        "frozen_param_shapes": None, "shared_params": {}, "dp_world_size": 2, "mp_world_size": 1, "global_steps": 7,
+    }  # fmt: skip
+    ranks = {
+        **common,
+        "optimizer_state_dict": {
+            "loss_scaler": None, "zero_stage": 3, "partition_count": 2, "fp32_flat_groups": [torch.ones(4)],
+            "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"params": [0]}]},
+        },
+    }  # fmt: skip
+    torch.save(model, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    torch.save(ranks, tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    first, second = open_checkpoint(str(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")).notes
+    assert "the model's part of a DeepSpeed checkpoint" in first
+    assert second.startswith("2 tensors have shape [0]: ZeRO-3 placeholders")
+    assert "zero_to_fp32.py" in second
+    (note,) = open_checkpoint(str(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")).notes
+    assert "one rank's part of a DeepSpeed checkpoint" in note
+    assert "zero_to_fp32.py" in inspected(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def test_placeholders_are_the_reason_of_a_diff(tmp_path):
+    torch.save({"weight": torch.zeros(0), "bias": torch.zeros(2)}, tmp_path / "zero.pt")
+    torch.save({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "full.pt")
+    done = subprocess.run(
+        [CKPTTOOL, "diff", str(tmp_path / "zero.pt"), str(tmp_path / "full.pt"), "--format", "json"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "ZeRO-3 placeholder" in done.stdout
+    assert "zero_to_fp32.py" in done.stdout
