@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ckpttool.checkpoint import Checkpoint, TensorEntry
+from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Problem, Refused
-from ckpttool.expression import Op, Ref, Special
 from ckpttool.formats import FORMATS, Format
+from ckpttool.joined import row_major
 from ckpttool.naming.mark import put_on
 from ckpttool.plan import Dropped
 from ckpttool.rules import matches
@@ -93,7 +93,7 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
             hint="--keep-aliases keeps the first name and records the others in __metadata__",
             problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
         )
-    dense = tuple(entry if target.aliases else _dense(entry) for entry in section.tensors)
+    dense = tuple(entry if target.aliases else row_major(entry) for entry in section.tensors)
     section = replace(section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None)
     return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
 
@@ -134,18 +134,6 @@ def _narrower(checkpoint: Checkpoint) -> str:
     if main and others and "::" not in checkpoint.source:
         return f"take the section alone: {checkpoint.source}::{main[0].path}, or leave the rest out with --drop PATTERN"
     return "leave them out with --drop PATTERN, or choose an output that ends in .pt"
-
-
-def _dense(entry: TensorEntry) -> TensorEntry:
-    """The entry with its elements in row-major order; those of a strided view are gathered when they are written."""
-    if entry.storage is None or entry.is_contiguous:
-        return entry
-    from ckpttool import compute  # gathering a view is the one conversion that needs torch
-
-    copy = Op(
-        "aten.clone.default", (Ref(entry.key),), (("memory_format", Special("memory_format", "contiguous_format")),)
-    )
-    return compute.entry_of(entry.key, copy, {entry.key: entry})
 
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:

@@ -5,7 +5,6 @@ The first stage of reading: what comes out is a name in the table of formats, or
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
 
+from ckpttool import files
 from ckpttool.errors import CkptError
-from ckpttool.formats.reading import opened
+from ckpttool.files import opened
 from ckpttool.formats.safetensors import MAX_HEADER
 from ckpttool.formats.zip_archive import read_archive
 
@@ -52,31 +52,33 @@ def sniff(path: str) -> str:
 
 
 def _check_exists(path: str) -> None:
-    if os.path.isdir(path):
-        raise CkptError(f"{path} is a directory, not a checkpoint file", hint=_directory_hint(Path(path)))
-    if "\0" in path or os.path.exists(path):
+    if "\0" in path:
+        return
+    if files.is_dir(path):
+        raise CkptError(f"{path} is a directory, not a checkpoint file", hint=_directory_hint(path))
+    if files.is_url(path) or files.exists(path):
         return
     folder = Path(path).parent
     if not folder.is_dir():
         raise CkptError(f"no such file: {path}", hint=f"the folder {folder} does not exist either: check the path")
-    close = get_close_matches(Path(path).name, _names_in(folder), n=3, cutoff=0.6)
+    close = get_close_matches(Path(path).name, _names_in(str(folder)), n=3, cutoff=0.6)
     hint = "did you mean " + " or ".join(str(folder / name) for name in close) + "?" if close else "check the path"
     raise CkptError(f"no such file: {path}", hint=hint)
 
 
-def _names_in(folder: Path) -> list[str]:
+def _names_in(folder: str) -> list[str]:
     try:
-        return sorted(os.listdir(folder))
-    except OSError:
+        return files.names_in(folder)
+    except CkptError:
         return []
 
 
-def _directory_hint(folder: Path) -> str:
+def _directory_hint(folder: str) -> str:
     endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
     inside = [name for name in _names_in(folder) if name.endswith(endings)]
     if not inside:
         return "name one checkpoint file"
-    return f"name one of its files, for example {folder / inside[0]}"
+    return f"name one of its files, for example {files.join(folder, inside[0])}"
 
 
 # Files that are no zip archives
@@ -153,7 +155,7 @@ _PROGRAM = re.compile(r"models/.+\.json")
 
 def _sniff_zip(path: str) -> str:
     if not _has_zip_end(path):
-        size = os.path.getsize(path)
+        size = files.size(path)
         raise CkptError(
             f"{path} is truncated: a zip archive without its end ({size} bytes are there)",
             hint="download or copy it again",
@@ -163,7 +165,7 @@ def _sniff_zip(path: str) -> str:
 
 def _has_zip_end(path: str) -> bool:
     with opened(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _ZIP_TAIL))
+        file.seek(max(0, file.size - _ZIP_TAIL))
         return _ZIP_END in file.read()
 
 
