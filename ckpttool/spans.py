@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
+from ckpttool.files import is_url
 from ckpttool.pieces import Piece, Pieces
 
+if TYPE_CHECKING:
+    from ckpttool.remote import Stream
+
 CHUNK = 1 << 20  # bytes a read; larger ones were no faster, and memory stays flat
+_GAP = 1 << 16  # bytes between two spans of a remote file that are fetched along rather than asked for apart
 
 
 class SpanReader:
@@ -19,25 +25,33 @@ class SpanReader:
     def __init__(self, size: int = CHUNK) -> None:
         self._path = ""
         self._descriptor = -1
+        self._remote: Stream | None = None
         self.buffer = bytearray(max(1, min(size, CHUNK)))
 
-    def chunks(self, span: Span) -> Iterator[memoryview]:
+    def chunks(self, span: Span, until: int = 0) -> Iterator[memoryview]:
         """The span's bytes; every chunk but the last fills the buffer, and is valid until the next one is asked for.
 
+        `until` is the byte of the same file up to which later spans go on: a remote file is fetched so far ahead.
         Raises `CkptError` where the file cannot be read, or ends before the span does.
         """
         self._open(span.path)
         view = memoryview(self.buffer)
         for start in range(0, span.length, len(view)):
             chunk = view[: min(len(view), span.length - start)]
-            self._fill(chunk, span, span.offset + start)
+            self._fill(chunk, span, span.offset + start, until)
             yield chunk
 
-    def _fill(self, chunk: memoryview, span: Span, offset: int) -> None:
+    def _fill(self, chunk: memoryview, span: Span, offset: int, until: int) -> None:
         filled = 0
         while filled < len(chunk):
             try:
-                count = os.preadv(self._descriptor, [chunk[filled:]], offset + filled)
+                if self._remote is None:
+                    count = os.preadv(self._descriptor, [chunk[filled:]], offset + filled)
+                else:
+                    end = max(until, span.offset + span.length)
+                    data = self._remote.read_at(offset + filled, len(chunk) - filled, end)
+                    count = len(data)
+                    chunk[filled : filled + count] = data
             except OSError as error:
                 raise CkptError(f"{span.path}: {error.strerror}", hint="check the disk it is on") from error
             if not count:
@@ -51,6 +65,11 @@ class SpanReader:
         if path == self._path:
             return
         self.close()
+        if is_url(path):
+            from ckpttool.remote import Stream
+
+            self._path, self._remote = path, Stream(path)
+            return
         try:
             self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
@@ -63,7 +82,7 @@ class SpanReader:
         """Closes the file that is open."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._path, self._descriptor = "", -1
+        self._path, self._descriptor, self._remote = "", -1, None
 
 
 def read_span(span: Span) -> bytearray:
@@ -118,24 +137,51 @@ def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
 def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
     """The bytes of the pieces, one after the other; each is valid until the next one is asked for.
 
-    Raises `CkptError` where a source cannot be read.
+    Raises `CkptError` where a source cannot be read, or a remote one is no longer what it was.
     """
     reader = SpanReader()
+    ends = _remote_ends(pieces)
     try:
-        for piece in pieces:
-            for data in _data(piece, reader):
+        for number, piece in enumerate(pieces):
+            for data in _data(piece, reader, ends.get(number, 0)):
                 if piece.crc is not None:
                     piece.crc.value = zlib.crc32(data, piece.crc.value)
                 yield data
     finally:
         reader.close()
+    if ends:
+        from ckpttool.remote import check_unchanged
+
+        check_unchanged(_urls(pieces))
 
 
-def _data(piece: Piece, reader: SpanReader) -> Iterator[bytes | memoryview]:
+def _urls(pieces: Pieces) -> set[str]:
+    """The remote files that the pieces are copied from."""
+    return set(filter(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)}))
+
+
+def _remote_ends(pieces: Pieces) -> dict[int, int]:
+    """Where the run of neighbours ends that each piece of a remote file is in, by the number of the piece."""
+    urls = _urls(pieces)
+    ends: dict[int, int] = {}
+    if not urls:
+        return ends
+    following, end = Span("", 0, 0), 0
+    for number in reversed(range(len(pieces))):
+        span = pieces[number].data
+        if isinstance(span, Span) and span.path in urls:
+            last = span.offset + span.length
+            joined = span.path == following.path and 0 <= following.offset - last <= _GAP
+            following, end = span, end if joined else last
+            ends[number] = end
+    return ends
+
+
+def _data(piece: Piece, reader: SpanReader, until: int) -> Iterator[bytes | memoryview]:
     if isinstance(piece.data, bytes):
         yield piece.data
     elif isinstance(piece.data, Span):
-        yield from reader.chunks(piece.data)
+        yield from reader.chunks(piece.data, until)
     else:
         yield from _computed(piece.data)
 
