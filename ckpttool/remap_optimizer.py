@@ -25,6 +25,7 @@ from ckpttool.naming.optimizer_move import (
     placed,
     to_serialized,
 )
+from ckpttool.report.words import plural
 from ckpttool.rules import Rule
 
 
@@ -123,12 +124,13 @@ def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap
         own = Assignment({param: str(param) for param in moved.params}, "names")
         check(own, moved, wanted.to_names, where)
     made = optimizer.numbered(moved) if to == ID else replace(moved, form=to)
+    if made == state and wanted.to_names is None:
+        return None
     new = tuple(str(param) for param in moved.params if param not in sources)
     read = {ref for param in moved.params if param in sources for ref in ex.refs(sources[str(param)])}
     dropped = tuple(str(param) for param in named.state if param not in read)
-    report = OptimizerRemap(
-        section.path, state.form, to, len(moved.params), evidence, new, dropped, _notes(where, state, to, new, dropped)
-    )
+    notes = _notes(where, state, moved, to, new, dropped)
+    report = OptimizerRemap(section.path, state.form, to, len(moved.params), evidence, new, dropped, notes)
     return optimizer.write(made, section), report
 
 
@@ -224,12 +226,19 @@ def _in_model_order(
     return [name for name in parameters.shapes if name in sources]
 
 
-def _notes(where: str, state: OptimizerState, to: str, new: Sequence[str], dropped: Sequence[str]) -> tuple[str, ...]:
+def _notes(
+    where: str, state: OptimizerState, moved: OptimizerState, to: str, new: Sequence[str], dropped: Sequence[str]
+) -> tuple[str, ...]:
     notes = []
+    if len(moved.groups) != len(state.groups):
+        notes.append(
+            f"{where}: {plural(len(moved.groups), 'param group')}, not {len(state.groups)}: a learning-rate scheduler "
+            "that was saved has one value for each of the old ones"
+        )
     if new:
-        notes.append(f"{where}: {len(new)} new parameters have no state yet: {_some(new)}")
+        notes.append(f"{where}: new, and without state: {_some(new)}")
     if dropped:
-        notes.append(f"{where}: the state of {len(dropped)} parameters has no place any more: {_some(dropped)}")
+        notes.append(f"{where}: left out, the state of {plural(len(dropped), 'parameter')}: {_some(dropped)}")
     if state.form == FLAT and to != FLAT and not any(group.param_names for group in state.groups):
         notes.append(
             f"{where}: the flattened form does not say which param groups there were; parameters with the same "

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,21 @@ def test_an_optimizer_in_an_ordered_dict(tmp_path: Path) -> None:
     _, optimizer = train(models.Net, models.adamw)
     found = section(tmp_path / "o.pt", OrderedDict(optimizer.state_dict()))
     assert len(read(found).params) == 9
+
+
+def test_state_in_a_defaultdict(tmp_path: Path) -> None:
+    state = defaultdict(dict, {0: {"step": torch.ones(())}})
+    found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
+    assert read(found).state.keys() == {0}
+
+
+def test_state_in_an_object_with_attributes_is_not_taken_apart(tmp_path: Path) -> None:
+    state = OrderedDict({0: {"step": torch.ones(())}})
+    state.note = 1
+    found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
+    with pytest.raises(CkptError) as raised:
+        read(found)
+    assert "is an object of its own @ state" in map(str, raised.value.problems)
 
 
 def test_dropped_state_is_not_written_to_a_file_of_its_own(tmp_path: Path) -> None:

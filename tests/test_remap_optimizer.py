@@ -218,7 +218,8 @@ def test_a_group_split_into_two_keeps_its_hyperparameters(tmp_path: Path) -> Non
     model, optimizer = train(models.Net, models.adamw)
     optimizer.param_groups[0]["lr"] = 0.5
     path = save(tmp_path / "o.pt", model, optimizer)
-    found, _ = remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net", "halves"))
+    found, done = remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Net", "halves"))
+    assert "a learning-rate scheduler that was saved" in done.notes[0]
     groups = found["optimizer"]["param_groups"]
     assert [group["params"] for group in groups] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     assert {group["lr"] for group in groups} == {0.5}
@@ -275,6 +276,16 @@ def test_rules_rename_the_parameters(tmp_path: Path) -> None:
     found, _ = remapped(path, tmp_path / "out.pt", keys="fqn", rules=rules)
     assert "body.weight" in found["optimizer"]["state"]
     assert "body.weight" in found["optimizer"]["param_groups"][0]["param_names"]
+
+
+def test_what_needs_no_change_is_left_alone(tmp_path: Path) -> None:
+    path = save(tmp_path / "o.pt", *train(models.Net, models.named))
+    source = open_checkpoint(path)
+    named, _ = remap_optimizers(source, Wanted("fqn"))
+    for checkpoint, wanted in ((source, Wanted("id")), (named, Wanted(rules=[parse("other.{x} => {x}")]))):
+        result, done = remap_optimizers(checkpoint, wanted)
+        assert result is checkpoint
+        assert done == ()
 
 
 def test_a_resized_layer_is_refused_by_name(tmp_path: Path) -> None:

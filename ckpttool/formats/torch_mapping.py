@@ -13,7 +13,12 @@ from ckpttool.naming.optimizer import rebuilt
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _MAX_DEPTH = 50
 _MAX_REPEATS = 500_000  # of shared containers: by sharing them a small pickle can make a tree without end
-_DICTS = (Global("collections", "OrderedDict"), Global("builtins", "dict"), Global("__builtin__", "dict"))
+_DICTS = (
+    Global("collections", "OrderedDict"),
+    Global("collections", "defaultdict"),
+    Global("builtins", "dict"),
+    Global("__builtin__", "dict"),
+)
 
 
 class _TooMuch(Exception):
@@ -23,8 +28,9 @@ class _TooMuch(Exception):
 def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) -> Mapping[Any, Any] | None:
     """The state dict that `node` makes; None where it is too large to be taken apart, or no mapping.
 
-    `entries` are its tensors as far as they are known. An ``OrderedDict`` is a dict here; any other object stands as an
-    `ExtraEntry` that carries its node. A list of scalars stays the node that it is, shared where the pickle shares it.
+    `entries` are its tensors as far as they are known. Any kind of Python's dicts is a dict here; any other object
+    stands as an `ExtraEntry` that carries its node. A list of scalars stays the node that it is, shared where the
+    pickle shares it.
     """
     known = {id(entry.payload.node): entry for entry in entries if isinstance(entry.payload, Carried)}
     seen: set[int] = set()
@@ -63,7 +69,7 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
 def _pairs(node: Any) -> dict[Any, Any] | None:
     """What a dict holds whose keys are ids or names; None for every other node."""
     pairs = node if type(node) is dict else None
-    if type(node) is Call and type(node.func) is Global and node.func in _DICTS and not node.args:
+    if type(node) is Call and type(node.func) is Global and node.func in _DICTS:
         pairs = (node.pairs or {}) if node.state is ABSENT else None
     return pairs if pairs is not None and all(type(key) in (int, str) for key in pairs) else None
 

@@ -144,6 +144,9 @@ def kept(mapping: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
 
 
 def _read_nested(mapping: Mapping[Any, Any], problems: list[Problem]) -> OptimizerState:
+    for key, kind in ((STATE, Mapping), (GROUPS, (list, tuple))):
+        if not isinstance(mapping.get(key), kind):
+            problems.append(Problem("is an object of its own", key))
     groups = [_read_group(group, index, problems) for index, group in enumerate(_list(mapping.get(GROUPS)))]
     params = {param for group in groups for param in group.params}
     if len({type(param) for param in params}) > 1:
