@@ -73,21 +73,15 @@ def swap(
     allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
     tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other.
     """
-    target, have = _target(program), weights.by_key()
+    target = _target(program)
     chosen = _chosen(program, weights) if constants else {}
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
     feed = _feed_by_keys(target, rest) if names is None else _feed_by_model(target, rest, names, form)
     feed.sources.update(chosen)
-    fitted: dict[str, TensorEntry] = {}
-    problems = [*feed.problems]
-    for entry in (*target.tensors, *(entry for entry in _constants(program) if entry.key in chosen)):
-        source = feed.sources.get(entry.key)
-        found = Problem("no weight for it", entry.key) if source is None else _fit(entry, source, have, cast, packed)
-        if isinstance(found, Problem):
-            problems.append(found)
-        else:
-            fitted[entry.key] = found
+    wanted = (*target.tensors, *(entry for entry in _constants(program) if entry.key in chosen))
+    fitted, misfits = _fit_all(wanted, feed.sources, weights.by_key(), cast, packed)
+    problems = [*feed.problems, *misfits]
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is target else ())
     if problems:
@@ -207,6 +201,22 @@ def _variants(found: Match) -> list[tuple[str, str]]:
     """Call variants of an unflattened program, each with the key that its name has the value from."""
     keys = {name: key for key, name in found.names.items()}
     return [(key, keys[name]) for key, name in found.variants.items()]
+
+
+def _fit_all(
+    wanted: Sequence[TensorEntry], sources: Mapping[str, Expression], have: Entries, cast: bool, packed: bool
+) -> tuple[dict[str, TensorEntry], list[Problem]]:
+    """The new value of each of the program's tensors that has one, and what is wrong with the others."""
+    fitted: dict[str, TensorEntry] = {}
+    problems: list[Problem] = []
+    for entry in wanted:
+        source = sources.get(entry.key)
+        found = Problem("no weight for it", entry.key) if source is None else _fit(entry, source, have, cast, packed)
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            fitted[entry.key] = found
+    return fitted, problems
 
 
 def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:

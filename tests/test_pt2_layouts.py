@@ -259,6 +259,18 @@ def test_a_state_dict_that_is_none(version, data, tmp_path):
     assert caught.value.exit_status == 2
 
 
+def test_the_first_names_of_the_records(tmp_path):
+    """Torch 2.1 called the same torch zips ``.json``."""
+    with zipfile.ZipFile(tmp_path / "first.pt2", "w") as archive:
+        for name, data in records(program("2.5.1").source).items():
+            archive.writestr(name.replace(".pt", ".json"), data)
+    found = read(str(tmp_path / "first.pt2"))
+    assert [e.key for e in found.section("").tensors] == [e.key for e in program("2.5.1").section("").tensors]
+    out = records(write_pieces(layout(swap(found, new_weights("2.5.1")).program), tmp_path / "out.pt2"))
+    trained = torch.load(DATA / "weights-torch-2.5.1.pt", weights_only=True)
+    assert torch.equal(loaded(out["serialized_state_dict.json"])["scale"], trained["scale"])
+
+
 def test_a_program_of_torch_without_constants(tmp_path):
     assert len(read(rewritten("2.5.1", tmp_path / "old.pt2", CONSTANTS["2.5.1"], None)).sections) == 1
 

@@ -1,4 +1,4 @@
-"""Exported programs (``.pt2``): reader and writer of their weights, in the layouts of every torch since 2.1.
+"""Exported programs (``.pt2``): reader and writer of their weights, in the layouts of every torch.
 
 The graph is never deserialised: a program of operators that are not installed reads and writes like any other. Each
 layout has its reader in a file of its own; what it hands over is written back in the same way.

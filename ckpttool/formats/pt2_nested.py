@@ -1,7 +1,7 @@
 """Exported programs as torch wrote them before 2.9: the state dict is a torch zip in the zip, the constants another.
 
-Up to torch 2.7 the records are ``serialized_state_dict.pt`` and ``serialized_constants.pt``, in 2.8
-``NAME/data/weights/M.pt`` and ``NAME/data/constants/M.pt``.
+Up to torch 2.7 the records are ``serialized_state_dict.pt`` and ``serialized_constants.pt`` (at first these were
+called ``.json``), in 2.8 ``NAME/data/weights/M.pt`` and ``NAME/data/constants/M.pt``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ UP_TO_2_7, IN_2_8 = "torch<=2.7", "torch 2.8"
 
 def read_up_to_2_7(archive: Archive, root: str, name: str) -> Program:
     """The only program of the file. Raises `CkptError` where its state dict or its constants cannot be read."""
-    records = ("serialized_state_dict.pt", "serialized_constants.pt")
-    return _read(archive, name, UP_TO_2_7, root + GRAPH, [root + record for record in records])
+    stems = [f"{root}serialized_{what}" for what in ("state_dict", "constants")]
+    records = [f"{stem}.json" if f"{stem}.json" in archive.by_name else f"{stem}.pt" for stem in stems]
+    return _read(archive, name, UP_TO_2_7, root + GRAPH, records)
 
 
 def read_2_8(archive: Archive, root: str, name: str) -> Program:
@@ -38,7 +39,7 @@ def _read(archive: Archive, name: str, layout: str, model: str, records: list[st
     homes: dict[Storage, Home] = {}
     weights = Section("", "state_dict", *_entries(archive, records[0], homes))
     empty: tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]] = ((), ())
-    present = records[1] in archive.by_name  # torch 2.1 wrote none
+    present = records[1] in archive.by_name  # torch 2.1 wrote no constants
     constants = Section(CONSTANTS, "other", *(_entries(archive, records[1], homes) if present else empty))
     return Program(archive, name, layout, model, program_sections(weights, constants), homes)
 
