@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpttool.errors import CkptError
+from ckpttool.files import is_url, sources_stay
 from ckpttool.pieces import Pieces
 from ckpttool.spans import stream
 
@@ -20,6 +21,11 @@ Progress = Callable[[int], None]
 
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
     """Raises `CkptError` where `out` cannot or must not be written. Called before any work is done."""
+    if is_url(out):
+        from ckpttool import upload
+
+        upload.preflight(out, source, force=force, in_place=in_place)
+        return
     path = Path(out)
     if not path.parent.is_dir():
         raise CkptError(f"{out}: no such folder: {path.parent}", hint=f"mkdir -p {path.parent}")
@@ -43,6 +49,10 @@ def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | 
     An existing `out` is replaced atomically, so readers that have it mapped keep the old bytes. Raises `CkptError` on
     a source that changed while it was read, and on a full or failing disk; `out` is then as it was.
     """
+    if is_url(out):
+        from ckpttool import upload
+
+        return upload.write(pieces, out, progress)
     path = Path(os.path.realpath(out))
     nbytes = sum(piece.nbytes for piece in pieces)
     try:
@@ -62,7 +72,7 @@ def _write_sibling(pieces: Pieces, path: Path, fsync: bool, progress: Progress |
     """Writes a file next to `path` and renames it, or leaves nothing behind."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:50]}.", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "wb", buffering=BUFFER) as file:
+        with os.fdopen(descriptor, "wb", buffering=BUFFER) as file, sources_stay():
             for data in stream(pieces):
                 file.write(data)
                 if progress is not None:

@@ -12,6 +12,7 @@ from ckpttool import execute
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
 from ckpttool.execute import Progress
+from ckpttool.files import is_url, size
 from ckpttool.pieces import Files, Link, Piece, Pieces
 
 LINKS = ("copy", "hard", "reflink")
@@ -24,6 +25,11 @@ def preflight(out: str, present: Collection[str], source: str, *, force: bool, i
 
     `present` are the files of a checkpoint that is there already, `source` the path that is read.
     """
+    if is_url(out):
+        from ckpttool import upload
+
+        upload.preflight_folder(out, present, source, force=force, in_place=in_place)
+        return
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise CkptError(f"{out} is a file", hint="name a folder")
@@ -58,6 +64,10 @@ def write_folder(
     ``hard`` (one file under two names) or ``reflink`` (blocks shared until one of the two changes).
     Raises `CkptError` on a source that changed while it was read, and on a full or failing disk.
     """
+    if is_url(out):
+        from ckpttool import upload
+
+        return upload.write_folder(files, out, stale, link, progress)
     folder = Path(os.path.realpath(out))
     new = not folder.is_dir()
     parent = folder.parent if new else folder
@@ -90,7 +100,7 @@ def _check_space(files: Files, out: str, parent: Path, link: str) -> None:
         if not isinstance(content, Link):
             needed += sum(piece.nbytes for piece in content)
         elif link == "copy":
-            needed += os.path.getsize(content.path)
+            needed += size(content.path)
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise CkptError(f"{out}: needs {needed:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
@@ -103,13 +113,15 @@ def _put(
     temporary.parent.mkdir(parents=True, exist_ok=True)
     if not isinstance(content, Link):
         return execute.write(content, str(temporary), fsync=fsync, progress=progress)
-    source = os.path.realpath(content.path)
-    nbytes = os.path.getsize(source)
-    if place.exists() and os.path.samefile(source, place):
+    source = content.path if is_url(content.path) else os.path.realpath(content.path)
+    nbytes = size(source)
+    if not is_url(source) and place.exists() and os.path.samefile(source, place):
         return nbytes  # it is there already
     if link == "copy":
         return execute.write([Piece(Span(source, 0, nbytes))], str(temporary), fsync=fsync, progress=progress)
     try:
+        if is_url(source):
+            raise OSError("it is no file of this machine")
         _hard_link(source, temporary) if link == "hard" else _reflink(source, temporary)
     except OSError as error:
         raise CkptError(

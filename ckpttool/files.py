@@ -20,6 +20,7 @@ from ckpttool.errors import CkptError
 # scheme://…, also behind fsspec's own chaining: simplecache::s3://…
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _HINT = "check the path and its permissions"
+_streamed: set[str] = set()  # URLs, since `sources_stay` was last entered
 
 
 class Source(Protocol):
@@ -71,6 +72,25 @@ def opened(path: str) -> Iterator[Source]:
             yield file
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
+
+
+def note_streamed(url: str) -> None:
+    """Notes that the tensors of the URL are being read; for `sources_stay`."""
+    _streamed.add(url)
+
+
+@contextmanager
+def sources_stay() -> Iterator[None]:
+    """Raises `CkptError` at its end where a URL that tensors were read from inside is no longer what its index says.
+
+    A local file that is replaced stays readable as it was; an object behind a URL does not.
+    """
+    _streamed.clear()
+    yield
+    if _streamed:
+        from ckpttool import remote
+
+        remote.check_unchanged(_streamed)
 
 
 def is_url(path: str) -> bool:

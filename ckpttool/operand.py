@@ -32,9 +32,12 @@ def open_operand(operand: str) -> Checkpoint:
 
 
 def split(operand: str) -> tuple[str, str | None]:
-    """``PATH::SECTION`` -> (PATH, SECTION); SECTION is None where the operand names none."""
+    """``PATH::SECTION`` -> (PATH, SECTION); SECTION is None where the operand names none.
+
+    fsspec chains URLs with the same mark (``simplecache::s3://…``): what has ``://`` in it is never a section.
+    """
     path, mark, section = operand.rpartition("::")
-    return (path, section) if mark and path else (operand, None)
+    return (path, section) if mark and path and "://" not in section else (operand, None)
 
 
 def model_section(checkpoint: Checkpoint) -> Section:

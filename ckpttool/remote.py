@@ -253,6 +253,7 @@ class Stream:
             if until - offset <= BLOCK:
                 return self._file.read_at(offset, min(count, until - offset))
             self._parts = []  # before the next ones come, so that never both are in memory
+            files.note_streamed(self._file.url)
             self._parts = _fetch(self._file.url, _cut(offset, min(until, offset + PART * PARALLEL)))
             self._start = offset
             data = self._held(offset)

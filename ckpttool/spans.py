@@ -137,7 +137,7 @@ def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
 def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
     """The bytes of the pieces, one after the other; each is valid until the next one is asked for.
 
-    Raises `CkptError` where a source cannot be read, or a remote one is no longer what it was.
+    Raises `CkptError` where a source cannot be read.
     """
     reader = SpanReader()
     ends = _remote_ends(pieces)
@@ -149,20 +149,11 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
                 yield data
     finally:
         reader.close()
-    if ends:
-        from ckpttool.remote import check_unchanged
-
-        check_unchanged(_urls(pieces))
-
-
-def _urls(pieces: Pieces) -> set[str]:
-    """The remote files that the pieces are copied from."""
-    return set(filter(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)}))
 
 
 def _remote_ends(pieces: Pieces) -> dict[int, int]:
     """Where the run of neighbours ends that each piece of a remote file is in, by the number of the piece."""
-    urls = _urls(pieces)
+    urls = set(filter(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)}))
     ends: dict[int, int] = {}
     if not urls:
         return ends

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Span
+from ckpttool.files import is_dir, is_url, parent, size
+from ckpttool.files import name as name_of
 from ckpttool.formats import FORMATS, Format, format_for
 from ckpttool.formats.folders import DCP_METADATA, INDEX, checkpoint_files, companions, locate
+from ckpttool.operand import split
 from ckpttool.pieces import Files, Link, Piece, Pieces
 
 
@@ -30,11 +33,11 @@ class Target:
         From folder to folder the files beside the weights go along. Raises `Refused` on what the format cannot hold.
         """
         if self.folder is None:
-            return {os.path.basename(self.path): self.format.layout(checkpoint)}
+            return {name_of(self.path): self.format.layout(checkpoint)}
         files: dict[str, Pieces | Link] = {}
-        if os.path.isdir(checkpoint.source) and not _same(checkpoint.source, self.folder):
+        if _is_folder(checkpoint) and not _same(checkpoint.source, self.folder):
             for name, path in companions(checkpoint.source).items():
-                files[name] = [Piece(Span(path, 0, os.path.getsize(path)))]
+                files[name] = [Piece(Span(path, 0, size(path)))]
         if self.format.folder:
             return files | dict(self.format.layout_files(checkpoint, self.name, max_shard_size))
         return files | {self.name: self.format.layout(checkpoint)}
@@ -54,21 +57,28 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
     format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file of a folder
     is sharded too. Raises `CkptError` for an ending that no format has.
     """
-    name = os.path.basename(out)
+    name = name_of(out)
     if INDEX.fullmatch(name) or name == DCP_METADATA:
-        return Target(out, format_for(out), os.path.dirname(out) or ".", name)
+        return Target(out, format_for(out), parent(out), name)
     if out.rstrip("/").endswith(".dcp"):
         return Target(out, FORMATS["dcp"], out)
-    from_folder = os.path.isdir(source.source)
+    from_folder = _is_folder(source)
     row = FORMATS[source.format]
-    if not (out.endswith("/") or os.path.isdir(out) or (from_folder and not Path(out).suffix)):
+    if not (out.endswith("/") or is_dir(out) or (from_folder and not Path(out).suffix)):
         return Target(out, format_for(out))
     if row.folder:
         return Target(out, row, out)
     if from_folder and max_shard_size is None:
-        return Target(out, row, out, os.path.basename(locate(source.source).path))
+        return Target(out, row, out, name_of(locate(source.source).path))
     return Target(out, FORMATS["sharded_bin" if row.name == "torch_zip" and from_folder else "sharded"], out)
 
 
+def _is_folder(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint is a whole folder, and no section of one."""
+    return split(checkpoint.source)[1] is None and is_dir(checkpoint.source)
+
+
 def _same(left: str, right: str) -> bool:
+    if is_url(left) or is_url(right):
+        return left.rstrip("/") == right.rstrip("/")
     return os.path.exists(right) and os.path.samefile(left, right)

@@ -32,6 +32,8 @@ from ckpttool.diff_optimizer import (
     optimizer_section,
 )
 from ckpttool.errors import CkptError
+from ckpttool.files import is_url, join, parent
+from ckpttool.files import name as name_of
 from ckpttool.naming.names import Names
 from ckpttool.naming.optimizer import form_of
 from ckpttool.operand import model_section, open_operand, split
@@ -180,5 +182,7 @@ def _mends(
 
 def _beside(operand: str, word: str) -> str:
     """A name for the output next to the source: ``train.pt::model`` -> ``train.serialized.pt``."""
-    path = Path(split(operand)[0])
-    return str(path.with_name(f"{path.stem}.{word}{path.suffix}"))
+    whole = split(operand)[0]
+    path = Path(name_of(whole.rstrip("/")) if is_url(whole) else whole)
+    beside = str(path.with_name(f"{path.stem}.{word}{path.suffix}"))
+    return join(parent(whole.rstrip("/")), beside) if is_url(whole) else beside
