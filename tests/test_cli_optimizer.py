@@ -159,3 +159,14 @@ def test_a_diff_of_whole_files_points_at_their_optimizers(
     other = save(tmp_path / "other.pt", *train(models.Net, models.sgd))
     found = told(capsys, "diff", ckpt, other)
     assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in found["notes"])
+
+
+def test_a_plan_that_would_forget_the_optimizer_is_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "train.pt", *train(models.Net, models.named))
+    named, plan = str(tmp_path / "named.pt"), tmp_path / "plan.json"
+    assert main(["remap", path, "--optimizer-keys", "fqn", "-o", named]) == 0
+    assert main(["remap", named, "--rule", "head.{x} => out.{x}", "--save-plan", str(plan)]) == 2
+    assert "a plan holds no changes of optimizers" in capsys.readouterr().err
+    assert not plan.exists()

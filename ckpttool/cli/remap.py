@@ -30,6 +30,9 @@ from ckpttool.rules import parse
 from ckpttool.scatter import FORM as FSDP_FLAT
 from ckpttool.scatter import scatter
 from ckpttool.target import target_for
+from ckpttool.values import fingerprints
+
+NO_OPTIMIZERS = "a plan holds no changes of optimizers"
 
 
 def command(
@@ -123,6 +126,8 @@ def command(
         if gathered is not None and names is not None:
             done = with_gathered_optimizers(done, gathered, names)
         done = with_optimizers(done, wanted)
+        if save_plan is not None and done.optimizers:
+            raise CkptError(NO_OPTIMIZERS, hint="write them to OUT, or take the model alone: CKPT::model")
     if to == FSDP_FLAT and names is not None:
         ranks = scatter(done.result, names, units or (), world_size or 0)
         if out is not None and not dry_run:
@@ -133,9 +138,10 @@ def command(
         done = replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
         content = target.lay_out(fitted, shard_size)
         if not dry_run:
+            expected = fingerprints(fitted) if verify and in_place else fitted
             write_target(target, content, fsync=not no_fsync, link=link)
             if verify:
-                prove(str(out), fitted)
+                prove(str(out), expected)
     data = {**to_json(done, ckpt, out or ""), **({"plan": done.plan.to_json()} if dry_run else {})}
     if save_plan is not None:
         from ckpttool.report import json
@@ -175,7 +181,7 @@ def _check_optimizers(
         if given is not None and model is None:
             raise CkptError(f"{option} is called with a model", hint="pass --model MODEL too")
     if plan is not None and (keys is not None or to_optimizer is not None):
-        raise CkptError("a plan holds no changes of optimizers", hint="write them to OUT: leave the plan out")
+        raise CkptError(NO_OPTIMIZERS, hint="write them to OUT: leave the plan out")
 
 
 def _output(ckpt: str, out: str | None, in_place: bool, optional: bool) -> str | None:
