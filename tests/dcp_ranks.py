@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 RANKS = 2
 
 
-def run(job: str, folder: Path) -> None:
-    """Runs the job in `RANKS` processes. Raises CalledProcessError where one of them fails."""
+def run(job: str, folder: Path, script: str = __file__) -> None:
+    """Runs the script's job in `RANKS` processes. Raises CalledProcessError where one of them fails."""
     with TemporaryDirectory() as meeting:
         environment = {**os.environ, "MEETING": f"file://{meeting}/ranks", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", __file__, job, str(folder)]
+        command = [sys.executable, "-W", "ignore", script, job, str(folder)]
         ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(RANKS)]
         for rank in ranks:
             if rank.wait(120):
@@ -139,13 +140,14 @@ def _load(folder: Path) -> None:
     assert state["param_groups"][0]["lr"] == 0.1
 
 
-def main() -> None:
+def main(jobs: Mapping[str, Callable[[Path], None]]) -> None:
+    """What each rank runs: the job that the command line names."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", os.environ["MEETING"], rank=int(os.environ["RANK"]), world_size=RANKS)
-    {"save": _save, "load": _load}[sys.argv[1]](Path(sys.argv[2]))
+    jobs[sys.argv[1]](Path(sys.argv[2]))
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -153,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main({"save": _save, "load": _load})

@@ -17,8 +17,7 @@ def token(tensor: torch.Tensor) -> Token:
     if torch.nn.parameter.is_lazy(tensor):
         return ("object", id(tensor))
     if is_traceable_wrapper_subclass(tensor):
-        names = tensor.__tensor_flatten__()[0]
-        return (type(tensor), tuple(tensor.shape), *(token(getattr(tensor, name)) for name in names))
+        return (type(tensor), tuple(tensor.shape), *map(token, inside(tensor)))
     try:
         if tensor.layout == torch.strided:
             return (address(tensor), geometry(tensor))
@@ -49,7 +48,8 @@ def inside(tensor: torch.Tensor) -> list[torch.Tensor]:
     if torch.nn.parameter.is_lazy(tensor):
         return []
     if is_traceable_wrapper_subclass(tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor lists its mesh too
     try:
         return list(components(tensor))
     except (RuntimeError, NotImplementedError):

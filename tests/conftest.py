@@ -1,0 +1,53 @@
+"""What is made once for all tests: checkpoints of real wrappers over two ranks, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp_ranks
+import wrapped_ranks
+from ckpttool.cli.app import main
+from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, filename
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """`names` is what the ranks said of each form; `failures` what loading the remapped file into it strictly said."""
+
+    folder: Path
+    names: dict[str, dict[str, Any]]
+    failures: dict[str, str]
+
+
+@pytest.fixture(scope="session")
+def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
+    """Models in every form, remapped from the plain checkpoint and loaded; training that changes its form half-way."""
+    folder = tmp_path_factory.mktemp("wrapped")
+    dcp_ranks.run("save", folder, wrapped_ranks.__file__)
+    for name in ("loads", "resumes", "results"):
+        (folder / name).mkdir()
+    for form in CHAINS:
+        _remap(folder / "plain.pt", folder / "loads" / f"{filename(form)}.pt", "--to", form)
+    for form in BLOCKS:
+        name = f"{filename(form)}.pt"
+        _remap(folder / "plain.pt", folder / "loads" / name, "--like", str(folder / name))
+    model = str(folder / "net.json")
+    assert main(["trace", f"{wrapped_ranks.__file__}:Net", "-o", model]) == 0
+    for old in TRAINED:
+        for new in TRAINED:
+            keys = "fqn" if new in SHARDED else "id"
+            to = "serialized" if new == "plain" else new
+            chosen = ("--model", model, "--to", to, "--optimizer-keys", keys)
+            _remap(folder / f"trained-{old}.pt", folder / "resumes" / f"{old} to {new}.pt", *chosen)
+    dcp_ranks.run("load", folder, wrapped_ranks.__file__)
+    names, failures = (json.loads((folder / f"{name}.json").read_text()) for name in ("names", "failures"))
+    return Wrapped(folder, names, failures)
+
+
+def _remap(source: Path, out: Path, *options: str) -> None:
+    assert main(["remap", str(source), *options, "-o", str(out), "--no-fsync"]) == 0
