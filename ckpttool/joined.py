@@ -8,7 +8,8 @@ from typing import Union
 from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.expression import Op, Ref, Special
-from ckpttool.spans import SpanReader
+from ckpttool.pieces import Piece
+from ckpttool.spans import stream
 
 _ROW_MAJOR = Special("memory_format", "contiguous_format")
 
@@ -59,27 +60,18 @@ def _nbytes(part: Part) -> int:
     return len(part) if isinstance(part, bytes) else part.length
 
 
-def _read(parts: Sequence[Part]) -> Iterator[bytes | memoryview]:
+def _read(parts: Sequence[Part]) -> Iterator[bytes]:
     """The bytes of the parts. Chunks are copies: whoever collects them must not see the reader's buffer change."""
-    reader = SpanReader()
-    try:
-        for part in parts:
-            if isinstance(part, bytes):
-                yield part
-            elif isinstance(part, Span):
-                yield from map(bytes, reader.chunks(part))
-            else:
-                yield from part.produce()
-    finally:
-        reader.close()
+    return map(bytes, stream([Piece(part) for part in parts]))
 
 
 def _cut(chunks: Iterable[bytes | memoryview], start: int, nbytes: int) -> Iterator[memoryview]:
     """Bytes `start` to `start + nbytes` of the chunks."""
     for chunk in chunks:
-        view = memoryview(chunk)
-        yield view[start : start + nbytes] if start < len(view) else view[:0]
-        nbytes -= max(0, min(len(view) - start, nbytes))
-        start = max(0, start - len(view))
+        view = memoryview(chunk)[start : start + nbytes]
+        if view:
+            yield view
+        start = max(0, start - len(chunk))
+        nbytes -= len(view)
         if not nbytes:
             return
