@@ -143,7 +143,8 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
         notes.append("written in the format of torch 1.6 and later")
     if checkpoint.format == "torchscript":
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
-    if target.tensors_only and any(section.modules is not None for section in checkpoint.sections):
+    versions = any(section.modules is not None for section in checkpoint.sections)
+    if versions and (target.tensors_only or target.name == "dcp"):
         notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
     if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")

@@ -125,13 +125,18 @@ def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
     ours, theirs = stream([Piece(left)]), stream([Piece(right)])
     mine = yours = b""
     while True:
-        mine, yours = mine or bytes(next(ours, b"")), yours or bytes(next(theirs, b""))
+        mine, yours = mine or _next(ours), yours or _next(theirs)
         count = min(len(mine), len(yours))
         if not count:
             return not mine and not yours
         if mine[:count] != yours[:count]:
             return False
         mine, yours = mine[count:], yours[count:]
+
+
+def _next(chunks: Iterator[bytes | memoryview]) -> bytes:
+    """The next bytes that are any; none at the end."""
+    return next((bytes(chunk) for chunk in chunks if len(chunk)), b"")
 
 
 def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
-from ckpttool.spans import same_data
+from ckpttool.pieces import Piece
+from ckpttool.spans import same_data, stream
 
 
 def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
@@ -45,16 +49,50 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     return compute.difference(compute.load(left), compute.load(right), rtol, atol)
 
 
-def verify(written: Checkpoint, expected: Checkpoint) -> list[Problem]:
-    """What of `expected` the file that was `written` does not hold: every key, dtype, shape and byte is compared."""
-    have = {(section.path, key): entry for section in written.sections for key, entry in section.by_key().items()}
-    want = {(section.path, key): entry for section in expected.sections for key, entry in section.by_key().items()}
+Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
+
+
+def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
+    """What a checkpoint holds, without its files: by section and key the dtype, the shape and a hash of the bytes."""
+    return {at: _fingerprint(entry) for at, entry in _entries(checkpoint).items()}
+
+
+def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
+    if isinstance(entry, ExtraEntry):
+        return ()
+    if entry.storage is None:
+        return entry.dtype, entry.shape, entry.layout
+    digest = hashlib.blake2b()
+    data = _in_order(entry)
+    if data is not None:
+        for chunk in stream([Piece(data)]):
+            digest.update(chunk)
+    else:
+        from ckpttool import compute
+
+        digest.update(compute.to_bytes(compute.load(entry)))
+    return entry.dtype, entry.shape, entry.layout, digest.digest()
+
+
+def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:
+    """What of `expected` the file that was `written` does not hold: every key, dtype, shape and byte is compared.
+
+    Fingerprints stand for a checkpoint whose own files are no longer there: they were replaced.
+    """
+    have = _entries(written)
+    if isinstance(expected, Checkpoint):
+        want: Mapping[tuple[str, str], object] = _entries(expected)
+        differ = [at for at, entry in _entries(expected).items() if at in have and not same_values(entry, have[at])]
+    else:
+        want = expected
+        differ = [at for at, entry in expected.items() if at in have and _fingerprint(have[at]) != entry]
     problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
     problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
-    both = [at for at in want if at in have]
-    return problems + [
-        Problem("other bytes in the output", _place(*at)) for at in both if not same_values(want[at], have[at])
-    ]
+    return problems + [Problem("other bytes in the output", _place(*at)) for at in differ]
+
+
+def _entries(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
+    return {(section.path, key): entry for section in checkpoint.sections for key, entry in section.by_key().items()}
 
 
 def _place(section: str, key: str) -> str:

@@ -18,6 +18,7 @@ from ckpttool.formats.sniff import sniff
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.remap import FORMS
 from ckpttool.swap import swap, to_json
+from ckpttool.values import fingerprints
 
 
 def command(
@@ -70,9 +71,10 @@ def command(
     swapped = swap(deployed, weights, names, form=None if was is None else FORMS[was], cast=cast, constants=constants)
     pieces = FORMATS["pt2"].layout(swapped.program)
     if target is not None and not dry_run:
+        expected = fingerprints(swapped.program) if verify and in_place else swapped.program
         write(pieces, target, fsync=not no_fsync)
         if verify:
-            prove(target, swapped.program, read_program(target, name))
+            prove(target, expected, read_program(target, name))
     data = to_json(swapped, program, new, target or "")
     shown = partial(document, swapped, program, new, target, dry_run=dry_run, verified=verify)
     emit(shown, lambda: data, format, report)

@@ -14,6 +14,7 @@ from ckpttool.errors import CkptError
 from ckpttool.pieces import Files, Pieces
 from ckpttool.pieces import Link as Linked
 from ckpttool.target import Target
+from ckpttool.values import Fingerprints
 
 
 def _known_link(how: str) -> str:
@@ -81,7 +82,7 @@ def _with_bar(title: str, total: int, move: Callable[[execute.Progress | None], 
         return move(lambda count: progress.advance(task, count))
 
 
-def prove(out: str, expected: Checkpoint, written: Checkpoint | None = None) -> None:
+def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> None:
     """Raises `CkptError`, with every tensor that is not as planned, where `out` does not hold `expected`.
 
     `written` is the index of `out`, where it is not the usual one.
