@@ -150,4 +150,7 @@ def _run(rank: int, world_size: int, folder: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_run, (int(sys.argv[2]), sys.argv[1]), nprocs=int(sys.argv[2]))
+    import torch.distributed.fsdp
+
+    # forked: torch is imported once and not by each rank
+    mp.start_processes(_run, (int(sys.argv[2]), sys.argv[1]), nprocs=int(sys.argv[2]), start_method="fork")

@@ -35,14 +35,12 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """World size -> the folder of a run of real FSDP1 on gloo."""
-    found = {}
-    for world_size in (2, 3):
-        folder = found[world_size] = tmp_path_factory.mktemp(f"ranks{world_size}")
+    path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    found = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (2, 3)}
+    for world_size, folder in found.items():
         command = [sys.executable, str(SCRIPT), str(folder), str(world_size)]
-        path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path}
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
     return found
 
