@@ -225,6 +225,14 @@ def test_what_dcp_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out.dcp").exists()
 
 
+def test_storages_that_no_tensor_looks_at(tmp_path: Path) -> None:
+    save({"w": torch.ones(2), "bare": (torch.arange(3.0).untyped_storage(), 1)}, tmp_path / "in")
+    remap(tmp_path / "in", "-o", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=False)["bare"][0].nbytes() == 12
+    remap(tmp_path / "out.pt", "-o", tmp_path / "back.dcp")
+    assert loaded(tmp_path / "back.dcp")["bare"][0].nbytes() == 12
+
+
 # Renames
 
 

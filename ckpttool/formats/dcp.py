@@ -67,7 +67,10 @@ def read(path: str) -> Checkpoint:
     reader = _Reader(path)
     leaves = {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
     root = nested(leaves)
-    tree = find_sections(root, Storages(lambda key, nbytes: reader.rebuilder.storages[key]))
+    storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key])
+    for key, storage in reader.rebuilder.storages.items():
+        storages.get(key, storage.nbytes)  # also those that no tensor looks at: the writer needs them all
+    tree = find_sections(root, storages)
     return Checkpoint(
         source=path,
         format=FORMAT,
@@ -188,10 +191,12 @@ class _Reader:
         container = saved(self.folder, place).container
         assert isinstance(container, torch_zip.Container)
         self.globals += container.pickle.globals
-        node, storages = container.pickle.root, container.tree.storages
-        if storages.found:
-            return self.rebuilder.transplant(Carried(node, storages)), b""
-        return node, dumps(Pickle(node, 2))
+        node = container.pickle.root
+        references: list[Persistent] = []
+        spelling = dumps(Pickle(node, 2), references)
+        if references:
+            return self.rebuilder.transplant(Carried(node, container.tree.storages)), b""
+        return node, spelling
 
 
 # Writing
