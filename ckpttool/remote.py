@@ -21,9 +21,12 @@ from ckpttool.errors import CkptError
 from ckpttool.remote_errors import answered
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
-PART = 1 << 23  # bytes a request for tensors
-PARALLEL = 4  # requests at a time for tensors; `PART` times this is what is held in memory
+PART = 1 << 23  # bytes a request for large tensors
+PARALLEL = 4  # requests at a time for large tensors; `PART` times this is what is held in memory
 _MAX_BLOCKS = 128
+_MAX_RUN = 32  # blocks in one request, where one after the other is read
+_LARGE = 8 * BLOCK  # bytes of a tensor that is fetched by itself
+_MAX_AHEAD = 1 << 24  # bytes
 _SMALL_GAP = 1 << 10  # bytes: ranges that lie closer are asked for as one
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "created", "sha256")
 
@@ -46,10 +49,15 @@ class Stat:
 
 @dataclass(slots=True)
 class _Kept:
-    """What stores have said and sent: blocks by URL and number, ranges that were asked for ahead by URL and offset."""
+    """What stores have said and sent.
+
+    `blocks` by URL and number; `runs`: the block that would follow the last request for some, and how many that asked
+    for; `ahead`: ranges that were asked for ahead, by URL their offsets and bytes.
+    """
 
     stats: dict[str, Stat | None] = field(default_factory=dict)
     blocks: OrderedDict[tuple[str, int], bytes] = field(default_factory=OrderedDict)
+    runs: dict[str, tuple[int, int]] = field(default_factory=dict)
     ahead: dict[str, tuple[list[int], list[bytes]]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
     fetched: Counter[str] = field(default_factory=Counter)
@@ -124,6 +132,7 @@ def forget(url: str) -> None:
     _kept.stats = {other: found for other, found in _kept.stats.items() if not gone(other)}
     _kept.blocks = OrderedDict((at, block) for at, block in _kept.blocks.items() if not gone(at[0]))
     _kept.ahead = {other: found for other, found in _kept.ahead.items() if not gone(other)}
+    _kept.runs = {other: found for other, found in _kept.runs.items() if not gone(other)}
     fs, path = filesystem(url)
     with answered(url):
         fs.invalidate_cache(path)
@@ -178,7 +187,7 @@ class RemoteFile:
         ahead = self._ahead(offset, end)
         if ahead is not None:
             return ahead
-        if end - offset > _MAX_BLOCKS // 4 * BLOCK:
+        if end - offset > _MAX_RUN * BLOCK:
             return b"".join(_fetch(self.url, _cut(offset, end)))
         first, last = offset // BLOCK, (end - 1) // BLOCK
         data = b"".join(self._blocks(first, last))
@@ -196,7 +205,8 @@ class RemoteFile:
         kept = _kept.blocks
         missing = [number for number in range(first, last + 1) if (self.url, number) not in kept]
         if missing:
-            low, high = missing[0], missing[-1] + 1
+            low = missing[0]
+            high = self._end_of_run(low, missing[-1] + 1)
             (data,) = _fetch(self.url, [(low * BLOCK, min(high * BLOCK, self.size))])
             for number in range(low, high):
                 kept[self.url, number] = data[(number - low) * BLOCK : (number - low + 1) * BLOCK]
@@ -207,18 +217,35 @@ class RemoteFile:
             kept.popitem(last=False)
         return found
 
+    def _end_of_run(self, low: int, high: int) -> int:
+        """Where a request for the blocks `low` to `high` ends: each that goes on where the last one ended is longer."""
+        following, length = _kept.runs.get(self.url, (-1, 1))
+        length = min(length * 2, _MAX_RUN) if low == following else 1
+        high = min(max(high, low + length), -(-self.size // BLOCK))
+        _kept.runs[self.url] = (high, length)
+        return high
+
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetches these ranges (offset, count) side by side, and keeps them until the next call."""
+        """Fetches these ranges (offset, count) side by side; they are kept as long as there is room."""
+        starts, data = _kept.ahead.get(self.url, ([], []))
+        wanted = self._missing(ranges)
+        found = dict(zip(starts, data)) if sum(map(len, data)) < _MAX_AHEAD else {}
+        found.update(zip((start for start, _ in wanted), _fetch(self.url, wanted)))
+        ordered = sorted(found)
+        _kept.ahead[self.url] = (ordered, [found[start] for start in ordered])
+
+    def _missing(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of the ranges (offset, count) that are not kept, as (start, end); those close to each other as one."""
         wanted: list[tuple[int, int]] = []
         for offset, count in sorted(ranges):
             start, end = max(0, offset), min(offset + count, self.size)
-            if end <= start or self._has_blocks(start, end):
+            if end <= start or self._ahead(start, end) is not None or self._has_blocks(start, end):
                 continue
             if wanted and start - wanted[-1][1] <= _SMALL_GAP:
                 wanted[-1] = (wanted[-1][0], max(end, wanted[-1][1]))
             else:
                 wanted.append((start, end))
-        _kept.ahead[self.url] = ([start for start, _ in wanted], _fetch(self.url, wanted))
+        return wanted
 
     def _has_blocks(self, start: int, end: int) -> bool:
         numbers = range(start // BLOCK, (end - 1) // BLOCK + 1)
@@ -238,10 +265,11 @@ def open_file(url: str) -> RemoteFile:
 
 
 class Stream:
-    """Reads a file front to back in large ranges, several at a time, of which it holds no more than the last few."""
+    """Reads tensors front to back: large ones in large ranges, several at a time, of which it holds the last few."""
 
     def __init__(self, url: str) -> None:
         self._file = open_file(url)
+        files.note_streamed(url)
         self._start = 0
         self._parts: list[bytes] = []
 
@@ -250,10 +278,9 @@ class Stream:
         data = self._held(offset)
         if not data:
             until = min(until, self._file.size)
-            if until - offset <= BLOCK:
+            if until - offset <= _LARGE:
                 return self._file.read_at(offset, min(count, until - offset))
             self._parts = []  # before the next ones come, so that never both are in memory
-            files.note_streamed(self._file.url)
             self._parts = _fetch(self._file.url, _cut(offset, min(until, offset + PART * PARALLEL)))
             self._start = offset
             data = self._held(offset)

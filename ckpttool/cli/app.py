@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from ckpttool import __version__
 from ckpttool.cli.failures import failure_of, say
+from ckpttool.cli.logs import logged
 from ckpttool.errors import CkptError
 
 # Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
     try:
-        status = run(args)
+        with logged():
+            status = run(args)
         sys.stdout.flush()
         return status
     except BaseException as error:
