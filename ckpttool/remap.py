@@ -30,6 +30,8 @@ from ckpttool.values import same_values
 # What the user calls a form -> the form. An exported program has the runtime names since torch 2.6 (pytorch#137609).
 FORMS = {SERIALIZED: SERIALIZED, RUNTIME: RUNTIME, "exported": RUNTIME, "unflattened": RUNTIME}
 
+_COUNTER = "AveragedModel's counter, which only that wrapper has"
+
 
 @dataclass(frozen=True, slots=True)
 class Remap:
@@ -100,7 +102,7 @@ def _plan(section: Section, way: Way, lightning: bool) -> tuple[Plan, str | None
     plan, seen, notes = _carried([section]), _evidence(list(section.by_key()), way, lightning), list[str]()
     was, known = seen.form, {key: strip(key, seen.paths) for key in section.by_key()}
     if way.names is not None:
-        plan, was, known, notes = _by_models(section, way, way.names)
+        plan, was, known, notes = _by_models(section, way, way.names, seen)
     if way.select is not None:
         plan, known = _selected(plan, section, way, seen)
     if way.like is not None:
@@ -122,20 +124,24 @@ def _evidence(keys: Sequence[str], way: Way, lightning: bool) -> Evidence:
     return chain.said(chain.parse(way.was), keys)
 
 
-def _by_models(section: Section, way: Way, names: Names) -> tuple[Plan, str, dict[str, str], list[str]]:
+def _by_models(section: Section, way: Way, names: Names, seen: Evidence) -> tuple[Plan, str, dict[str, str], list[str]]:
     """The way through one model's names, or two; the form the keys were in; key -> canonical name of what comes out."""
     relation = Relation(names)
     form = _model_form(relation, way)
     counters = [key for key in chain.counters(list(section.by_key())) if key not in relation.serialized_names]
     rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
-    plan, was, notes = _by_model(relation, rest, form, way.was if way.was in FORMS else None)
+    plan, reading, notes = _by_model(relation, rest, form, way.was if way.was in FORMS else None)
+    was = (seen.form or "wrapped") if reading.match.wrapped else reading.form
     if way.trainable_only:
         plan = trained(plan, relation, FORMS[form])
     if way.to_names is not None:
         relation = Relation(way.to_names)
         plan, more = _by_other_model(plan, rest, relation, way)
         notes += more
-    plan = replace(plan, outputs=(*(Output(section.path, key, Ref(key)) for key in counters), *plan.outputs))
+    if way.like is None and (way.to is None or way.to in FORMS):
+        plan = replace(plan, dropped=(*plan.dropped, *(Dropped(section.path, key, _COUNTER) for key in counters)))
+    else:
+        plan = replace(plan, outputs=(*(Output(section.path, key, Ref(key)) for key in counters), *plan.outputs))
     return plan, was, {**relation.serialized_names, **dict.fromkeys(counters, chain.COUNTER)}, notes
 
 
@@ -208,11 +214,12 @@ def _rewrapped(plan: Plan, section: Section, known: Mapping[str, str], to: str) 
     """
     keys = [output.key for output in plan.outputs]
     wanted = chain.Chain(()) if to in FORMS else chain.parse(to)
-    names, gone = chain.rewrap({key: known.get(key, key) for key in keys}, wanted)
-    dropped = [Dropped(section.path, key, "AveragedModel's counter, which only that wrapper has") for key in gone]
+    counted = [key for key in chain.counters(list(section.by_key())) if key in keys]
+    names, gone = chain.rewrap({key: known.get(key, key) for key in keys}, wanted, counted)
+    dropped = [Dropped(section.path, key, _COUNTER) for key in gone]
     kept = tuple(output for output in plan.outputs if output.key not in gone)
     plan = _renamed(replace(plan, outputs=kept, dropped=(*plan.dropped, *dropped)), section, names)
-    made = tuple(Output(section.path, key, source) for key, source in chain.new_counter(wanted, keys).items())
+    made = tuple(Output(section.path, key, source) for key, source in chain.new_counter(wanted, counted).items())
     return replace(plan, outputs=(*made, *plan.outputs))
 
 
@@ -242,7 +249,7 @@ def _carried(sections: Iterable[Section]) -> Plan:
     return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.by_key()))
 
 
-def _by_model(relation: Relation, section: Section, to: str, was: str | None) -> tuple[Plan, str, list[str]]:
+def _by_model(relation: Relation, section: Section, to: str, was: str | None) -> tuple[Plan, Reading, list[str]]:
     names, target = relation.names, FORMS[to]
     reading = read(relation, section, None if was is None else FORMS[was])
     if not reading.match.names:
@@ -269,12 +276,7 @@ def _by_model(relation: Relation, section: Section, to: str, was: str | None) ->
         )
     if not names.roundtrips:
         notes.append("this model does not read back all that it writes: see `ckpttool trace`")
-    return moved.plan, _form(reading, section), notes
-
-
-def _form(reading: Reading, section: Section) -> str:
-    """What the keys were: the wrappers around the model's names where there are any, else which names they are."""
-    return (chain.weigh(section.by_key()).form or "wrapped") if reading.match.wrapped else reading.form
+    return moved.plan, reading, notes
 
 
 def _respelled(moved: Move, relation: Relation, section: Section, reading: Reading, to: str) -> Move:

@@ -8,7 +8,7 @@ adapters stand beside the layer that they adapt.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttool.errors import CkptError, Problem, Refused
@@ -194,18 +194,20 @@ def counters(keys: Collection[str]) -> list[str]:
     return [head + COUNTER for head in heads if any(key.startswith(f"{head}module.") for key in keys)]
 
 
-def rewrap(canonical: Mapping[str, str], wanted: Chain) -> tuple[dict[str, str], list[str]]:
+def rewrap(
+    canonical: Mapping[str, str], wanted: Chain, counted: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
     """Key -> its name inside the chain, for keys with their canonical names; and the keys that have none there.
 
-    Raises `Refused` for ``peft`` where no adapters say which layers they stand beside.
+    `counted` are the keys of AveragedModels' counters. Raises `Refused` for ``peft`` where no adapters say which layers
+    they stand beside.
     """
     inner = _adapted(canonical.values()) if "peft" in wanted.words else {}
     names = {key: wanted.prefix + inner.get(name, name) for key, name in canonical.items()}
-    found = counters(canonical)
-    if not found or wanted.counter is None:
-        return {key: name for key, name in names.items() if key not in found}, found
-    names[found[0]] = wanted.counter
-    return names, found[1:]
+    if not counted or wanted.counter is None:
+        return {key: name for key, name in names.items() if key not in counted}, list(counted)
+    names[counted[0]] = wanted.counter
+    return names, list(counted[1:])
 
 
 def _adapted(names: Iterable[str]) -> dict[str, str]:
@@ -230,9 +232,9 @@ def _adapted(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def new_counter(wanted: Chain, keys: Collection[str]) -> dict[str, Op]:
+def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
     """AveragedModel's counter where the chain needs one and the checkpoint has none: it is the average of one model."""
-    if wanted.counter is None or counters(keys):
+    if wanted.counter is None or counted:
         return {}
     return {wanted.counter: Op("aten.full.default", ((), 1), (("dtype", Special("dtype", "int64")),))}
 

@@ -1,0 +1,111 @@
+"""Narrowed remaps: one submodule, what is trained; torch's own get_model_state_dict as the oracle."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import optimizer_models as models
+from ckpttool.cli.app import main
+from optimizer_support import same, save, train
+from wrapped_ranks import Net, net, wrap
+
+MODEL = ("--model", "wrapped_ranks:Net")
+
+
+def narrowed(state: dict, tmp_path: Path, *options: str) -> dict:
+    torch.save(state, tmp_path / "model.pt")
+    assert main(["remap", str(tmp_path / "model.pt"), *options, "-o", str(tmp_path / "out.pt"), "--force"]) == 0
+    return torch.load(tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize("options", [(), MODEL])
+@pytest.mark.parametrize("form", ["plain", "compile", "dp", "dp(compile)"])
+def test_a_submodule_is_what_the_submodule_itself_saves(form: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    found = narrowed(wrap(form, net(0)).state_dict(), tmp_path, *options, "--select", "block")
+    assert same(dict(found), dict(net(0).block.state_dict()))
+    Net().block.load_state_dict(found)
+
+
+def test_the_submodules_own_wrapper_stays(tmp_path: Path) -> None:
+    state = wrap("dp, block: compile", net(0)).state_dict()
+    found = narrowed(state, tmp_path, "--select", "block")
+    assert list(found) == list(wrap("block: compile", net(0)).block.state_dict())
+    found = narrowed(state, tmp_path, "--select", "block", "--to", "serialized")
+    assert list(found) == list(Net().block.state_dict())
+
+
+def test_a_submodule_in_another_wrapper(tmp_path: Path) -> None:
+    found = narrowed(wrap("compile", net(0)).state_dict(), tmp_path, "--select", "block", "--to", "dp")
+    wrap("dp", net(1).block).load_state_dict(found)
+
+
+def test_keep_prefix_is_torchs_keep_submodule_prefixes(tmp_path: Path) -> None:
+    model = net(0)
+    state = wrap("compile", net(0)).state_dict()
+    kept = narrowed(state, tmp_path, "--select", "block", "--keep-prefix", "--to", "serialized")
+    bare_names = StateDictOptions(keep_submodule_prefixes=False)
+    with warnings.catch_warnings():  # torch means to take `submodules` away
+        warnings.simplefilter("ignore")
+        theirs = get_model_state_dict(model, submodules={model.block})
+        bare = get_model_state_dict(model, submodules={model.block}, options=bare_names)
+    assert same(dict(kept), theirs)
+    assert same(dict(narrowed(state, tmp_path, "--select", "block")), bare)
+    kept = narrowed(state, tmp_path, "--select", "block", "--keep-prefix")
+    assert list(kept) == [f"_orig_mod.{key}" for key in theirs]
+
+
+def test_a_users_own_module_below_a_wrapper(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"module": nn.ModuleDict({"a": nn.Linear(1, 1)}), "a": nn.Linear(1, 1)})
+    found = narrowed(nn.DataParallel(model).state_dict(), tmp_path, "--select", "module.a")
+    assert same(dict(found), dict(model.module.a.state_dict()))
+
+
+def test_a_submodule_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(Net().state_dict(), tmp_path / "model.pt")
+    for name in ("blo", "scale", "block.0.weight", "", "module.block"):
+        assert main(["remap", str(tmp_path / "model.pt"), "--select", name, "-o", str(tmp_path / "out.pt")]) == 1
+        told = capsys.readouterr().err
+        assert f"no key is below {name!r}" in told
+        assert "scale, embed, block, head" in told
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path / "train.pt", *train(models.Net, models.adamw))
+    assert main(["remap", path, "--select", "first", "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["dropped"][:2] == ["model.embed.weight", "model.embed.bias"]
+    assert told["notes"] == ["optimizer still holds the state of all parameters (--drop optimizer leaves it out)"]
+
+
+@pytest.mark.parametrize("to", ["serialized", "runtime", "ddp"])
+def test_trained_parameters_only_is_torchs_ignore_frozen_params(to: str, tmp_path: Path) -> None:
+    model = models.Frozen()
+    found = narrowed(model.state_dict(), tmp_path, "--model", "optimizer_models:Frozen", "--trainable-only", "--to", to)
+    theirs = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    prefix = "module." if to == "ddp" else ""
+    assert same(dict(found), {prefix + key: value for key, value in theirs.items()})
+    assert len(found) < len(model.state_dict())
+
+
+def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
+    assert "scale" in narrowed(Net().state_dict(), tmp_path, *MODEL, "--trainable-only")
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (("--keep-prefix",), "--select PREFIX"),
+        (("--trainable-only",), "--model MODEL"),
+        (("--select", "a", "--plan", "plan.json"), "leave --select and the like out"),
+    ],
+)
+def test_options_that_lack_another(options: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["remap", "model.pt", *options, "-o", "out.pt"]) == 2
+    assert hint in capsys.readouterr().err

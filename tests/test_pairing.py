@@ -1,0 +1,108 @@
+"""Two checkpoints of one model that differ by wrappers: which keys belong together, and the command that mends it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.cli.app import main
+from ckpttool.naming.pairing import pairs
+from wrapped_ranks import Net, net, wrap
+
+PLAIN = list(Net().state_dict())
+FORMS = ("plain", "compile", "dp", "dp(compile)", "block: compile", "compile, block: compile")
+
+
+def save(form: str, path: Path) -> str:
+    torch.save(wrap(form, net(0)).state_dict(), path)
+    return str(path)
+
+
+def test_equal_keys_and_keys_that_wrappers_made_longer() -> None:
+    left, right = ["module.a.w", "module.b._orig_mod.w"], ["a._checkpoint_wrapped_module.w", "b.w"]
+    assert pairs(left, right) == dict(zip(left, right))
+    assert pairs(left, left) == dict(zip(left, left))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (["module.a.w", "_orig_mod.a.w"], ["a.w"]),  # two of them would be one
+        (["module.w", "head.w"], ["v", "head.w"]),
+        (["a.layer.w"], ["a.w"]),  # no wrapper's segment
+    ],
+)
+def test_what_can_be_read_in_two_ways_or_in_none_is_no_pair(left: list[str], right: list[str]) -> None:
+    assert pairs(left, right) == {key: key for key in left if key in right}
+
+
+def test_a_common_prefix_goes() -> None:
+    assert pairs([f"net.{key}" for key in PLAIN], PLAIN) == {f"net.{key}": key for key in PLAIN}
+    assert pairs(PLAIN, [f"net.{key}" for key in PLAIN]) == {key: f"net.{key}" for key in PLAIN}
+
+
+@pytest.mark.parametrize("right", FORMS)
+@pytest.mark.parametrize("left", FORMS)
+def test_the_command_that_diff_proposes_can_be_pasted(
+    left: str, right: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = save(left, tmp_path / "left.pt"), save(right, tmp_path / "right.pt")
+    status = main(["diff", *paths, "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    if left == right:
+        assert (status, found["fix"]) == (0, [])
+        return
+    assert (status, found["summary"].keys() - {"same"}) == (1, {"renamed"})
+    (command,) = found["fix"]
+    assert "MODEL" not in command
+    assert main(shlex.split(command)[1:]) == 0
+    wrap(right, net(1)).load_state_dict(torch.load(tmp_path / "left.renamed.pt"))
+
+
+@pytest.mark.parametrize("form", ["compile", "dp", "block: compile"])
+def test_pytorch_101107_113422_a_checkpoint_of_a_compiled_model(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch: Missing key(s) in state_dict: "embed.weight" ... Unexpected key(s): "_orig_mod.embed.weight"."""
+    ckpt, out = save(form, tmp_path / "train.pt"), tmp_path / "out.pt"
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        Net().load_state_dict(torch.load(ckpt))
+    assert main(["diff", ckpt, save("plain", tmp_path / "plain.pt")]) == 1
+    said = capsys.readouterr().out
+    title = "DistributedDataParallel or DataParallel" if form == "dp" else "torch.compile (`_orig_mod`)"
+    assert f"left is wrapped in {title}" in said
+    assert main(["remap", ckpt, "--to", "serialized", "-o", str(out)]) == 0
+    Net().load_state_dict(torch.load(out))
+
+
+def test_like_says_what_the_other_checkpoint_has_no_name_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    averaged, plain = save("averaged", tmp_path / "ema.pt"), save("compile", tmp_path / "plain.pt")
+    assert main(["remap", averaged, "--like", plain, "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["from"] == "averaged"
+    assert found["notes"] == ["the other checkpoint has no name for 1 key: n_averaged"]
+    assert list(torch.load(tmp_path / "out.pt")) == ["n_averaged", *(f"_orig_mod.{key}" for key in PLAIN)]
+
+
+def test_peft_explains_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.save(
+        get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"])).state_dict(), tmp_path / "a.pt"
+    )
+    torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "b.pt")
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--format", "json"]) == 1
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    reasons = {entry["reason"] for entry in entries if entry["status"] == "renamed"}
+    assert reasons == {"left is wrapped in PEFT (`base_model.model`) and a PEFT adapter (`base_layer`)"}
+    assert [entry["left"] for entry in entries if entry["status"] == "unexpected"] == [
+        ["base_model.model.0.lora_A.default.weight"],
+        ["base_model.model.0.lora_B.default.weight"],
+    ]
