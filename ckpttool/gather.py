@@ -16,7 +16,7 @@ from ckpttool.formats.rank_files import NAME, OnRanks
 from ckpttool.formats.sharded_tensor import is_sharded
 from ckpttool.joined import across, joined
 from ckpttool.naming.chain import recognise
-from ckpttool.naming.flat_param import Slot, is_flat, misfit, named_units, slots, unit_paths
+from ckpttool.naming.flat_param import Slot, flat_params, is_flat, misfit, named_units, slots, unit_paths
 from ckpttool.naming.forms import RUNTIME, SERIALIZED, read
 from ckpttool.naming.names import Names
 from ckpttool.naming.relation import Relation
@@ -83,23 +83,20 @@ def needs_gathering(source: Checkpoint) -> bool:
 
 def without_model(source: Checkpoint) -> Refused:
     """The refusal to put rank files together without knowing the parameters."""
-    flat = [(s, entry) for s in source.sections if s.kind == "state_dict" for entry in flat_entries(s)]
+    flat = [found for section in source.sections for found in flat_params(section)]
     if not flat:
         return Refused(
             f"{source.source} is {plural(_world_size(source), 'rank file')}: only the model's shapes tell a part of a "
             "tensor from a copy of it",
             hint="pass --model MODEL, the definition of the model before it was wrapped",
         )
-    paths = unit_paths(
-        [entry.key for _, entry in flat], [e.key for s, _ in flat for e in s.tensors if not is_flat(e.key)]
-    )
     return Refused(
         f"{source.source} holds {plural(len(flat), 'flat parameter')}: each is all parameters of one module (a unit), "
         "laid end to end without their names and shapes",
         hint="pass --model MODEL, the definition of the model before it was wrapped",
         problems=[
-            Problem(f"{entry.numel:,} elements: the parameters of {paths[entry.key] or 'the root module'}", entry.key)
-            for _, entry in flat
+            Problem(f"{found.numel:,} elements: the parameters of {found.unit or 'the root module'}", found.key)
+            for found in flat
         ],
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.naming.chain import is_lightning, segments, weigh
+from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.variants import aliases
 
 SCHEMA = "ckpttool.inspect/1"
@@ -38,6 +39,11 @@ class Inspection:
             "globals": list(checkpoint.globals),
             "extras": [{"section": s.path, "key": extra.key} for s in checkpoint.sections for extra in s.extras],
             "others": list(checkpoint.others),
+            "flat_parameters": [
+                {"section": section.path, "key": flat.key, "unit": flat.unit, "elements": flat.numel}
+                for section in checkpoint.sections
+                for flat in flat_params(section)
+            ],
             "metadata": dict(checkpoint.metadata),
             "notes": list(checkpoint.notes),
         }

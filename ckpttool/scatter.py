@@ -27,6 +27,7 @@ from ckpttool.remap_optimizer import Wanted, remap_optimizers
 from ckpttool.report.words import plural
 from ckpttool.values import same_values
 
+_MOST_RANKS = 65_536
 FORM = "fsdp-flat"  # the word for it in --to
 Units = Mapping[str, tuple[Slot, ...]]
 
@@ -46,9 +47,9 @@ def scatter(source: Checkpoint, names: Names, patterns: Sequence[str], world_siz
     `patterns` name the modules that are wrapped on their own (``layers.*``); the root always is. Raises `Refused`, all
     problems at once, for what FSDP1 cannot flatten.
     """
-    if world_size < 2:
+    if not 2 <= world_size <= _MOST_RANKS:
         raise CkptError(
-            f"--world-size {world_size}: FSDP1 shards over two ranks or more",
+            f"--world-size {world_size}: FSDP1 shards over two ranks or more, and {_MOST_RANKS:,} files are the most",
             hint="for one process write an ordinary checkpoint: --to serialized",
         )
     paths, problems = named_units(names, patterns)

@@ -102,6 +102,14 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
+def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+
+
 def _train(rank: int, world_size: int, folder: str, original: bool) -> None:
     model = _wrapped(0, original)
     optimizer = _optimizer(model, world_size)
@@ -111,6 +119,8 @@ def _train(rank: int, world_size: int, folder: str, original: bool) -> None:
         optimizer.step()
     kind = "original" if original else "flat"
     torch.save(_saved(model, optimizer), f"{folder}/{kind}_rank_{rank}.pt")
+    if not original:
+        torch.save(_sharded(model, optimizer), f"{folder}/sharded_rank_{rank}.pt")
     full = _full(model, optimizer)
     if rank == 0:
         torch.save(full, f"{folder}/{kind}_full.pt")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +83,7 @@ def same_optimizer(made: dict, expected: dict) -> None:
 # Real FSDP1
 
 
-@pytest.mark.parametrize("kind", ["flat", "original"])
+@pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rank_files_become_what_fsdp_makes_of_them(
     runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, world_size: int
@@ -90,7 +92,7 @@ def test_rank_files_become_what_fsdp_makes_of_them(
     options = ["--to", "serialized", "--optimizer-keys", "fqn", "--verify"]
     status, _, error = run("remap", folder / f"{kind}_rank_*.pt", *MODEL, *options, "-o", out)
     assert status == 0, error
-    made, expected = torch.load(out), torch.load(folder / f"{kind}_full.pt")
+    made, expected = torch.load(out), torch.load(folder / f"{kind.replace('sharded', 'flat')}_full.pt")
     same(made["model"], expected["model"])
     same_optimizer(made["optimizer"], expected["optimizer"])
 
@@ -154,6 +156,16 @@ def test_the_parts_say_which_rank_they_are_of(runs: dict[int, Path]) -> None:
 def test_buffers_are_rank_0s_and_that_they_differ_is_said(runs: dict[int, Path], names: Names) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is taken" for i in (0, 1))
+
+
+def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:
+    status, out, _ = run("inspect", runs[2] / "flat_rank_*.pt", "--format", "json")
+    assert status == 0
+    flat = json.loads(out)["flat_parameters"]
+    assert flat[0] == {"section": "model", "key": "_flat_param", "unit": "", "elements": 28}
+    assert [one["unit"] for one in flat[1:]] == ["layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp"]
+    one_rank = run("inspect", runs[2] / "flat_rank_1.pt")[1]
+    assert "Flat parameters: all parameters of a module, end to end" in one_rank
 
 
 # Refusals
@@ -247,6 +259,34 @@ def test_one_file_of_several(runs: dict[int, Path], run: Run, tmp_path: Path) ->
     status, _, error = run("remap", runs[2] / "flat_rank_0.pt", *MODEL, "-o", tmp_path / "full.pt")
     assert status == 1
     assert "is one rank's part: name the files of all ranks, as in 'rank_*.pt' @ _flat_param" in error
+
+
+@pytest.mark.parametrize("damage", [b"local_rank", b"shard_offsets", b"tensor_properties"])
+def test_a_damaged_sharded_tensor(runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes) -> None:
+    """What of its state is called otherwise is not there."""
+    with zipfile.ZipFile(runs[2] / "flat_rank_0.pt") as source, zipfile.ZipFile(tmp_path / "r0.pt", "w") as out:
+        for name in source.namelist():
+            data = source.read(name)
+            out.writestr(name, data.replace(damage, damage.upper()) if name.endswith("data.pkl") else data)
+    status, _, error = run("inspect", tmp_path / "r*.pt")
+    assert status == 2
+    assert "not as torch.save writes it: the sharded tensor _flat_param" in error
+
+
+def test_dtensors_are_refused(run: Run, tmp_path: Path) -> None:
+    """In a process of its own: a process group is the process's."""
+    code = (
+        "import sys, torch, torch.distributed as dist\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh('cpu', (1,)), [Shard(0)])\n"
+        "torch.save({'w': tensor, 'b': torch.ones(2)}, sys.argv[1])\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "r0.pt")], check=True, timeout=120)
+    shutil.copy(tmp_path / "r0.pt", tmp_path / "r1.pt")
+    status, _, error = run("inspect", tmp_path / "r*.pt")
+    assert status == 2
+    assert "is a DTensor: save it with torch.distributed.checkpoint @ w" in error
 
 
 def test_a_glob_that_matches_nothing(run: Run, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_the_object_of_the_contract() -> None:
         "extras": [{"section": "model", "key": "module.fp8._extra_state"}],
         "others": ["epoch"],
         "metadata": {},
+        "flat_parameters": [],
         "notes": [],
     }
 

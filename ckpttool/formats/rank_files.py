@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from ckpttool.naming.flat_param import is_flat
 NAME = "rank_files"  # in the table of formats
 _GLOB = re.compile(r"[*?[]")
 _ALL = "name the files of all ranks and no others, as in 'rank_*.pt'"
+_MOST_MISSING = 20  # ranks that are listed: a hostile file may speak of millions
 _ABSENT = object()
 T = TypeVar("T")
 
@@ -120,7 +122,7 @@ def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> 
     else:
         count = Counter(ranks.values())
         problems += [Problem(f"is rank {rank}, as another file is", p) for p, rank in ranks.items() if count[rank] > 1]
-        missing = [rank for rank in range(sizes.pop()) if rank not in count]
+        missing = islice((rank for rank in range(sizes.pop()) if rank not in count), _MOST_MISSING)
         problems += [Problem("no file is of this rank", f"rank {rank}") for rank in missing]
     if len({own is None for own in said.values()}) > 1:
         problems += [

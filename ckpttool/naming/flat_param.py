@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
+from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem
 from ckpttool.naming.chain import recognise
 from ckpttool.naming.names import Names
@@ -22,10 +23,19 @@ _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
+class FlatParam:
+    """A flat parameter of a file: its key, the path of its unit (``""`` is the root), how many elements it holds."""
+
+    key: str
+    unit: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """Where one parameter lies in its unit's flat parameter: `start` and `numel` count elements.
 
-    `fqns` are its names within the unit, the first one first; `shape` is None where the model does not know it yet.
+    `fqns` are its names within the unit, the first one first.
     """
 
     fqns: tuple[str, ...]
@@ -54,6 +64,15 @@ def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str
     above = {key: key.rpartition(".")[0] for key in flat}
     wrappers = recognise([*filter(None, above.values()), *others])
     return {key: strip(path, wrappers) for key, path in above.items()}
+
+
+def flat_params(section: Section) -> tuple[FlatParam, ...]:
+    """The flat parameters of a state dict, by what its keys are called."""
+    if section.kind != "state_dict":
+        return ()
+    flat = [entry for entry in section.tensors if is_flat(entry.key)]
+    paths = unit_paths([entry.key for entry in flat], [key for key in section.by_key() if not is_flat(key)])
+    return tuple(FlatParam(entry.key, paths[entry.key], entry.numel) for entry in flat)
 
 
 def module_paths(names: Names) -> list[str]:

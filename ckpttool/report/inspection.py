@@ -7,6 +7,7 @@ from itertools import groupby
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.inspection import Inspection
+from ckpttool.naming.flat_param import flat_params
 from ckpttool.report.collapse import Group, collapse
 from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table, shortened
 from ckpttool.report.words import human_bytes, number, plural, shape_text
@@ -26,6 +27,7 @@ def document(inspection: Inspection, *, all: bool = False) -> Document:
         _sections(inspection),
         _dtypes(inspection),
         shortened(_tensors(inspection, all), limit),
+        shortened(_flat_parameters(inspection), limit),
         shortened(_aliases(inspection), limit),
         shortened(_extras(inspection), limit),
         shortened(_globals(inspection), limit),
@@ -86,6 +88,16 @@ def _groups(section: Section, all: bool) -> list[Group]:
 def _geometry(entry: TensorEntry) -> str:
     shape = shape_text(entry.shape)
     return shape if entry.layout == "strided" else f"{shape} {entry.layout}"
+
+
+def _flat_parameters(inspection: Inspection) -> Table:
+    rows: list[tuple[Inline, ...]] = [
+        (flat.key, Cell(flat.unit or _ROOT, "key"), number(flat.numel))
+        for section in inspection.checkpoint.sections
+        for flat in flat_params(section)
+    ]
+    columns = (Column("key", "key"), Column("parameters of"), Column("elements", "number"))
+    return Table("Flat parameters: all parameters of a module, end to end", columns, tuple(rows))
 
 
 def _aliases(inspection: Inspection) -> Table:
