@@ -11,7 +11,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class Source(Protocol):
     def read_at(self, offset: int, count: int) -> bytes:
         """At most `count` bytes from byte `offset` on; empty only at the end of the file."""
 
-    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Says which ranges (offset, count) are read next, so that a remote file can be asked for all at once."""
 
 
@@ -53,7 +53,7 @@ class LocalFile(io.BufferedReader):
     def read_at(self, offset: int, count: int) -> bytes:
         return os.pread(self.fileno(), count, offset)
 
-    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         pass
 
 

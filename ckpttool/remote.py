@@ -18,7 +18,7 @@ import fsspec
 
 from ckpttool import files
 from ckpttool.errors import CkptError
-from ckpttool.remote_errors import answered
+from ckpttool.remote_errors import answered, is_failure
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors
@@ -88,7 +88,9 @@ def _ask(url: str) -> Stat | None:
     with answered(url):
         try:
             return _stat(fs.info(path))
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if is_failure(error.__cause__):
+                raise error.__cause__ from None
             return None
 
 
@@ -225,7 +227,7 @@ class RemoteFile:
         _kept.runs[self.url] = (high, length)
         return high
 
-    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetches these ranges (offset, count) side by side; they are kept as long as there is room."""
         starts, data = _kept.ahead.get(self.url, ([], []))
         wanted = self._missing(ranges)
@@ -234,7 +236,7 @@ class RemoteFile:
         ordered = sorted(found)
         _kept.ahead[self.url] = (ordered, [found[start] for start in ordered])
 
-    def _missing(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _missing(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Those of the ranges (offset, count) that are not kept, as (start, end); those close to each other as one."""
         wanted: list[tuple[int, int]] = []
         for offset, count in sorted(ranges):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from shlex import quote
+from typing import TypeGuard
 
 from ckpttool.errors import CkptError
 
@@ -14,6 +15,7 @@ from ckpttool.errors import CkptError
 _PACKAGES = {"smbclient": "smbprotocol", "dropboxdrivefs": "dropboxdrivefs", "yarl": "aiohttp", "git": "pygit2"}
 _LOGIN = "check the credentials that the driver finds, and that they may do this"
 _NETWORK = "check the network, and the endpoint that the driver is set to"
+_ANY = "check the URL, the network, and what the driver is set to"
 # Drivers share no classes for these, but nearly the same names for them.
 _NAMES = (
     (re.compile("Credential|TokenRetrieval|Login|Auth|Gated|Profile|Forbidden|AccessDenied|Unauthorized"), _LOGIN),
@@ -30,6 +32,13 @@ def answered(url: str) -> Iterator[None]:
         raise
     except Exception as error:  # drivers raise what they like, their libraries too
         raise _in_words(url, error) from error
+
+
+def is_failure(cause: BaseException | None) -> TypeGuard[BaseException]:
+    """Whether a file that a driver calls missing may well be there: it was not allowed to look, or got no answer."""
+    return getattr(cause, "status", 404) not in (404, 410) or (
+        isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
+    )
 
 
 def _in_words(url: str, error: Exception) -> CkptError:
@@ -70,7 +79,7 @@ def _hint(error: Exception) -> str:
     if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
         return _LOGIN
     names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    return next((hint for pattern, hint in _NAMES if pattern.search(names)), _NETWORK)
+    return next((hint for pattern, hint in _NAMES if pattern.search(names)), _ANY)
 
 
 def _text(error: Exception) -> str:

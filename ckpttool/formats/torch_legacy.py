@@ -5,7 +5,7 @@ Read to the same tree as a torch zip and written as one. See `_legacy_save` in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -175,13 +175,12 @@ def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> t
     return found, at
 
 
-def _expected(pickles: _Pickles) -> list[tuple[int, int]]:
+def _expected(pickles: _Pickles) -> Iterator[tuple[int, int]]:
     """Where the numbers of elements stand, if the storages are as long as the pickle says."""
-    found, at = [], pickles.end
+    at = pickles.end
     for key in pickles.keys:
-        found.append((at, _NUMEL))
+        yield at, _NUMEL
         at += _NUMEL + pickles.references.sizes.get(pickles.references.keys.get(key, ""), 0)
-    return found
 
 
 def _storage(path: str, found: Mapping[str, Span], number: str, nbytes: int) -> Storage:

@@ -135,7 +135,7 @@ def _read_archive(window: _Window) -> Archive:
     entries = _parse_directory(window.path, directory, end)
     for first in range(0, len(entries), _AT_A_TIME):
         batch = entries[first : first + _AT_A_TIME]
-        window.file.prefetch([(window.base + entry.start, LOCAL.size + len(entry.raw_name)) for entry in batch])
+        window.file.prefetch((window.base + entry.start, LOCAL.size + len(entry.raw_name)) for entry in batch)
         records += [_locate(window, entry) for entry in batch]
     records = _close_regions(window, records, end.offset)
     by_name = {record.name: record for record in records}

@@ -1,0 +1,86 @@
+"""Servers on loopback: an S3 store (moto), and a web server that counts the bytes that it sends."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """The endpoint of an S3 store that answers while the block runs."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves `files` by path; `sent` are the bytes of all answers. Without `ranges` it sends whole files only."""
+
+    def __init__(self, files: dict[str, bytes], ranges: bool = True) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files, self.ranges, self.sent = files, ranges, 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextmanager
+def web_server(files: dict[str, bytes], ranges: bool = True) -> Iterator[WebServer]:
+    """The server, while the block runs."""
+    server = WebServer(files, ranges)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WebServer
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        data = self.server.files.get(self.path)
+        if data is None:
+            self._send(404 if "secret" not in self.path else 403, b"", body)
+            return
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is None or not self.server.ranges:
+            self._send(200, data, body)
+            return
+        start, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        self._send(206, data[start : last + 1], body, ("Content-Range", f"bytes {start}-{last}/{len(data)}"))
+
+    def _send(self, status: int, data: bytes, body: bool, *headers: tuple[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (("Content-Length", str(len(data))), ("Accept-Ranges", "bytes"), *headers):
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+            self.server.sent += len(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
