@@ -1,7 +1,9 @@
-"""What several tests need: pieces written to a file the plain way."""
+"""What several tests need: pieces written to a file the plain way, the peak memory of a program."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -28,3 +30,24 @@ def write_pieces(pieces: Pieces, path: str | Path) -> str:
                 for chunk in chunks:
                     piece.crc.value = zlib.crc32(chunk, piece.crc.value)
     return str(path)
+
+
+_PEAK = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:])
+_, status, usage = os.wait4(process.pid, 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def run_measured(command: list[str], cwd: Path) -> tuple[str, int]:
+    """Runs a program that must succeed; what it printed, and the most memory it had, in bytes.
+
+    It is started by a small process of its own, since a child inherits the peak of the one that started it.
+    """
+    launch = [sys.executable, "-c", _PEAK, *command]
+    done = subprocess.run(launch, cwd=cwd, capture_output=True, text=True, check=True)
+    *printed, last = done.stdout.splitlines()
+    status, peak = map(int, last.split())
+    assert status == 0, done.stderr
+    return "\n".join(printed), peak

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import stat
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -176,24 +175,22 @@ def test_spans_are_compared_chunk_by_chunk(tmp_path: Path, source: Path) -> None
 
 
 RENAME = """
-import os, resource, struct, sys
+import os, struct, sys
 from ckpttool.cli.app import main
+from support import run_measured
 path, nbytes = sys.argv[1], int(sys.argv[2])
 header = b'{"a.w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (nbytes, nbytes)
 with open(path, "wb") as file:
     file.write(struct.pack("<Q", len(header)) + header)
     file.truncate(8 + len(header) + nbytes)
 status = main(["remap", path, "-o", path + ".new.safetensors", "--rule", "a.w => b.w", "--no-fsync"])
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-print(status, peak, "torch" in sys.modules, os.path.getsize(path + ".new.safetensors") > nbytes)
+print(status, "torch" in sys.modules, os.path.getsize(path + ".new.safetensors") > nbytes)
 """
 
 
 def test_a_large_rename_needs_little_memory_and_no_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RENAME, str(tmp_path / "big.safetensors"), str(512 << 20)]
-    # Started by a small process of its own: a child inherits the peak of the one that forked it.
-    launch = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))", *command]
-    ran = subprocess.run(launch, capture_output=True, text=True, check=True)
-    status, peak, torch, complete = ran.stdout.split("\n")[-2].split()
+    printed, peak = run_measured(command, tmp_path)
+    status, torch, complete = printed.splitlines()[-1].split()
     assert (status, torch, complete) == ("0", "False", "True")
-    assert int(peak) < 100 << 20
+    assert peak < 100 << 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import nn
 
 import real_models
 from ckpttool.cli.app import main
+from support import run_measured
 
 MODELS = Path(real_models.__file__)
 State = dict[str, torch.Tensor]
@@ -188,20 +188,9 @@ def test_swapped_program_computes_what_the_trained_model_computes(trained: Train
     assert torch.equal(after, expected)
 
 
-PEAK = """
-import os, subprocess, sys
-process = subprocess.Popen(sys.argv[1:])
-_, status, usage = os.wait4(process.pid, 0)
-print(os.waitstatus_to_exitcode(status), usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-"""
-
-
 def test_trace_of_70_billion_parameters_stays_small(tmp_path: Path) -> None:
-    """In a process of its own, and asked for by another small one: a child inherits its parent's peak."""
     command = [sys.executable, "-m", "ckpttool", "trace", f"{MODELS}:llama_70b", "-o", str(tmp_path / "names.json")]
-    ran = subprocess.run([sys.executable, "-c", PEAK, *command], stdout=subprocess.PIPE, text=True, check=True)
-    status, peak = map(int, ran.stdout.splitlines()[-1].split())
+    _, peak = run_measured(command, tmp_path)
     names = json.loads((tmp_path / "names.json").read_text())
-    assert status == 0
     assert sum(torch.Size(s["shape"]).numel() for s in names["serialized"]) > 70e9
     assert peak < 700 * 2**20

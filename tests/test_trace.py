@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.names import Names
 from ckpttool.naming.trace import trace
 from hook_zoo import ZOO
+from support import run_measured
 
 torch.set_num_threads(1)
 
@@ -239,11 +239,10 @@ def build():
 """
     )
     code = (
-        "import resource; from ckpttool.naming.load_model import load; from ckpttool.naming.trace import trace;"
+        "from ckpttool.naming.load_model import load; from ckpttool.naming.trace import trace;"
         "names = trace(load('large.py:build')); assert names.roundtrips, names.roundtrip_problems[:3];"
-        "print(len(names.serialized), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+        "print(len(names.serialized))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    keys, mib = map(int, done.stdout.split())
-    assert keys == 80 * 7 + 1
-    assert mib < 700
+    printed, peak = run_measured([sys.executable, "-c", code], tmp_path)
+    assert int(printed) == 80 * 7 + 1
+    assert peak < 700 << 20

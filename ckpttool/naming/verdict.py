@@ -15,7 +15,6 @@ from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.expression import Argument, Expression, Op, Ref, refs
 from ckpttool.naming.hooks import Watcher, quiet
-from ckpttool.naming.identity import Token
 from ckpttool.naming.load_model import LoadedModel, describe, says_meta
 from ckpttool.naming.memory import opaque
 from ckpttool.naming.record import NeedsValues, Recorder
@@ -128,15 +127,20 @@ def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Except
 
 
 def _changes(instance: nn.Module, recorder: Recorder) -> tuple[DtypeChange, ...]:
-    """One for each copy that converted, under the name that the key has, or the tensor's first."""
-    names: dict[Token, list[str]] = {}
+    """One for each copy that converted, under the name that the key has, or the tensor's first.
+
+    A copy into a part of a tensor counts for all tensors that lie in that storage: `token` begins with its address.
+    """
+    names: dict[object, list[str]] = {}
     for item in listed(instance):
-        names.setdefault(item.token, []).append(item.fqn)
+        for place in (item.token, item.token[0]):
+            names.setdefault(place, []).append(item.fqn)
     found = []
     for mark, source, target, value in recorder.conversions:
         key = value.key if isinstance(value, Ref) else None
-        if mark in names:
-            fqn = key if key in names[mark] else names[mark][0]
+        into = names.get(mark) or names.get(mark[0])
+        if into:
+            fqn = key if key in into else into[0]
             found.append(DtypeChange(str(fqn), key, dtype_name(source), dtype_name(target)))
     return tuple(dict.fromkeys(found))
 
