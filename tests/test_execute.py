@@ -17,6 +17,7 @@ from ckpttool.errors import CkptError
 from ckpttool.execute import preflight, write
 from ckpttool.pieces import Crc, Piece
 from ckpttool.spans import CHUNK, same_bytes
+from support import run_measured
 
 
 @pytest.fixture
@@ -177,7 +178,6 @@ def test_spans_are_compared_chunk_by_chunk(tmp_path: Path, source: Path) -> None
 RENAME = """
 import os, struct, sys
 from ckpttool.cli.app import main
-from support import run_measured
 path, nbytes = sys.argv[1], int(sys.argv[2])
 header = b'{"a.w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (nbytes, nbytes)
 with open(path, "wb") as file:
