@@ -128,7 +128,7 @@ def _by_models(section: Section, way: Way, names: Names, seen: Evidence) -> tupl
     """The way through one model's names, or two; the form the keys were in; key -> canonical name of what comes out."""
     relation = Relation(names)
     form = _model_form(relation, way)
-    counters = [key for key in chain.counters(list(section.by_key())) if key not in relation.serialized_names]
+    counters = dict.fromkeys(key for key in _counters(section) if key not in relation.serialized_names)
     rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
     plan, reading, notes = _by_model(relation, rest, form, way.was if way.was in FORMS else None)
     was = (seen.form or "wrapped") if reading.match.wrapped else reading.form
@@ -154,6 +154,10 @@ def _selected(plan: Plan, section: Section, way: Way, seen: Evidence) -> tuple[P
     if way.keep_prefix:
         return plan, canonical
     return _renamed(plan, section, own), {own[key]: name.removeprefix(f"{prefix}.") for key, name in canonical.items()}
+
+
+def _counters(section: Section) -> list[str]:
+    return chain.counters([entry.key for entry in section.tensors])
 
 
 def _like(plan: Plan, section: Section, other: Section) -> tuple[Plan, list[str]]:
@@ -214,10 +218,11 @@ def _rewrapped(plan: Plan, section: Section, known: Mapping[str, str], to: str) 
     """
     keys = [output.key for output in plan.outputs]
     wanted = chain.Chain(()) if to in FORMS else chain.parse(to)
-    counted = [key for key in chain.counters(list(section.by_key())) if key in keys]
-    names, gone = chain.rewrap({key: known.get(key, key) for key in keys}, wanted, counted)
+    canonical = {key: known.get(key, key) for key in keys}
+    counted = [key for key in _counters(section) if key in canonical]
+    names, gone = chain.rewrap(canonical, wanted, counted)
     dropped = [Dropped(section.path, key, _COUNTER) for key in gone]
-    kept = tuple(output for output in plan.outputs if output.key not in gone)
+    kept = tuple(output for output in plan.outputs if output.key in names)
     plan = _renamed(replace(plan, outputs=kept, dropped=(*plan.dropped, *dropped)), section, names)
     made = tuple(Output(section.path, key, source) for key, source in chain.new_counter(wanted, counted).items())
     return replace(plan, outputs=(*made, *plan.outputs))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 from ckpttool.naming.load_model import LoadedModel
@@ -61,3 +62,47 @@ def test_strip_by_paths() -> None:
     assert strip("module.b._orig_mod.weight", paths) == "b._orig_mod.weight"
     assert strip("weight", paths) == "weight"
     assert strip("a.module", ()) == "a.module"
+
+
+class Hidden(nn.Module):
+    """Its hooks hide the segment `layer`; `modifiers` says so to torch's get_model_state_dict, and to nobody else."""
+
+    def __init__(self, modifiers: bool) -> None:
+        super().__init__()
+        self.layer, self.fusion = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_state_dict_post_hook(_hide)
+        self.register_load_state_dict_pre_hook(_show)
+        if modifiers:
+            self._fqn_modifiers = lambda: {"weight": "layer", "bias": "layer"}
+
+
+def _hide(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    for name in ("weight", "bias"):
+        state[f"{prefix}{name}"] = state.pop(f"{prefix}layer.{name}")
+
+
+def _show(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    for name in ("weight", "bias"):
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}{name}")
+
+
+@pytest.mark.parametrize("modifiers", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPS)
+def test_hooks_that_rename_need_no_fqn_modifiers(wrapper: str, modifiers: bool) -> None:
+    """torch's helper looks segments up as attributes: it fails where no `_fqn_modifiers` says what is hidden."""
+
+    def make(real: bool) -> nn.Module:
+        with torch.device("cpu" if real else "meta"):
+            return WRAPS[wrapper](nn.Sequential(Hidden(modifiers)))
+
+    names = trace(LoadedModel("model", make))
+    canonical = {tensor.fqn: tensor.canonical for tensor in names.runtime}
+    (saved,) = [s for s in names.serialized if s.key.endswith("0.weight")]
+    assert names.roundtrips
+    assert canonical[saved.source.key] == "0.layer.weight"
+    if modifiers:
+        assert any(key.endswith("0.weight") for key in get_model_state_dict(make(True)))
+    else:
+        with pytest.raises(AttributeError, match="'Hidden' object has no attribute 'weight'"):
+            get_model_state_dict(make(True))

@@ -140,12 +140,13 @@ def _save(folder: Path) -> None:
 
 
 def _named(form: str, path: Path) -> dict[str, Any]:
-    """Saves the wrapped model; its keys, torch's names of its tensors, our canonical names of the live ones."""
+    """Saves the wrapped model; its keys, its parameters' names, our canonical names of the live tensors, torch's."""
     model = wrap(form, net(0))
     state = {key: whole(value) for key, value in model.state_dict().items()}
     _write(state, path)
     canonical = [tensor.canonical for tensor in runtime_tensors(model, listed(model))]
-    return {"keys": list(state), "canonical": canonical, "torch": _torch_names(model)}
+    runtime = [path for path, _ in nn.Module.named_parameters(model)]  # some wrappers leave themselves out of their own
+    return {"keys": list(state), "runtime": runtime, "canonical": canonical, "torch": _torch_names(model)}
 
 
 def _torch_names(model: nn.Module) -> list[str]:

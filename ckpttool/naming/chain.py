@@ -190,8 +190,9 @@ def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str,
 
 def counters(keys: Collection[str]) -> list[str]:
     """The keys that are the counter of an AveragedModel."""
-    heads = [key.removesuffix(COUNTER) for key in keys if key.rpartition(".")[2] == COUNTER]
-    return [head + COUNTER for head in heads if any(key.startswith(f"{head}module.") for key in keys)]
+    found = [key for key in keys if key.rpartition(".")[2] == COUNTER]
+    children = _children(keys) if found else {}
+    return [key for key in found if "module" in children[key.rpartition(".")[0]]]
 
 
 def rewrap(
@@ -204,10 +205,11 @@ def rewrap(
     """
     inner = _adapted(canonical.values()) if "peft" in wanted.words else {}
     names = {key: wanted.prefix + inner.get(name, name) for key, name in canonical.items()}
-    if not counted or wanted.counter is None:
-        return {key: name for key, name in names.items() if key not in counted}, list(counted)
-    names[counted[0]] = wanted.counter
-    return names, list(counted[1:])
+    if counted and wanted.counter is not None:
+        names[counted[0]] = wanted.counter
+        counted = counted[1:]
+    gone = set(counted)
+    return {key: name for key, name in names.items() if key not in gone}, list(counted)
 
 
 def _adapted(names: Iterable[str]) -> dict[str, str]:
@@ -243,11 +245,11 @@ def _children(keys: Iterable[str]) -> dict[str, set[str]]:
     """Module path -> the segments that stand directly below it."""
     children: dict[str, set[str]] = {}
     for key in keys:
-        path = ""
-        for segment in key.split("."):
-            below = children.setdefault(path, set())
-            below.add(segment)
-            path = _join(path, segment)
+        path, dot, segment = key.rpartition(".")
+        while path not in children and dot:  # a path that is known has all of its own way recorded
+            children[path] = {segment}
+            path, dot, segment = path.rpartition(".")
+        children.setdefault(path, set()).add(segment)
     return children
 
 

@@ -16,6 +16,7 @@ from ckpttool.naming.chain import recognise
 from ckpttool.naming.variants import base_names
 from ckpttool.naming.wrappers import SEGMENTS, strip
 
+_BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # PEFT's, which are not tried one by one
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
 
 
@@ -54,13 +55,13 @@ def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]
     by_canonical = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
     by_canonical.update((name, name) for name in names)
     prefix = _common_prefix(keys, by_canonical)
-    paths = frozenset[str]() if all(key in by_canonical for key in keys) else recognise(keys)
+    paths = recognise(keys) if any(part in key for key in keys for part in _BY_EVIDENCE) else frozenset[str]()
     found: dict[str, str] = {}
     wrapped: defaultdict[str, int] = defaultdict(int)
     problems: list[Problem] = []
     for key in keys:
         hits = [(key, ())] if key in by_canonical else _unwrapped(key, prefix, by_canonical)
-        hits = hits or _by_evidence(key, paths, by_canonical)
+        hits = hits or (_by_evidence(key, paths, by_canonical) if paths else [])
         targets = {by_canonical[name] for name, _ in hits}
         if len(targets) > 1:
             problems.append(Problem(f"could be {' or '.join(sorted(targets))}", key))

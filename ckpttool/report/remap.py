@@ -21,7 +21,7 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
     if out is not None:
         pairs.append(("output", Cell(out, "key")))
     if done.to is not None:
-        pairs.append(("form", f"{done.was} -> {done.to}"))
+        pairs.append(("form", done.to if done.was is None else f"{done.was} -> {done.to}"))
     pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
     if verified and not dry_run:
         pairs.append(("verified", "every tensor of the output was read back and compared"))
