@@ -79,8 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if body:
+            self.server.sent += len(data)  # first: who gets the data may look at once
             self.wfile.write(data)
-            self.server.sent += len(data)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
