@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
+import wrapped_definitions
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError, Refused
 from ckpttool.naming.chain import Chain, canonical_keys, parse, recognise, rewrap, said, segments, weigh
@@ -247,3 +249,34 @@ def test_a_common_prefix_is_no_wrapper_outside_of_a_lightning_checkpoint() -> No
     keys = list(torch.load(LIGHTNING)["state_dict"])
     assert weigh(keys).form is None
     assert weigh(keys, lightning=True).form == "lightning"
+
+
+# Models that are wrapped themselves
+
+
+@pytest.mark.parametrize("option", ["--model", "--to-model"])
+@pytest.mark.parametrize(
+    ("saved", "loads"),
+    [
+        *itertools.product(["plain", "compiled", "data_parallel", "checkpointed", "blocks"], repeat=2),
+        *itertools.product(["hooked", "hooked_and_wrapped"], repeat=2),
+    ],
+)
+def test_from_any_definition_of_a_model_to_any_other(saved: str, loads: str, option: str, tmp_path: Path) -> None:
+    own, other = (f"wrapped_definitions:{name}" for name in (saved, loads))
+    models = ("--model", other) if option == "--model" else ("--model", own, "--to-model", other)
+    model = getattr(wrapped_definitions, saved)()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    options = [*models, "--to", "serialized", "-o", str(tmp_path / "out.pt")]
+    assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
+    target = getattr(wrapped_definitions, loads)()
+    target.load_state_dict(torch.load(tmp_path / "out.pt"))
+    assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("saved", ["plain", "compiled", "data_parallel", "checkpointed", "blocks"])
+def test_a_chain_around_a_model_that_is_wrapped_replaces_its_wrappers(saved: str, tmp_path: Path) -> None:
+    torch.save(getattr(wrapped_definitions, saved)().state_dict(), tmp_path / "model.pt")
+    options = ["--model", f"wrapped_definitions:{saved}", "--to", "dp(compile)", "-o", str(tmp_path / "out.pt")]
+    assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
+    assert sorted(torch.load(tmp_path / "out.pt")) == sorted(f"module._orig_mod.{key}" for key in Net().state_dict())

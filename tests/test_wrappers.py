@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.runtime import listed, runtime_tensors
 from ckpttool.naming.trace import trace
-from ckpttool.naming.wrappers import strip
+from ckpttool.naming.wrappers import strip, stripped_paths
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": torch.compile,
@@ -106,3 +106,13 @@ def test_hooks_that_rename_need_no_fqn_modifiers(wrapper: str, modifiers: bool) 
     else:
         with pytest.raises(AttributeError, match="'Hidden' object has no attribute 'weight'"):
             get_model_state_dict(make(True))
+
+
+def test_the_paths_of_wrappers_are_found_again_in_names() -> None:
+    """A wrapper stands outside: of two segments of one name, the first is the wrapper's."""
+    pairs = [("module.module.w", "module.w"), ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"), ("b", "b")]
+    paths = stripped_paths(pairs)
+    assert [strip(fqn, paths) for fqn, _ in pairs] == [canonical for _, canonical in pairs]
+    assert strip("module.a._orig_mod.w", paths) == "a.w"  # as in the keys, where FSDP1 hides its segment
+    assert strip("module.module.w", paths) == "module.w"
+    assert strip("c._orig_mod.w", paths) == "c._orig_mod.w"

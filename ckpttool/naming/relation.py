@@ -10,6 +10,7 @@ from functools import cached_property
 from ckpttool import expression as ex
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.naming.names import Hook, Names, RuntimeTensor
+from ckpttool.naming.wrappers import strip, stripped_paths
 
 _COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default")
 Likeness = tuple[str, "tuple[int, ...] | None"]  # dtype and shape
@@ -92,10 +93,9 @@ class Relation:
 
     @cached_property
     def serialized_names(self) -> dict[str, str]:
-        """Every serialized key with its canonical name: what wrappers added to its tensor's name is taken out."""
-        found = {key: key for key in (*self.saved, *self.names.extra_state)}
-        found.update((key, self.tensors[fqn].canonical) for key, fqn in self.fqn_of.items() if key == fqn)
-        return found
+        """Every serialized key with its canonical name: what wrappers added to it is taken out."""
+        paths = stripped_paths((tensor.fqn, tensor.canonical) for tensor in self.names.runtime)
+        return {key: strip(key, paths) for key in (*self.saved, *self.names.extra_state)}
 
     @cached_property
     def runtime_names(self) -> dict[str, str]:
