@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
@@ -15,7 +17,18 @@ from torch.optim.swa_utils import AveragedModel
 import wrapped_definitions
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError, Refused
-from ckpttool.naming.chain import Chain, canonical_keys, parse, recognise, rewrap, said, segments, weigh
+from ckpttool.naming.chain import (
+    Chain,
+    canonical_keys,
+    counters,
+    new_counter,
+    parse,
+    recognise,
+    rewrap,
+    said,
+    segments,
+    weigh,
+)
 from ckpttool.naming.pairing import pairs
 from ckpttool.naming.runtime import listed, runtime_tensors
 from wrapped_ranks import Net, net
@@ -149,6 +162,24 @@ def test_from_settles_it_for_a_remap(was: str, wanted: str, tmp_path: Path) -> N
     options = ["--from", was, "--to", "compile", "-o", str(tmp_path / "out.pt")]
     assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
     assert list(torch.load(tmp_path / "out.pt")) == [wanted]
+
+
+NAMES = st.lists(st.sampled_from(["a", "0", "layer", "module", "_orig_mod", "model", "base_layer"]), max_size=4)
+CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard", "averaged", "fpw"]), max_size=4)
+
+
+@given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda words: words.count("averaged") < 2))
+def test_what_a_chain_puts_in_is_taken_out_again(names: list[list[str]], words: list[str]) -> None:
+    keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
+    assume(not weigh(keys).paths)  # a name that looks wrapped by itself is the one case that keys cannot decide
+    chain = Chain(tuple(words))
+    wrapped, _ = rewrap({key: key for key in keys}, chain)
+    made = [*new_counter(chain, ()), *wrapped.values()]
+    assert [name for name in canonical_keys(made).values() if name != "n_averaged"] == keys
+    assert rewrap(canonical_keys(made), Chain(()), counters(made)) == (
+        dict(zip(wrapped.values(), keys)),
+        counters(made),
+    )
 
 
 # AveragedModel's counter
