@@ -104,8 +104,11 @@ def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
         (("--keep-prefix",), "--select PREFIX"),
         (("--trainable-only",), "--model MODEL"),
         (("--select", "a", "--plan", "plan.json"), "leave --select and the like out"),
+        (("--like", "other.pt", "--to", "ddp"), "leave one of them out"),
     ],
 )
-def test_options_that_lack_another(options: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_lack_another_or_stand_against_it(
+    options: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["remap", "model.pt", *options, "-o", "out.pt"]) == 2
     assert hint in capsys.readouterr().err

@@ -98,6 +98,7 @@ def command(
     out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
     _check(model, to, was, rule, plan, reverse)
     _check_narrowing(model, select, keep_prefix, trainable_only, plan)
+    _check_like(like, to)
     _check_optimizers(model, optimizer, to_optimizer, optimizer_keys, plan or save_plan)
     check_ranks(to, model, world_size, units, out)
     source = open_operand(ckpt)
@@ -160,6 +161,11 @@ def _check_narrowing(
         raise CkptError("--trainable-only asks the model which parameters are frozen", hint="pass --model MODEL")
     if plan is not None and (select is not None or trainable_only):
         raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --select and the like out")
+
+
+def _check_like(like: str | None, to: str | None) -> None:
+    if like is not None and to is not None:
+        raise CkptError("--like and --to both say which names OUT gets", hint="leave one of them out")
 
 
 def _to_names(
