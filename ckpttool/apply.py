@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpttool import expression as ex
+from ckpttool import moved
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
-from ckpttool.expression import Expression, Ref
+from ckpttool.expression import Ref
 from ckpttool.plan import Output, Plan
 
 Entries = Mapping[str, TensorEntry | ExtraEntry]
@@ -31,7 +32,8 @@ def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
 
 def _rewrite(section: Section, plan: Plan) -> Section:
     have = section.by_key()
-    entries = _evaluate([o for o in plan.outputs if o.section == section.path], have)
+    aliases = {} if plan.is_renames else section.aliases()
+    entries = _evaluate([o for o in plan.outputs if o.section == section.path], have, aliases)
     modules = section.modules
     if modules is not None:
         renamed = {m.old: m.new for m in plan.modules if m.section == section.path}
@@ -44,9 +46,12 @@ def _rewrite(section: Section, plan: Plan) -> Section:
     )
 
 
-def _evaluate(outputs: list[Output], have: Entries) -> list[TensorEntry | ExtraEntry]:
-    """The outputs as entries; two outputs with one expression share one storage, as the tensors they come from did."""
-    computed: dict[Expression, TensorEntry] = {}
+def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) -> list[TensorEntry | ExtraEntry]:
+    """The outputs as entries; two outputs with one expression share one storage, as the tensors they come from did.
+
+    `aliases` lead from a tensor's further names to its first: what is made of tied weights stays tied.
+    """
+    computed: dict[ex.Argument, TensorEntry] = {}
     entries: list[TensorEntry | ExtraEntry] = []
     problems: list[Problem] = []
     for output in outputs:
@@ -54,9 +59,10 @@ def _evaluate(outputs: list[Output], have: Entries) -> list[TensorEntry | ExtraE
             entries.append(replace(have[output.source.key], key=output.key))
             continue
         try:
-            if output.source not in computed:
-                computed[output.source] = _compute(output, have)
-            entries.append(replace(computed[output.source], key=output.key))
+            same = ex.substitute(output.source, lambda key: Ref(aliases.get(key, key)))
+            if same not in computed:
+                computed[same] = moved.entry_of(output.key, output.source, have) or _compute(output, have)
+            entries.append(replace(computed[same], key=output.key))
         except Refused as error:
             problems.append(Problem(error.message, output.key))
     if problems:

@@ -141,8 +141,7 @@ def _read_by(source: Expression) -> str:
 def compose(first: Plan, second: Plan) -> Plan:
     """The plan that does what `first` and then `second` do: the second reads the keys that the first writes.
 
-    What the second drops is dropped of the source too, where nothing else is made of it. Module renames are the
-    first's.
+    What the second drops is dropped of the source too, where nothing else is made of it.
     """
     made = {(output.section, output.key): output.source for output in first.outputs}
     outputs = tuple(
@@ -152,7 +151,16 @@ def compose(first: Plan, second: Plan) -> Plan:
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
     dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section, d.key])}
     late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
-    return Plan(outputs, (*first.dropped, *late), first.modules)
+    return Plan(outputs, (*first.dropped, *late), in_turn(first.modules, second.modules))
+
+
+def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tuple[ModuleRename, ...]:
+    """Both renames of modules as one: the second knows the paths that the first has made."""
+    after = {(m.section, m.old): m.new for m in second}
+    before = {(m.section, m.old): m.new for m in first}
+    whole = {place: after.get((place[0], new), new) for place, new in before.items()}
+    whole.update((place, new) for place, new in after.items() if place not in whole)
+    return tuple(ModuleRename(section, old, new) for (section, old), new in whole.items() if new != old)
 
 
 def _expression_over(source: Expression, values: Mapping[str, Expression]) -> Expression:

@@ -20,11 +20,12 @@ from ckpttool.naming.variants import collapse, expand, settle
 from ckpttool.naming.wrappers import strip
 from ckpttool.narrow import select, trained
 from ckpttool.operand import model_section
-from ckpttool.plan import Dropped, Output, Plan, compose, module_renames
+from ckpttool.plan import Dropped, Output, Plan, compose, in_turn, module_renames
 from ckpttool.remap_optimizer import OptimizerRemap, Wanted, remap_optimizers
 from ckpttool.remap_optimizer import to_json as optimizer_json
 from ckpttool.report.words import plural
 from ckpttool.rules import Rule, rename
+from ckpttool.steps import Rename, Step, plan_of
 from ckpttool.values import same_values
 
 # What the user calls a form -> the form. An exported program has the runtime names since torch 2.6 (pytorch#137609).
@@ -59,7 +60,8 @@ class Way:
 
     `names` are those of the model that saved it; `to` is a form of `FORMS` or a chain of wrappers (`naming.chain`),
     `was` the form that the keys are in, where it is not to be recognised. `to_names` are the names of another model
-    that is to load the tensors. `like` is a state dict whose keys' form is taken over. `rules` come last.
+    that is to load the tensors. `like` is a state dict whose keys' form is taken over. `rules` come last, or the
+    `steps` of a rules file.
     `select` narrows to one submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names`
     say is trained.
     """
@@ -73,6 +75,7 @@ class Way:
     select: str | None = None
     keep_prefix: bool = False
     trainable_only: bool = False
+    steps: Sequence[Step] = ()
 
     @property
     def changes(self) -> bool:
@@ -112,6 +115,8 @@ def _plan(section: Section, way: Way, lightning: bool) -> tuple[Plan, str | None
         plan = _rewrapped(plan, section, known, way.to)
     if way.rules:
         plan = _renamed(plan, section, rename([output.key for output in plan.outputs], way.rules))
+    if way.steps:
+        plan = compose(plan, plan_of(way.steps, _evaluated(plan, section)))
     return plan, was, notes
 
 
@@ -170,8 +175,13 @@ def _like(plan: Plan, section: Section, other: Section) -> tuple[Plan, list[str]
 
 
 def _not_narrowed(source: Checkpoint, way: Way) -> list[str]:
-    paths = [section.path for section in source.sections if section.kind == "optimizer" and way.select is not None]
-    return [f"{path} still holds the state of all parameters (--drop {path} leaves it out)" for path in paths]
+    paths = [section.path for section in source.sections if section.kind == "optimizer"]
+    still = []
+    if way.select is not None:
+        still.append("the state of all parameters")
+    if any(not isinstance(step, Rename) for step in way.steps):
+        still.append("the state of the parameters as they were before the rules file")
+    return [f"{path} still holds {what} (--drop {path} leaves it out)" for path in paths for what in still]
 
 
 def _model_form(relation: Relation, way: Way) -> str:
@@ -323,7 +333,8 @@ def _renamed(plan: Plan, section: Section, names: Mapping[str, str]) -> Plan:
     if section.modules is not None:
         moved = {key: new for key, new in names.items() if key != new}
         before = {m.old: m.new for m in plan.modules}
-        modules = module_renames(section.path, (before.get(path, path) for path in section.modules), moved) or modules
+        paths = (before.get(path, path) for path in section.modules)
+        modules = in_turn(modules, module_renames(section.path, paths, moved))
     return replace(plan, outputs=outputs, modules=modules)
 
 

@@ -26,7 +26,7 @@ from ckpttool.naming.optimizer_move import (
     to_serialized,
 )
 from ckpttool.report.words import plural
-from ckpttool.rules import Rule
+from ckpttool.rules import Renaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Wanted:
     keys: str | None = None
     names: Names | None = None
     to_names: Names | None = None
-    rules: Sequence[Rule] = ()
+    rules: Sequence[Renaming] = ()
     form: str | None = None
 
     @property
@@ -164,7 +164,7 @@ def _sources(named: OptimizerState, wanted: Wanted, to: str) -> dict[str, Expres
     return made
 
 
-def _by_rules(name: str, rules: Sequence[Rule]) -> str:
+def _by_rules(name: str, rules: Sequence[Renaming]) -> str:
     return next((found for found in (rule.apply(name) for rule in rules) if found is not None), name)
 
 

@@ -10,11 +10,19 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckpttool.errors import CkptError, Problem, Refused
 
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 _SYNTAX = "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or 're:(.*)_old => \\1'"
+
+
+class Renaming(Protocol):
+    """What gives some keys a new name."""
+
+    def apply(self, key: str) -> str | None:
+        """The key's new name, or None where it keeps its own."""
 
 
 @dataclass(frozen=True, slots=True)

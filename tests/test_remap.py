@@ -185,6 +185,16 @@ def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
     assert list(section.modules or ()) == list(state_of("strip_layer")._metadata)
 
 
+def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
+    state = ZOO["batch_norm"]().state_dict()
+    wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
+    wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    done = remap(open_operand(str(tmp_path / "wrapped.pt")), Way(to="serialized", rules=[parse("1.{x} => norm.{x}")]))
+    (section,) = done.result.sections
+    assert list(section.modules or ()) == ["", "0", "norm"]
+
+
 def train_file(folder: Path) -> Path:
     model = ZOO["strip_layer"]()
     path = folder / "train.pt"

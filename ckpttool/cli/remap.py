@@ -27,8 +27,10 @@ from ckpttool.plan import Plan
 from ckpttool.remap import FORMS, Way, by_plan, remap, to_json, with_optimizers
 from ckpttool.remap_optimizer import Wanted
 from ckpttool.rules import parse
+from ckpttool.rules_file import read as read_rules
 from ckpttool.scatter import FORM as FSDP_FLAT
 from ckpttool.scatter import scatter
+from ckpttool.steps import Renames
 from ckpttool.target import target_for
 from ckpttool.values import fingerprints
 
@@ -51,6 +53,9 @@ def command(
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="--select keeps the names as they are.")] = False,
     trainable_only: Annotated[bool, typer.Option("--trainable-only", help="Leave frozen parameters out.")] = False,
     rule: Annotated[list[str] | None, typer.Option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None,
+    rules_file: Annotated[
+        str | None, typer.Option("--rules", metavar="FILE", help="Rules in a TOML file; they also split, join, ...")
+    ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="Apply the rules from TO to FROM.")] = False,
     drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None,
     like: Annotated[
@@ -96,7 +101,7 @@ def command(
     from ckpttool.report.remap import document
 
     out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
-    _check(model, to, was, rule, plan, reverse)
+    _check(model, to, was, [*(rule or ()), *([rules_file] if rules_file else ())], plan, reverse)
     _check_narrowing(model, select, keep_prefix, trainable_only, plan)
     _check_like(like, to)
     _check_optimizers(model, optimizer, to_optimizer, optimizer_keys, plan or save_plan)
@@ -115,13 +120,15 @@ def command(
         names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
         gathered = put_together(source, names, units, to, save_plan is not None)
         rules = tuple(parse(text, reverse=reverse) for text in rule or ())
+        steps = () if rules_file is None else read_rules(rules_file, reverse=reverse, rules=rules)
         to_names = _to_names(model, to_model, to_optimizer, model_kwargs, materialize)
-        wanted = Wanted(optimizer_keys, names, to_names, rules, FORMS.get(to or ""))
+        wanted = Wanted(optimizer_keys, names, to_names, (Renames(steps),) if steps else rules, FORMS.get(to or ""))
         asked = (to, was, like, to_model, select, gathered)
         alone = all(one is None for one in asked) and not trainable_only and wanted.changes
         section = None if like is None else model_section(open_operand(like))
         form = SERIALIZED if to == FSDP_FLAT else to
-        way = Way(None if alone else names, form, was, to_names if to_model is not None else None, section, rules)
+        way = Way(None if alone else names, form, was, to_names if to_model is not None else None, section)
+        way = replace(way, rules=() if steps else rules, steps=steps)
         way = replace(way, select=select, keep_prefix=keep_prefix, trainable_only=trainable_only)
         done = remap(source if gathered is None else gathered.checkpoint, way, drop or ())
         if gathered is not None and names is not None:
@@ -216,6 +223,8 @@ def _check(
         if form is not None and form in FORMS and form != SERIALIZED and model is None:
             raise CkptError(f"{option} {form} needs the model's names", hint="pass --model MODEL")
     if plan is not None and (model is not None or rule):
-        raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --model and --rule out")
+        raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --model and the rules out")
     if reverse and not rule:
-        raise CkptError("--reverse without a --rule", hint="--to runtime and --to serialized are each other's reverse")
+        raise CkptError(
+            "--reverse without --rule or --rules", hint="--to runtime and --to serialized are each other's reverse"
+        )
