@@ -22,6 +22,8 @@ _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _HINT = "check the path and its permissions"
 _streamed: set[str] = set()  # URLs, since `sources_stay` was last entered
 
+_GLOB = re.compile(r"[*?[]")
+
 
 class Source(Protocol):
     """A file that is open for reading."""
@@ -146,6 +148,11 @@ def names_in(folder: str) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError as error:
         raise CkptError(f"cannot read {folder}: {error.strerror or error}", hint=_HINT) from error
+
+
+def is_glob(path: str) -> bool:
+    """Whether `path` names files by a pattern and is no file itself."""
+    return _GLOB.search(path) is not None and not exists(path)
 
 
 def glob(pattern: str) -> list[str]:

@@ -18,9 +18,9 @@ from ckpttool.expression import Expression, Op, Ref, Special
 from ckpttool.formats.pt2 import replaceable
 from ckpttool.formats.pt2_compiled import INSIDE, OUTSIDE
 from ckpttool.formats.pt2_program import CONSTANTS, Program
-from ckpttool.naming.forms import RUNTIME, over, read
+from ckpttool.naming.forms import over, read
 from ckpttool.naming.match import Match, match
-from ckpttool.naming.names import Names
+from ckpttool.naming.names import RUNTIME, Names
 from ckpttool.naming.relation import Relation
 from ckpttool.values import same_values
 

@@ -14,7 +14,7 @@ from ckpttool.naming.load_model import load
 from ckpttool.naming.load_optimizer import load_optimizer, with_optimizer
 from ckpttool.naming.names import Names
 from ckpttool.naming.trace import trace
-from ckpttool.remap_optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
 from support import write_pieces
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -21,7 +21,7 @@ import hook_zoo
 from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.cli.app import main
 from ckpttool.diff import STATUSES, Entry, compare
-from ckpttool.diff_names import compare_load, compare_names, compare_through
+from ckpttool.diff.names import compare_load, compare_names, compare_through
 from ckpttool.operand import model_section, open_operand
 from hook_zoo import ZOO
 from test_remap import FLAT, state_of

@@ -11,7 +11,7 @@ import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.execute_folder import preflight, write_folder
+from ckpttool.execute.folder import preflight, write_folder
 from ckpttool.pieces import Link, Piece
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, load_file, save, save_file
 
-from ckpttool import remote, remote_errors
+from ckpttool import remote
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.cli.app import main
 from ckpttool.compute import load as tensor_of
@@ -31,8 +31,9 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.folders import safe_path
 from ckpttool.operand import open_operand, split
 from ckpttool.pieces import Piece
+from ckpttool.remote import errors as remote_errors
+from ckpttool.remote.upload import write
 from ckpttool.spans import SpanReader, read_span
-from ckpttool.upload import write
 from remote_servers import s3_server, web_server
 
 pytestmark = pytest.mark.filterwarnings("ignore")

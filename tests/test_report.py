@@ -25,7 +25,7 @@ from ckpttool.report.document import (
     shortened,
 )
 from ckpttool.report.text import Terminal
-from ckpttool.report.words import human_bytes, number, plural, shape_text, shell, visible
+from ckpttool.words import human_bytes, number, plural, shape_text, shell, visible
 
 COLUMNS = (Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number"))
 DIFF = Document(

@@ -25,7 +25,7 @@ from ckpttool.formats import format_for
 from ckpttool.operand import model_section, open_operand
 from ckpttool.plan import Plan
 from ckpttool.remap import Way, by_plan, remap
-from ckpttool.rules_file import read
+from ckpttool.rules.file import read
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]

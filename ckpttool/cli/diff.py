@@ -23,8 +23,8 @@ from ckpttool.cli.operands import (
 )
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.diff import HARMLESS, Diff, Entry, Values, compare, hidden_segments
-from ckpttool.diff_names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
-from ckpttool.diff_optimizer import (
+from ckpttool.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
+from ckpttool.diff.optimizer import (
     compare_optimizers,
     compare_with_optimizer,
     differing_optimizers,
@@ -37,8 +37,8 @@ from ckpttool.files import name as name_of
 from ckpttool.naming.names import Names
 from ckpttool.naming.optimizer import form_of
 from ckpttool.operand import model_section, open_operand, split
-from ckpttool.report.words import shell
 from ckpttool.values import difference
+from ckpttool.words import shell
 
 
 def command(

@@ -15,7 +15,7 @@ import typer
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.report import json
-from ckpttool.report.words import shell, visible
+from ckpttool.words import shell, visible
 
 # click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]

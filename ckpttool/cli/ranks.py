@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,10 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.cli.writing import prove, write
 from ckpttool.errors import CkptError
 from ckpttool.formats import FORMATS
-from ckpttool.gather import Gathered, gather, needs_gathering, without_model
-from ckpttool.naming.names import Names
-from ckpttool.scatter import FORM
+from ckpttool.naming.names import FSDP_FLAT, Names
+
+if TYPE_CHECKING:
+    from ckpttool.remap.gather import Gathered
 
 PLACE = "{rank}"  # in OUT, for the number of the rank
 
@@ -23,7 +24,7 @@ Units = Annotated[
     typer.Option("--units", metavar="MODULES", help="Modules with flat parameters of their own: 'layers.*'."),
 ]
 WorldSize = Annotated[
-    int | None, typer.Option("--world-size", metavar="N", help=f"How many rank files --to {FORM} writes.")
+    int | None, typer.Option("--world-size", metavar="N", help=f"How many rank files --to {FSDP_FLAT} writes.")
 ]
 
 
@@ -31,15 +32,15 @@ def check(
     to: str | None, model: str | None, world_size: int | None, units: Sequence[str] | None, out: str | None
 ) -> None:
     """Raises `CkptError` for options about ranks that do not go together."""
-    if to != FORM:
+    if to != FSDP_FLAT:
         if world_size is not None:
-            raise CkptError(f"--world-size is for --to {FORM}", hint=f"pass --to {FORM} too")
+            raise CkptError(f"--world-size is for --to {FSDP_FLAT}", hint=f"pass --to {FSDP_FLAT} too")
         if units and model is None:
             raise CkptError("--units needs the model's modules", hint="pass --model MODEL")
         return
     if model is None or world_size is None:
         raise CkptError(
-            f"--to {FORM} needs the model's parameters and the number of ranks",
+            f"--to {FSDP_FLAT} needs the model's parameters and the number of ranks",
             hint="pass --model MODEL --world-size N, and the modules that are wrapped as in --units 'layers.*'",
         )
     if out is not None and (PLACE not in out or FORMATS["torch_zip"].endings[0] != out[-3:]):
@@ -53,8 +54,10 @@ def put_together(
 
     Raises `CkptError` where that cannot be, or where `units` has nothing to say.
     """
+    from ckpttool.remap.gather import gather, needs_gathering, without_model
+
     if not needs_gathering(source):
-        if units and to != FORM:
+        if units and to != FSDP_FLAT:
             raise CkptError(f"{source.source} holds no flat parameters", hint="leave --units out")
         return None
     if names is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated
 
 import typer
 
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.cli.asked import NO_OPTIMIZERS, Asked
 from ckpttool.cli.operands import Materialize, Model, ModelKwargs, Optimizer, load_names, read_json
 from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.ranks import Units, WorldSize, put_together, write_ranks
@@ -17,24 +18,17 @@ from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify,
 from ckpttool.convert import check_in_place, fit, losses
 from ckpttool.errors import CkptError
 from ckpttool.formats.shards import parse_size
-from ckpttool.gather_optimizer import with_gathered_optimizers
-from ckpttool.naming.chain import parse as parse_chain
-from ckpttool.naming.forms import SERIALIZED
-from ckpttool.naming.names import Names
+from ckpttool.naming.names import FSDP_FLAT, SERIALIZED, Names
 from ckpttool.naming.optimizer import FORMS as KEYS
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.plan import Plan
-from ckpttool.remap import FORMS, Way, by_plan, remap, to_json, with_optimizers
-from ckpttool.remap_optimizer import Wanted
+from ckpttool.remap import FORMS, Remap, Way, by_plan, remap, to_json, with_optimizers
+from ckpttool.remap.optimizer import Wanted
 from ckpttool.rules import parse
-from ckpttool.rules_file import read as read_rules
-from ckpttool.scatter import FORM as FSDP_FLAT
-from ckpttool.scatter import scatter
-from ckpttool.steps import Renames
-from ckpttool.target import target_for
+from ckpttool.rules.file import read as read_rules
+from ckpttool.rules.steps import Renames
+from ckpttool.target import Target, target_for
 from ckpttool.values import fingerprints
-
-NO_OPTIMIZERS = "a plan holds no changes of optimizers"
 
 
 def command(
@@ -100,131 +94,108 @@ def command(
     """
     from ckpttool.report.remap import document
 
-    out = _output(ckpt, out, in_place, dry_run or save_plan is not None)
-    _check(model, to, was, [*(rule or ()), *([rules_file] if rules_file else ())], plan, reverse)
-    _check_narrowing(model, select, keep_prefix, trainable_only, plan)
-    _check_like(like, to)
-    _check_optimizers(model, optimizer, to_optimizer, optimizer_keys, plan or save_plan)
-    check_ranks(to, model, world_size, units, out)
+    given = locals()
+    asked = Asked(**{field.name: given[field.name] for field in fields(Asked)})
+    asked.check()
+    check_ranks(to, model, world_size, units, asked.target)
     source = open_operand(ckpt)
-    shard_size = None if max_shard_size is None else parse_size(max_shard_size)
-    target = None if out is None else target_for(out, source, shard_size)
-    if in_place and target is not None:
-        check_in_place(source, target.format)
-    if target is not None and not dry_run:
-        check_target(target, split(ckpt)[0], force=force, in_place=in_place)
-    names = None
-    if plan is not None:
-        done = by_plan(source, Plan.from_json(read_json(plan, "write one with --save-plan"), plan))
-    else:
-        names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
-        gathered = put_together(source, names, units, to, save_plan is not None)
-        rules = tuple(parse(text, reverse=reverse) for text in rule or ())
-        steps = () if rules_file is None else read_rules(rules_file, reverse=reverse, rules=rules)
-        to_names = _to_names(model, to_model, to_optimizer, model_kwargs, materialize)
-        wanted = Wanted(optimizer_keys, names, to_names, (Renames(steps),) if steps else rules, FORMS.get(to or ""))
-        asked = (to, was, like, to_model, select, gathered)
-        alone = all(one is None for one in asked) and not trainable_only and wanted.changes
-        section = None if like is None else model_section(open_operand(like))
-        form = SERIALIZED if to == FSDP_FLAT else to
-        way = Way(None if alone else names, form, was, to_names if to_model is not None else None, section)
-        way = replace(way, rules=() if steps else rules, steps=steps)
-        way = replace(way, select=select, keep_prefix=keep_prefix, trainable_only=trainable_only)
-        done = remap(source if gathered is None else gathered.checkpoint, way, drop or ())
-        if gathered is not None and names is not None:
-            done = with_gathered_optimizers(done, gathered, names)
-        done = with_optimizers(done, wanted)
-        if save_plan is not None and done.optimizers:
-            raise CkptError(NO_OPTIMIZERS, hint="write them to OUT, or take the model alone: CKPT::model")
+    target = _checked_target(asked, source)
+    names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
+    done = _made(asked, source, names)
     if to == FSDP_FLAT and names is not None:
-        ranks = scatter(done.result, names, units or (), world_size or 0)
-        if out is not None and not dry_run:
-            write_ranks(ranks, out, force=force, fsync=not no_fsync, verify=verify)
-        done = replace(done, to=to, notes=(*source.notes, *done.notes))
+        done = _write_ranks(asked, source, names, done)
     elif target is not None:
-        fitted = fit(done.result, target.format, keep_aliases=keep_aliases)
-        done = replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
-        content = target.lay_out(fitted, shard_size)
-        if not dry_run:
-            expected = fingerprints(fitted) if verify and in_place else fitted
-            write_target(target, content, fsync=not no_fsync, link=link)
-            if verify:
-                prove(str(out), expected)
-    data = {**to_json(done, ckpt, out or ""), **({"plan": done.plan.to_json()} if dry_run else {})}
+        done = _write(asked, source, target, done)
+    data = {**to_json(done, ckpt, asked.target or ""), **({"plan": done.plan.to_json()} if dry_run else {})}
     if save_plan is not None:
         from ckpttool.report import json
 
         write_report(save_plan, json.render(done.plan.to_json()))
-    shown = partial(document, done, ckpt, out, dry_run=dry_run, verified=verify)
+    shown = partial(document, done, ckpt, asked.target, dry_run=dry_run, verified=verify)
     emit(shown, lambda: data, format, report)
 
 
-def _check_narrowing(
-    model: str | None, select: str | None, keep_prefix: bool, trainable_only: bool, plan: str | None
-) -> None:
-    if keep_prefix and select is None:
-        raise CkptError("--keep-prefix without --select", hint="--select PREFIX names the submodule")
-    if trainable_only and model is None:
-        raise CkptError("--trainable-only asks the model which parameters are frozen", hint="pass --model MODEL")
-    if plan is not None and (select is not None or trainable_only):
-        raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --select and the like out")
-
-
-def _check_like(like: str | None, to: str | None) -> None:
-    if like is not None and to is not None:
-        raise CkptError("--like and --to both say which names OUT gets", hint="leave one of them out")
-
-
-def _to_names(
-    model: str | None, to_model: str | None, to_optimizer: str | None, kwargs: str, materialize: bool
-) -> Names | None:
-    """The names of what is to load the output: another model, or another optimizer of the same."""
-    target = to_model or model
-    if target is None or (to_model is None and to_optimizer is None):
+def _checked_target(asked: Asked, source: Checkpoint) -> Target | None:
+    """Where the output goes, after all checks that need no work yet; None where it is the ranks' files, or nothing."""
+    if asked.target is None or asked.to == FSDP_FLAT:
         return None
-    return load_names(target, kwargs if to_model is None else "{}", materialize, to_optimizer)
+    target = target_for(asked.target, source, _shard_size(asked))
+    if asked.in_place:
+        check_in_place(source, target.format)
+    if not asked.dry_run:
+        check_target(target, split(asked.ckpt)[0], force=asked.force, in_place=asked.in_place)
+    return target
 
 
-def _check_optimizers(
-    model: str | None, optimizer: str | None, to_optimizer: str | None, keys: str | None, plan: str | None
-) -> None:
-    if keys is not None and keys not in KEYS:
-        raise CkptError(f"--optimizer-keys {keys}: no such form", hint=f"the forms are {', '.join(KEYS)}")
-    for option, given in (("--optimizer", optimizer), ("--to-optimizer", to_optimizer)):
-        if given is not None and model is None:
-            raise CkptError(f"{option} is called with a model", hint="pass --model MODEL too")
-    if plan is not None and (keys is not None or to_optimizer is not None):
-        raise CkptError(NO_OPTIMIZERS, hint="write them to OUT: leave the plan out")
+def _shard_size(asked: Asked) -> int | None:
+    return None if asked.max_shard_size is None else parse_size(asked.max_shard_size)
 
 
-def _output(ckpt: str, out: str | None, in_place: bool, optional: bool) -> str | None:
-    if in_place and out is not None:
-        raise CkptError("--in-place and -o OUT exclude each other", hint="choose one")
-    if in_place:
-        if split(ckpt)[1] is not None:
-            raise CkptError(
-                "--in-place would leave only one section of the file", hint="name the file without ::SECTION"
-            )
-        return ckpt
-    if out is None and not optional:
-        raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
-    return out
+def _made(asked: Asked, source: Checkpoint, names: Names | None) -> Remap:
+    """What is to be written: a saved plan carried out, or the one that the options ask for."""
+    if asked.plan is not None:
+        return by_plan(source, Plan.from_json(read_json(asked.plan, "write one with --save-plan"), asked.plan))
+    gathered = put_together(source, names, asked.units, asked.to, asked.save_plan is not None)
+    rules = tuple(parse(text, reverse=asked.reverse) for text in asked.rule or ())
+    steps = () if asked.rules_file is None else read_rules(asked.rules_file, reverse=asked.reverse, rules=rules)
+    to_names = _to_names(asked)
+    renaming = (Renames(steps),) if steps else rules
+    wanted = Wanted(asked.optimizer_keys, names, to_names, renaming, FORMS.get(asked.to or ""))
+    way = Way(
+        names=None if gathered is None and _is_about_optimizers(asked, wanted) else names,
+        to=SERIALIZED if asked.to == FSDP_FLAT else asked.to,
+        was=asked.was,
+        to_names=to_names if asked.to_model is not None else None,
+        like=None if asked.like is None else model_section(open_operand(asked.like)),
+        rules=() if steps else rules,
+        steps=steps,
+        select=asked.select,
+        keep_prefix=asked.keep_prefix,
+        trainable_only=asked.trainable_only,
+    )
+    done = remap(source if gathered is None else gathered.checkpoint, way, asked.drop or ())
+    if gathered is not None and names is not None:
+        from ckpttool.remap.gather_optimizer import with_gathered_optimizers
+
+        done = with_gathered_optimizers(done, gathered, names)
+    done = with_optimizers(done, wanted)
+    if asked.save_plan is not None and done.optimizers:
+        raise CkptError(NO_OPTIMIZERS, hint="write them to OUT, or take the model alone: CKPT::model")
+    return done
 
 
-def _check(
-    model: str | None, to: str | None, was: str | None, rule: Sequence[str] | None, plan: str | None, reverse: bool
-) -> None:
-    """Options that do not go together, or name a form that is none."""
-    if to is not None and to not in (*FORMS, FSDP_FLAT):
-        parse_chain(to)
-    if was is not None and was not in FORMS:
-        parse_chain(was)
-    for option, form in (("--to", to), ("--from", was)):
-        if form is not None and form in FORMS and form != SERIALIZED and model is None:
-            raise CkptError(f"{option} {form} needs the model's names", hint="pass --model MODEL")
-    if plan is not None and (model is not None or rule):
-        raise CkptError("--plan stands alone: it says all that is to be done", hint="leave --model and the rules out")
-    if reverse and not rule:
-        raise CkptError(
-            "--reverse without --rule or --rules", hint="--to runtime and --to serialized are each other's reverse"
-        )
+def _is_about_optimizers(asked: Asked, wanted: Wanted) -> bool:
+    """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
+    about_keys = (asked.to, asked.was, asked.like, asked.to_model, asked.select)
+    return wanted.changes and not asked.trainable_only and all(option is None for option in about_keys)
+
+
+def _to_names(asked: Asked) -> Names | None:
+    """The names of what is to load the output: another model, or another optimizer of the same."""
+    target = asked.to_model or asked.model
+    if target is None or (asked.to_model is None and asked.to_optimizer is None):
+        return None
+    kwargs = asked.model_kwargs if asked.to_model is None else "{}"
+    return load_names(target, kwargs, asked.materialize, asked.to_optimizer)
+
+
+def _write(asked: Asked, source: Checkpoint, target: Target, done: Remap) -> Remap:
+    """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
+    fitted = fit(done.result, target.format, keep_aliases=asked.keep_aliases)
+    content = target.lay_out(fitted, _shard_size(asked))
+    if not asked.dry_run:
+        expected = fingerprints(fitted) if asked.verify and asked.in_place else fitted
+        write_target(target, content, fsync=not asked.no_fsync, link=asked.link)
+        if asked.verify:
+            prove(target.path, expected)
+    return replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+
+
+def _write_ranks(asked: Asked, source: Checkpoint, names: Names, done: Remap) -> Remap:
+    """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
+    from ckpttool.remap.scatter import scatter
+
+    ranks = scatter(done.result, names, asked.units or (), asked.world_size or 0)
+    if asked.target is not None and not asked.dry_run:
+        write_ranks(ranks, asked.target, force=asked.force, fsync=not asked.no_fsync, verify=asked.verify)
+    return replace(done, to=asked.to, notes=(*source.notes, *done.notes))

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ckpttool import execute, execute_folder
+from ckpttool import execute
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
+from ckpttool.execute import folder as folders
 from ckpttool.pieces import Files, Pieces
 from ckpttool.pieces import Link as Linked
 from ckpttool.target import Target
@@ -18,8 +19,8 @@ from ckpttool.values import Fingerprints
 
 
 def _known_link(how: str) -> str:
-    if how not in execute_folder.LINKS:
-        raise CkptError(f"--link {how}: no such way", hint=f"choose one of {', '.join(execute_folder.LINKS)}")
+    if how not in folders.LINKS:
+        raise CkptError(f"--link {how}: no such way", hint=f"choose one of {', '.join(folders.LINKS)}")
     return how
 
 
@@ -32,7 +33,7 @@ HowLinked = Annotated[
     typer.Option(
         "--link",
         metavar="HOW",
-        help=f"Data files that stay as they are: {', '.join(execute_folder.LINKS)}.",
+        help=f"Data files that stay as they are: {', '.join(folders.LINKS)}.",
         callback=_known_link,
     ),
 ]
@@ -52,7 +53,7 @@ def check_target(target: Target, source: str, *, force: bool, in_place: bool) ->
     if target.folder is None:
         execute.preflight(target.path, [source], force=force, in_place=in_place)
     else:
-        execute_folder.preflight(target.folder, target.present(), source, force=force, in_place=in_place)
+        folders.preflight(target.folder, target.present(), source, force=force, in_place=in_place)
 
 
 def write_target(target: Target, files: Files, *, fsync: bool, link: str) -> int:
@@ -65,7 +66,7 @@ def write_target(target: Target, files: Files, *, fsync: bool, link: str) -> int
     stale = target.present(files)
 
     def move(progress: execute.Progress | None) -> int:
-        return execute_folder.write_folder(files, folder, stale=stale, link=link, fsync=fsync, progress=progress)
+        return folders.write_folder(files, folder, stale=stale, link=link, fsync=fsync, progress=progress)
 
     return _with_bar(target.path, total, move)
 

@@ -99,10 +99,9 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 def _open(path: str) -> Checkpoint:
     from ckpttool.formats.folders import DCP_METADATA, locate
-    from ckpttool.formats.rank_files import is_glob
     from ckpttool.formats.sniff import sniff
 
-    if is_glob(path):
+    if files.is_glob(path):
         return FORMATS["rank_files"].read(path)
     if files.name(path) == DCP_METADATA:
         path = files.parent(path)

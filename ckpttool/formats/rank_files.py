@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem
-from ckpttool.files import exists, glob
+from ckpttool.files import glob
 from ckpttool.formats import sharded_tensor, torch_zip
 from ckpttool.formats.sniff import sniff
 from ckpttool.joined import across, joined
 from ckpttool.naming.flat_param import is_flat
 
 NAME = "rank_files"  # in the table of formats
-_GLOB = re.compile(r"[*?[]")
 _ALL = "name the files of all ranks and no others, as in 'rank_*.pt'"
 _MOST_MISSING = 20  # ranks that are listed: a hostile file may speak of millions
 _ABSENT = object()
@@ -41,11 +40,6 @@ class OnRanks:
 
     parts: tuple[TensorEntry | None, ...]
     whole: bool
-
-
-def is_glob(path: str) -> bool:
-    """Whether `path` names files by a pattern and is no file itself."""
-    return _GLOB.search(path) is not None and not exists(path)
 
 
 def read(pattern: str) -> Checkpoint:

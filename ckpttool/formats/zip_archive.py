@@ -6,16 +6,18 @@ changed archive out again.
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.files import Source, opened
+from ckpttool.files import Source, is_url, opened
 from ckpttool.formats.reading import many_objects
 
 STORED, DEFLATED = 0, 8
@@ -71,12 +73,27 @@ class Archive:
         return Span(self.path, self.base + record.data, record.nbytes)
 
 
-@many_objects()
 def read_archive(path: str, base: int = 0, length: int | None = None) -> Archive:
     """The index of the zip archive in bytes `base` to `base + length` (default: to the end) of the file.
 
     Raises `CkptError` for what is no zip archive, is truncated, or whose directory and records contradict each other.
     """
+    if is_url(path):
+        return _read(path, base, length)
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):  # whoever opens it says what is wrong
+        return _read(path, base, length)
+    return _read_once(path, base, length, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=1)  # what recognises a file reads its directory just before its reader does
+def _read_once(path: str, base: int, length: int | None, version: tuple[int, int, int]) -> Archive:
+    return _read(path, base, length)
+
+
+@many_objects()
+def _read(path: str, base: int, length: int | None) -> Archive:
     with opened(path) as file:
         available = file.size - base
         length = available if length is None else length

@@ -15,10 +15,9 @@ from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import Problem
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.naming.match import Match, match
+from ckpttool.naming.names import RUNTIME, SERIALIZED
 from ckpttool.naming.relation import Likeness, Relation
 from ckpttool.plan import Dropped, ModuleRename, Output, Plan, module_renames
-
-SERIALIZED, RUNTIME = "serialized", "runtime"
 
 
 @dataclass(frozen=True, slots=True)

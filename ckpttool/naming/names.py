@@ -14,6 +14,8 @@ from ckpttool.errors import CkptError
 from ckpttool.expression import Expression
 
 SCHEMA = "ckpttool.names/1"
+SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
+FSDP_FLAT = "fsdp-flat"  # the form of FSDP1's rank files
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +137,7 @@ class Names:
             "extra_state": list(self.extra_state),
             "roundtrips": self.roundtrips,
             "roundtrip_problems": list(self.roundtrip_problems),
-            "optimizer": [
-                {"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.optimizer
-            ],
+            "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.optimizer],
             "modules": None if self.modules is None else list(self.modules),
             "optimizer_class": self.optimizer_class,
             "optimizer_groups": [dict(group) for group in self.optimizer_groups],

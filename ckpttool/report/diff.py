@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ckpttool.diff import HARMLESS, Diff, Entry
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table
-from ckpttool.report.words import number, plural
+from ckpttool.words import number, plural
 
 _ROLES: dict[str, Role] = {
     "same": "ok",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckpttool.report import text
 from ckpttool.report.document import Commands, Document, Note, Problems, Severity
-from ckpttool.report.words import visible
+from ckpttool.words import visible
 
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "notice")
 _SHOWN = 10  # GitHub shows so many annotations of each level for a step

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
-from ckpttool.report.words import visible
+from ckpttool.words import visible
 
 _STYLE = """
 :root {

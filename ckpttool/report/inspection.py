@@ -10,7 +10,7 @@ from ckpttool.inspection import Inspection
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.report.collapse import Group, collapse
 from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table, shortened
-from ckpttool.report.words import human_bytes, number, plural, shape_text
+from ckpttool.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
 _VALUE_WIDTH = 200  # characters of a metadata value that are shown

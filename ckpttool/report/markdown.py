@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
-from ckpttool.report.words import visible
+from ckpttool.words import visible
 
 _CODE_ROLES = ("key", "dtype", "shape")  # a code span interprets nothing, not even @mentions
 _MARKS = {"ok": "**", "bad": "**", "warn": "*", "dim": "*"}

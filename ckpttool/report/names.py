@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ckpttool.diff import Diff
-from ckpttool.diff_names import compare_names
+from ckpttool.diff.names import compare_names
 from ckpttool.errors import Problem
 from ckpttool.explain import Explanation
 from ckpttool.naming.names import Names
 from ckpttool.report import diff as diff_report
 from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
-from ckpttool.report.words import number, plural, shape_text
+from ckpttool.words import number, plural, shape_text
 
 
 def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:

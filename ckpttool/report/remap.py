@@ -5,10 +5,10 @@ from __future__ import annotations
 from ckpttool.expression import Ref, refs
 from ckpttool.plan import Plan
 from ckpttool.remap import Remap
-from ckpttool.remap_optimizer import OptimizerRemap
+from ckpttool.remap.optimizer import OptimizerRemap
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
-from ckpttool.report.words import number, plural
+from ckpttool.words import number, plural
 
 _ROWS = 20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ckpttool.expression import Ref
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
-from ckpttool.report.words import number, plural
 from ckpttool.swap import Swap
+from ckpttool.words import number, plural
 
 _ROWS = 20
 

@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
-from ckpttool.report.words import visible
+from ckpttool.words import visible
 
 # What each role looks like, in the sixteen colours that the user's own theme sets.
 STYLES: dict[str, str] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
-from ckpttool.report.words import visible
+from ckpttool.words import visible
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
 

@@ -18,7 +18,7 @@ import fsspec
 
 from ckpttool import files
 from ckpttool.errors import CkptError
-from ckpttool.remote_errors import answered, is_failure
+from ckpttool.remote.errors import answered, is_failure
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Union
 
-from ckpttool import changes
-from ckpttool.changes import DENSE, REFUSED, Value, refusal
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref, refs
 from ckpttool.plan import Dropped, Output, Plan, module_renames
-from ckpttool.report.words import plural
-from ckpttool.rules import Rule, matches
+from ckpttool.rules import Rule, changes, matches
+from ckpttool.rules.changes import DENSE, REFUSED, Value, refusal
+from ckpttool.words import plural
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]

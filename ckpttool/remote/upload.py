@@ -16,7 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.files import is_url, join, name, parent, size, sources_stay
 from ckpttool.pieces import Files, Link, Piece, Pieces
 from ckpttool.remote import filesystem, forget, stat
-from ckpttool.remote_errors import answered
+from ckpttool.remote.errors import answered
 from ckpttool.spans import stream
 
 PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory

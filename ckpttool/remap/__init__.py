@@ -12,21 +12,21 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref
 from ckpttool.naming import chain
 from ckpttool.naming.chain import Evidence
-from ckpttool.naming.forms import RUNTIME, SERIALIZED, Move, Reading, move, read
-from ckpttool.naming.names import Names
+from ckpttool.naming.forms import Move, Reading, move, read
+from ckpttool.naming.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.pairing import pairs
 from ckpttool.naming.relation import Relation
 from ckpttool.naming.variants import collapse, expand, settle
 from ckpttool.naming.wrappers import strip
-from ckpttool.narrow import select, trained
 from ckpttool.operand import model_section
 from ckpttool.plan import Dropped, Output, Plan, compose, in_turn, module_renames
-from ckpttool.remap_optimizer import OptimizerRemap, Wanted, remap_optimizers
-from ckpttool.remap_optimizer import to_json as optimizer_json
-from ckpttool.report.words import plural
+from ckpttool.remap.narrow import select, trained
+from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.remap.optimizer import to_json as optimizer_json
 from ckpttool.rules import Rule, rename
-from ckpttool.steps import Rename, Step, plan_of
+from ckpttool.rules.steps import Rename, Step, plan_of
 from ckpttool.values import same_values
+from ckpttool.words import plural
 
 # What the user calls a form -> the form. An exported program has the runtime names since torch 2.6 (pytorch#137609).
 FORMS = {SERIALIZED: SERIALIZED, RUNTIME: RUNTIME, "exported": RUNTIME, "unflattened": RUNTIME}

@@ -9,7 +9,6 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.formats.rank_files import OnRanks
-from ckpttool.gather import Gathered, Unit, cut_out, parts_of, resolved
 from ckpttool.joined import joined, window
 from ckpttool.naming import optimizer as form
 from ckpttool.naming.flat_param import is_flat, unit_paths
@@ -17,8 +16,9 @@ from ckpttool.naming.names import Names
 from ckpttool.naming.optimizer import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.naming.optimizer_ids import Parameters, assign, resolve
 from ckpttool.remap import Remap
-from ckpttool.remap_optimizer import Wanted, remap_optimizers
-from ckpttool.report.words import plural
+from ckpttool.remap.gather import Gathered, Unit, cut_out, parts_of, resolved
+from ckpttool.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.words import plural
 
 _LEAVE_OUT = "leave it out with --drop SECTION"
 

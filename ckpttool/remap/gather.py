@@ -17,15 +17,15 @@ from ckpttool.formats.sharded_tensor import is_sharded
 from ckpttool.joined import across, joined
 from ckpttool.naming.chain import recognise
 from ckpttool.naming.flat_param import Slot, flat_params, is_flat, misfit, named_units, slots, unit_paths
-from ckpttool.naming.forms import RUNTIME, SERIALIZED, read
-from ckpttool.naming.names import Names
+from ckpttool.naming.forms import read
+from ckpttool.naming.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.relation import Relation
 from ckpttool.naming.wrappers import strip
 from ckpttool.operand import model_section
 from ckpttool.plan import Dropped
 from ckpttool.remap import Remap
-from ckpttool.report.words import plural
 from ckpttool.values import same_values
+from ckpttool.words import plural
 
 _UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"
 

@@ -26,7 +26,7 @@ def preflight(out: str, present: Collection[str], source: str, *, force: bool, i
     `present` are the files of a checkpoint that is there already, `source` the path that is read.
     """
     if is_url(out):
-        from ckpttool import upload
+        from ckpttool.remote import upload
 
         upload.preflight_folder(out, present, source, force=force, in_place=in_place)
         return
@@ -65,7 +65,7 @@ def write_folder(
     Raises `CkptError` on a source that changed while it was read, and on a full or failing disk.
     """
     if is_url(out):
-        from ckpttool import upload
+        from ckpttool.remote import upload
 
         return upload.write_folder(files, out, stale, link, progress)
     folder = Path(os.path.realpath(out))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpttool.changes import Cast, Permute, Reshape, Transpose
 from ckpttool.dtypes import TABLE
 from ckpttool.errors import CkptError, Problem
-from ckpttool.report.words import plural
 from ckpttool.rules import Rule, matches, parse
-from ckpttool.steps import Convert, Drop, Join, Parts, Rename, Split, Step
+from ckpttool.rules.changes import Cast, Permute, Reshape, Transpose
+from ckpttool.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
+from ckpttool.words import plural
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -23,12 +23,11 @@ from ckpttool.naming.optimizer import FQN, ID, PARAM_NAMES, OptimizerState, Para
 from ckpttool.naming.optimizer_ids import Parameters, resolve
 from ckpttool.naming.relation import Relation
 from ckpttool.operand import model_section
-from ckpttool.remap_optimizer import Wanted, remap_optimizers
-from ckpttool.report.words import plural
+from ckpttool.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.values import same_values
+from ckpttool.words import plural
 
 _MOST_RANKS = 65_536
-FORM = "fsdp-flat"  # the word for it in --to
 Units = Mapping[str, tuple[Slot, ...]]
 
 

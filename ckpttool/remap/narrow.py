@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckpttool import expression as ex
 from ckpttool.errors import Refused
-from ckpttool.naming.forms import RUNTIME
+from ckpttool.naming.names import RUNTIME
 from ckpttool.naming.relation import Relation
 from ckpttool.naming.wrappers import strip
 from ckpttool.plan import Dropped, Output, Plan

@@ -30,7 +30,7 @@ from ckpttool.naming.optimizer import (
 from ckpttool.naming.optimizer_classes import class_of
 from ckpttool.naming.optimizer_ids import Parameters, assign, resolve
 from ckpttool.naming.optimizer_move import different
-from ckpttool.report.words import plural
+from ckpttool.words import plural
 
 Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them
 

@@ -11,8 +11,7 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression
 from ckpttool.naming import optimizer
-from ckpttool.naming.forms import SERIALIZED
-from ckpttool.naming.names import Names
+from ckpttool.naming.names import SERIALIZED, Names
 from ckpttool.naming.optimizer import FLAT, ID, OptimizerState, ParamGroup
 from ckpttool.naming.optimizer_ids import Assignment, Parameters, assign, check, resolve
 from ckpttool.naming.optimizer_move import (
@@ -25,8 +24,8 @@ from ckpttool.naming.optimizer_move import (
     placed,
     to_serialized,
 )
-from ckpttool.report.words import plural
 from ckpttool.rules import Renaming
+from ckpttool.words import plural
 
 
 @dataclass(frozen=True, slots=True)
