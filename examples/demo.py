@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
     ckpttool(f"diff --model {MODEL}", status=1)
 
     say("So this is how the two files differ.")
-    ckpttool("diff deployed.pt2 train.pt::model", status=1)
+    ckpttool("diff train.pt::model deployed.pt2", status=1)
 
     say("Put the new weights into the program, under the names that it knows.")
     ckpttool(f"swap-weights deployed.pt2 train.pt -o swapped.pt2 --model {MODEL}", status=0)
