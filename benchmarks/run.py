@@ -40,11 +40,13 @@ class Case:
 
 
 def run(command: list[str], folder: Path) -> Run:
-    """One whole process, from start to exit. Ends the benchmark where it fails."""
+    """One whole process, from start to exit. Ends the benchmark where it fails.
+
+    The last output is removed right before: its memory is free, and taken again by the new one, the same for all.
+    """
+    os.sync()  # what the last run left to be written is not charged to this one
     for left in folder.glob("out*"):
         left.unlink()
-    os.sync()  # what the last run left to be written is not charged to this one
-    time.sleep(1)  # nor is what the system does with the memory that was freed
     start = time.perf_counter()
     pid = os.posix_spawn(
         command[0],
