@@ -268,3 +268,10 @@ def test_a_terminal_gets_colour_unless_it_is_refused(checkpoint: str, env: dict[
     os.close(ours)
     assert done.returncode == 0
     assert ("\x1b[" in shown) is colored
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    failure = failure_of(ModuleNotFoundError("No module named 'torch._C'", name="torch._C"))
+    assert (failure.status, failure.message) == (2, "this needs torch, which is not installed")
+    assert failure.hint == "pip install torch"
+    assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith("internal error")

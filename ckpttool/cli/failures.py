@@ -143,6 +143,13 @@ def _internal(error: BaseException) -> Failure:
     )
 
 
+def _no_module(error: ModuleNotFoundError) -> Failure:
+    name = (error.name or "").partition(".")[0]
+    if not name or name == "ckpttool":
+        return _internal(error)
+    return Failure(2, f"this needs {name}, which is not installed", f"pip install {name}")
+
+
 def _memory(error: MemoryError) -> Failure:
     return Failure(2, f"out of memory{f': {error}' if str(error) else ''}", "free some memory, or use a larger machine")
 
@@ -156,4 +163,5 @@ _KINDS: tuple[tuple[type[BaseException], Callable[[Any], Failure]], ...] = (
     (KeyboardInterrupt, _interrupt),
     (SystemExit, _exit),
     (MemoryError, _memory),
+    (ModuleNotFoundError, _no_module),
 )

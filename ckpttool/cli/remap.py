@@ -24,9 +24,8 @@ from ckpttool.operand import model_section, open_operand, split
 from ckpttool.plan import Plan
 from ckpttool.remap import FORMS, Remap, Way, by_plan, remap, to_json, with_optimizers
 from ckpttool.remap.optimizer import Wanted
-from ckpttool.rules import parse
-from ckpttool.rules.file import read as read_rules
-from ckpttool.rules.steps import Renames
+from ckpttool.rules import Rule, parse
+from ckpttool.rules.steps import Renames, Step
 from ckpttool.target import Target, target_for
 from ckpttool.values import fingerprints
 
@@ -137,7 +136,7 @@ def _made(asked: Asked, source: Checkpoint, names: Names | None) -> Remap:
         return by_plan(source, Plan.from_json(read_json(asked.plan, "write one with --save-plan"), asked.plan))
     gathered = put_together(source, names, asked.units, asked.to, asked.save_plan is not None)
     rules = tuple(parse(text, reverse=asked.reverse) for text in asked.rule or ())
-    steps = () if asked.rules_file is None else read_rules(asked.rules_file, reverse=asked.reverse, rules=rules)
+    steps = _steps(asked, rules)
     to_names = _to_names(asked)
     renaming = (Renames(steps),) if steps else rules
     wanted = Wanted(asked.optimizer_keys, names, to_names, renaming, FORMS.get(asked.to or ""))
@@ -162,6 +161,15 @@ def _made(asked: Asked, source: Checkpoint, names: Names | None) -> Remap:
     if asked.save_plan is not None and done.optimizers:
         raise CkptError(NO_OPTIMIZERS, hint="write them to OUT, or take the model alone: CKPT::model")
     return done
+
+
+def _steps(asked: Asked, rules: tuple[Rule, ...]) -> tuple[Step, ...]:
+    """The steps of the file of rules, with those of the command line; none where there is no file."""
+    if asked.rules_file is None:
+        return ()
+    from ckpttool.rules.file import read
+
+    return read(asked.rules_file, reverse=asked.reverse, rules=rules)
 
 
 def _is_about_optimizers(asked: Asked, wanted: Wanted) -> bool:
