@@ -69,7 +69,7 @@ def explain(names: Names, name: str) -> Explanation:
         serialized=keys,
         forms=forms,
         aliases=tuple(fqn for fqn in relation.groups[first] if fqn != tensor.fqn),
-        optimizer=next((p for p in names.optimizer if p.fqn in group), None),
+        optimizer=next((p for p in names.ids if p.fqn in group), None),
         hook=next((s.hook for s in names.serialized if s.key in keys and s.hook is not None), None),
     )
 

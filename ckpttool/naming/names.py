@@ -103,6 +103,14 @@ class Names:
     optimizer_class: str | None = None
     optimizer_groups: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def ids(self) -> tuple[OptimizerParam, ...]:
+        """The parameters by optimizer id: as the optimizer has them, else in ``model.parameters()`` order."""
+        if self.optimizer_class is not None:
+            return self.optimizer
+        parameters = [t.fqn for t in self.runtime if t.kind == "parameter" and t.alias_of is None]
+        return tuple(OptimizerParam(index, fqn, 0) for index, fqn in enumerate(parameters))
+
     def to_json(self) -> dict[str, Any]:
         """The `trace` object of the contract, and the content of a names file."""
         return {
@@ -137,7 +145,7 @@ class Names:
             "extra_state": list(self.extra_state),
             "roundtrips": self.roundtrips,
             "roundtrip_problems": list(self.roundtrip_problems),
-            "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.optimizer],
+            "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.ids],
             "modules": None if self.modules is None else list(self.modules),
             "optimizer_class": self.optimizer_class,
             "optimizer_groups": [dict(group) for group in self.optimizer_groups],
@@ -161,7 +169,9 @@ class Names:
                 roundtrips=value["roundtrips"],
                 roundtrip_problems=tuple(value["roundtrip_problems"]),
                 optimizer=tuple(
-                    OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ()))) for p in value["optimizer"]
+                    OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ())))
+                    for p in value["optimizer"]
+                    if value.get("optimizer_class") is not None  # else it is the order of the model's parameters
                 ),
                 modules=None if value.get("modules") is None else tuple(value["modules"]),
                 optimizer_class=value.get("optimizer_class"),

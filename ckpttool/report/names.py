@@ -64,12 +64,13 @@ def explained(found: Explanation) -> Document:
         pairs.append(("persistent", "no"))
     if found.optimizer is not None:
         pairs.append(("optimizer id", f"{found.optimizer.id} (param group {found.optimizer.group})"))
-        pairs.append(("optimizer state", Cell(", ".join(found.states) or "not known", "key")))
+    if found.states:
+        pairs.append(("optimizer state", Cell(", ".join(found.states), "key")))
     if found.hook is not None:
         pairs.append(("renamed by", str(found.hook)))
     return Document(
         f"explain {found.name}",
-        f"{len({tensor.fqn, *found.serialized, *found.aliases})} names",
+        plural(len({tensor.fqn, *found.serialized, *found.aliases}), "name"),
         True,
         (Facts(tuple(pairs)),),
     )
