@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -77,29 +78,36 @@ def swap_weights(
 def _into_module(
     module: nn.Module, state: Mapping[str, object], model: Model | None, cast: bool, in_place: bool
 ) -> Swapped:
-    target = module_target(module)
-    done = _planned(target, state, model, cast)
-    news = stage(target.tensors, done.sources, state)
-    if in_place:
-        check_in_place(news)
-        write(news)
-    else:
-        put(replacements(news), module)
-    return done
+    def take(fresh: Mapping[int, torch.Tensor]) -> None:
+        put(fresh, module)
+
+    return _into_tensors(module_target(module), state, model, cast, None if in_place else take)
 
 
 def _into_program(
     program: ExportedProgram, state: Mapping[str, object], model: Model | None, cast: bool, in_place: bool
 ) -> Swapped:
-    target = program_target(program)
+    def take(fresh: Mapping[int, torch.Tensor]) -> None:
+        program._state_dict = {fqn: fresh[id(tensor)] for fqn, tensor in program.state_dict.items()}
+
+    return _into_tensors(program_target(program), state, model, cast, None if in_place else take)
+
+
+def _into_tensors(
+    target: Target,
+    state: Mapping[str, object],
+    model: Model | None,
+    cast: bool,
+    take: Callable[[dict[int, torch.Tensor]], None] | None,
+) -> Swapped:
+    """Writes into the tensors that are there, or where there is `take` has it put new ones (by id of the old) there."""
     done = _planned(target, state, model, cast)
     news = stage(target.tensors, done.sources, state)
-    if in_place:
+    if take is None:
         check_in_place(news)
         write(news)
     else:
-        fresh = replacements(news)
-        program._state_dict = {fqn: fresh[id(tensor)] for fqn, tensor in program.state_dict.items()}
+        take(replacements(news))
     return done
 
 
