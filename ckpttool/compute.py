@@ -12,7 +12,7 @@ import torch
 from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Refused
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
-from ckpttool.spans import read_span
+from ckpttool.io.ranges import read_span
 
 Load = Callable[[str], torch.Tensor]
 _NAMESPACES = ("aten", "prims")

@@ -8,8 +8,8 @@ from typing import Union
 from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.expression import Op, Ref, Special
-from ckpttool.pieces import Piece
-from ckpttool.spans import stream
+from ckpttool.io.pieces import Piece
+from ckpttool.io.ranges import stream
 
 _ROW_MAJOR = Special("memory_format", "contiguous_format")
 

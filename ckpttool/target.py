@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Span
-from ckpttool.files import is_dir, is_url, parent, size
-from ckpttool.files import name as name_of
 from ckpttool.formats import FORMATS, Format, format_for
 from ckpttool.formats.folders import DCP_METADATA, INDEX, checkpoint_files, companions, locate
+from ckpttool.io.files import is_dir, is_url, parent, size
+from ckpttool.io.files import name as name_of
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.operand import split
-from ckpttool.pieces import Files, Link, Piece, Pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
-from ckpttool.pieces import Piece
-from ckpttool.spans import same_data, stream
+from ckpttool.io.pieces import Piece
+from ckpttool.io.ranges import same_data, stream
 
 
 def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool import compute, execute
+from ckpttool import compute
 from ckpttool import expression as ex
 from ckpttool.convert import fit
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats import format_for
+from ckpttool.io import write_file as execute
 from ckpttool.naming.mark import MARK
 from ckpttool.operand import open_operand
 from ckpttool.plan import Plan

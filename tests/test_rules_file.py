@@ -20,8 +20,8 @@ from ckpttool.checkpoint import Lazy
 from ckpttool.cli.app import main
 from ckpttool.convert import fit
 from ckpttool.errors import CkptError, Refused
-from ckpttool.execute import write
 from ckpttool.formats import format_for
+from ckpttool.io.write_file import write
 from ckpttool.operand import model_section, open_operand
 from ckpttool.plan import Plan
 from ckpttool.remap import Way, by_plan, remap

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpttool import execute
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.cli.writing import prove, write
 from ckpttool.errors import CkptError
 from ckpttool.formats import FORMATS
+from ckpttool.io import write_file as execute
 from ckpttool.naming.names import FSDP_FLAT, Names
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ckpttool import execute
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.execute import folder as folders
-from ckpttool.pieces import Files, Pieces
-from ckpttool.pieces import Link as Linked
+from ckpttool.io import write_file as execute
+from ckpttool.io import write_folder as folders
+from ckpttool.io.pieces import Files, Pieces
+from ckpttool.io.pieces import Link as Linked
 from ckpttool.target import Target
 from ckpttool.values import Fingerprints
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from ckpttool import files
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.pieces import Files, Pieces
+from ckpttool.io import files
+from ckpttool.io.pieces import Files, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     from ckpttool.formats.remarks import remarks
 
     if files.is_url(path):
-        from ckpttool.remote import forget
+        from ckpttool.io.remote.read import forget
 
         forget(path)
     checkpoint = _open(path)

@@ -15,7 +15,6 @@ from typing import Any
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.files import exists, is_file, join, names_in, opened, size
 from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_chunks import saved, tensor_data
 from ckpttool.formats.dcp_flat import flattened, nested
@@ -28,8 +27,9 @@ from ckpttool.formats.torch_rebuild import Rebuilder
 from ckpttool.formats.torch_tensor import Carried, Storages, entry_of, is_tensor, typed_storage
 from ckpttool.formats.torch_tree import find_sections
 from ckpttool.formats.torch_write import changed_root, fresh_root
-from ckpttool.pieces import Files, Link, Piece, Pieces
-from ckpttool.spans import read_span
+from ckpttool.io.files import exists, is_file, join, names_in, opened, size
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.ranges import read_span
 
 FORMAT = "dcp"
 MAX_METADATA = 1 << 30  # bytes of .metadata; a tensor takes about 300, and 80 for each chunk

@@ -13,11 +13,11 @@ from math import prod
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.files import join
 from ckpttool.formats import torch_zip
 from ckpttool.formats.dcp_metadata import Chunk, Place, TensorItem
 from ckpttool.formats.zip_archive import read_archive
-from ckpttool.spans import SpanReader, read_span
+from ckpttool.io.files import join
+from ckpttool.io.ranges import SpanReader, read_span
 
 SLAB = 1 << 24  # bytes that are put together before they are handed on
 

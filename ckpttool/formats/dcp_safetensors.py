@@ -10,9 +10,9 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Span, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.files import join, opened
 from ckpttool.formats import json_text, safetensors
 from ckpttool.formats.dcp_metadata import Chunk, Metadata, Place, TensorItem, cover_problem
+from ckpttool.io.files import join, opened
 
 _INFO = "DCP_SHARDING_INFO"
 

@@ -13,9 +13,9 @@ from shlex import quote
 from typing import NamedTuple
 
 from ckpttool.errors import CkptError, Problem
-from ckpttool.files import is_dir, is_file, is_url, join, names_in
 from ckpttool.formats.shard_index import read_index
 from ckpttool.formats.sniff import sniff
+from ckpttool.io.files import is_dir, is_file, is_url, join, names_in
 
 INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.json")
 DCP_METADATA = ".metadata"

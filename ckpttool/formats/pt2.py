@@ -20,8 +20,8 @@ from ckpttool.formats.pt2_program import Home, Inner, Payload, Program, root_of
 from ckpttool.formats.torch_tensor import Carried
 from ckpttool.formats.zip_archive import Archive, read_archive, read_record
 from ckpttool.formats.zip_layout import NewRecord, layout_archive
-from ckpttool.pieces import Pieces
-from ckpttool.spans import stream
+from ckpttool.io.pieces import Pieces
+from ckpttool.io.ranges import stream
 
 FORMAT = "pt2"
 

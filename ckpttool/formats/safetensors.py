@@ -20,10 +20,10 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.files import opened
 from ckpttool.formats import json_text
 from ckpttool.formats.overlap import overlapping
-from ckpttool.pieces import Piece
+from ckpttool.io.files import opened
+from ckpttool.io.pieces import Piece
 
 FORMAT = "safetensors"
 METADATA = "__metadata__"

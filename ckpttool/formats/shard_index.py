@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckpttool.errors import CkptError
-from ckpttool.files import opened
 from ckpttool.formats import json_text
+from ckpttool.io.files import opened
 
 MAX_INDEX = 1 << 28  # bytes
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.files import is_file, parent
-from ckpttool.files import name as name_of
 from ckpttool.formats import safetensors, torch_zip
 from ckpttool.formats.folders import safe_path
 from ckpttool.formats.shard_index import read_index
 from ckpttool.formats.shards import DEFAULT_SIZE, Item, plan_shards, shard_names
-from ckpttool.pieces import Files, Piece, Pieces
+from ckpttool.io.files import is_file, parent
+from ckpttool.io.files import name as name_of
+from ckpttool.io.pieces import Files, Piece, Pieces
 
 SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
 

@@ -12,11 +12,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
 
-from ckpttool import files
 from ckpttool.errors import CkptError
-from ckpttool.files import opened
 from ckpttool.formats.safetensors import MAX_HEADER
 from ckpttool.formats.zip_archive import read_archive
+from ckpttool.io import files
+from ckpttool.io.files import opened
 
 LEGACY_START = re.compile(rb"\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)  # the first pickle
 

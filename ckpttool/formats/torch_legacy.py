@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError
-from ckpttool.files import Source, opened
 from ckpttool.formats.pickle_tree import Global, Persistent, Pickle, loads
 from ckpttool.formats.reading import many_objects
 from ckpttool.formats.sniff import LEGACY_START
 from ckpttool.formats.torch_tensor import HOLDS, Storages, is_tensor
 from ckpttool.formats.torch_tree import find_sections
 from ckpttool.formats.torch_zip import MAX_PICKLE, Container, foreign
+from ckpttool.io.files import Source, opened
 
 _PROTOCOL = 1001  # of the format, the second pickle
 _FIRST_READ = 1 << 20  # bytes; nothing says how long the pickles are, so more is read as long as they are cut off

@@ -22,7 +22,7 @@ from ckpttool.formats.torch_tree import Tree, find_sections
 from ckpttool.formats.torch_write import changed_root, fresh_root
 from ckpttool.formats.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.zip_layout import ALIGNMENT, NewRecord, layout_archive
-from ckpttool.pieces import Pieces
+from ckpttool.io.pieces import Pieces
 
 MAX_PICKLE = 1 << 29  # bytes of data.pkl; a tensor takes about 110
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number

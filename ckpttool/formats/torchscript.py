@@ -17,7 +17,7 @@ from ckpttool.formats.reading import many_objects
 from ckpttool.formats.torch_tensor import Storages, entry_of, is_tensor
 from ckpttool.formats.torch_zip import MAX_PICKLE, check_byteorder, find_storage
 from ckpttool.formats.zip_archive import Archive, read_archive, read_record
-from ckpttool.pieces import Pieces
+from ckpttool.io.pieces import Pieces
 
 _MAX_CODE = 1 << 28  # bytes of one file of code
 _MAX_DEPTH = 200  # modules inside each other

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.files import Source, is_url, opened
 from ckpttool.formats.reading import many_objects
+from ckpttool.io.files import Source, is_url, opened
 
 STORED, DEFLATED = 0, 8
 

@@ -14,7 +14,7 @@ from functools import partial
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.formats import zip_archive as za
 from ckpttool.formats.zip_archive import U32, Archive, Record, is_wide
-from ckpttool.pieces import Crc, Piece
+from ckpttool.io.pieces import Crc, Piece
 
 ALIGNMENT = 64  # of every record's data; torch.utils.serialization.config.save.storage_alignment changes it
 

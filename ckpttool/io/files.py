@@ -65,7 +65,7 @@ def opened(path: str) -> Iterator[Source]:
     if "\0" in path:
         raise CkptError(f"cannot read {path!r}: a null byte in the path", hint=_HINT)
     if is_url(path):
-        from ckpttool import remote
+        from ckpttool.io.remote import read as remote
 
         yield remote.open_file(path)
         return
@@ -90,7 +90,7 @@ def sources_stay() -> Iterator[None]:
     _streamed.clear()
     yield
     if _streamed:
-        from ckpttool import remote
+        from ckpttool.io.remote import read as remote
 
         remote.check_unchanged(_streamed)
 
@@ -104,7 +104,7 @@ def is_file(path: str) -> bool:
     """Whether there is such a file. Raises `CkptError` where the store of a URL does not answer."""
     if not is_url(path):
         return os.path.isfile(path)
-    from ckpttool import remote
+    from ckpttool.io.remote import read as remote
 
     found = remote.stat(path)
     return found is not None and not found.folder
@@ -114,7 +114,7 @@ def is_dir(path: str) -> bool:
     """Whether there is such a folder; in an object store, anything under that name. Raises like `is_file`."""
     if not is_url(path):
         return os.path.isdir(path)
-    from ckpttool import remote
+    from ckpttool.io.remote import read as remote
 
     found = remote.stat(path)
     return found is not None and found.folder
@@ -124,7 +124,7 @@ def exists(path: str) -> bool:
     """Whether there is such a file or folder. Raises like `is_file`."""
     if not is_url(path):
         return os.path.exists(path)
-    from ckpttool import remote
+    from ckpttool.io.remote import read as remote
 
     return remote.stat(path) is not None
 
@@ -133,7 +133,7 @@ def size(path: str) -> int:
     """Bytes of the file. Raises OSError, or `CkptError` for a URL, where there is none."""
     if not is_url(path):
         return os.path.getsize(path)
-    from ckpttool import remote
+    from ckpttool.io.remote import read as remote
 
     return remote.open_file(path).size
 
@@ -141,7 +141,7 @@ def size(path: str) -> int:
 def names_in(folder: str) -> list[str]:
     """The names in the folder, sorted. Raises `CkptError` where it cannot be read."""
     if is_url(folder):
-        from ckpttool import remote
+        from ckpttool.io.remote import read as remote
 
         return remote.names_in(folder)
     try:
@@ -159,7 +159,7 @@ def glob(pattern: str) -> list[str]:
     """The files that match the pattern, sorted."""
     if not is_url(pattern):
         return sorted(path for path in local_glob.glob(pattern) if os.path.isfile(path))
-    from ckpttool import remote
+    from ckpttool.io.remote import read as remote
 
     return remote.glob(pattern)
 

@@ -1,7 +1,7 @@
 """Files behind URLs, read through fsspec a range at a time. `files` is the way in, `upload` the way back.
 
 Small reads come in blocks that are kept, tensors in large ranges side by side. What a store has said and sent is kept
-until a checkpoint is opened anew (`forget`). The logger ``ckpttool.remote`` has every request and the bytes in all.
+until a checkpoint is opened anew (`forget`). The logger ``ckpttool.io.remote.read`` has every request and the bytes in all.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import fsspec
 
-from ckpttool import files
 from ckpttool.errors import CkptError
-from ckpttool.remote.errors import answered, is_failure
+from ckpttool.io import files
+from ckpttool.io.remote.errors import answered, is_failure
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors

@@ -13,11 +13,11 @@ from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.files import is_url, join, name, parent, size, sources_stay
-from ckpttool.pieces import Files, Link, Piece, Pieces
-from ckpttool.remote import filesystem, forget, stat
-from ckpttool.remote.errors import answered
-from ckpttool.spans import stream
+from ckpttool.io.files import is_url, join, name, parent, size, sources_stay
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.ranges import stream
+from ckpttool.io.remote.errors import answered
+from ckpttool.io.remote.read import filesystem, forget, stat
 
 PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory
 

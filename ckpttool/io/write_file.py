@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 
 from ckpttool.errors import CkptError
-from ckpttool.files import is_url, sources_stay
-from ckpttool.pieces import Pieces
-from ckpttool.spans import stream
+from ckpttool.io.files import is_url, sources_stay
+from ckpttool.io.pieces import Pieces
+from ckpttool.io.ranges import stream
 
 # Bytes a write, at multiples of it in the file: as fast as `cp`, which lets the kernel copy in this size. Larger writes
 # make the kernel look for larger pages, which took two to five times as long on a machine whose free memory is split up
@@ -26,7 +26,7 @@ Progress = Callable[[int], None]
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
     """Raises `CkptError` where `out` cannot or must not be written. Called before any work is done."""
     if is_url(out):
-        from ckpttool.remote import upload
+        from ckpttool.io import write_remote as upload
 
         upload.preflight(out, source, force=force, in_place=in_place)
         return
@@ -54,7 +54,7 @@ def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | 
     a source that changed while it was read, and on a full or failing disk; `out` is then as it was.
     """
     if is_url(out):
-        from ckpttool.remote import upload
+        from ckpttool.io import write_remote as upload
 
         return upload.write(pieces, out, progress)
     path = Path(os.path.realpath(out))

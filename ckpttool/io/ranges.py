@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.files import is_url
-from ckpttool.pieces import Piece, Pieces
+from ckpttool.io.files import is_url
+from ckpttool.io.pieces import Piece, Pieces
 
 if TYPE_CHECKING:
-    from ckpttool.remote import Stream
+    from ckpttool.io.remote.read import Stream
 
 CHUNK = 1 << 20  # bytes a read; larger ones were no faster, and memory stays flat
 _GAP = 1 << 16  # bytes between two spans of a remote file that are fetched along rather than asked for apart
@@ -66,7 +66,7 @@ class SpanReader:
             return
         self.close()
         if is_url(path):
-            from ckpttool.remote import Stream
+            from ckpttool.io.remote.read import Stream
 
             self._path, self._remote = path, Stream(path)
             return

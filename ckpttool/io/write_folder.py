@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from ckpttool import execute
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.execute import Progress
-from ckpttool.files import is_url, size
-from ckpttool.pieces import Files, Link, Piece, Pieces
+from ckpttool.io import write_file as execute
+from ckpttool.io.files import is_url, size
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.write_file import Progress
 
 LINKS = ("copy", "hard", "reflink")
 
@@ -26,7 +26,7 @@ def preflight(out: str, present: Collection[str], source: str, *, force: bool, i
     `present` are the files of a checkpoint that is there already, `source` the path that is read.
     """
     if is_url(out):
-        from ckpttool.remote import upload
+        from ckpttool.io import write_remote as upload
 
         upload.preflight_folder(out, present, source, force=force, in_place=in_place)
         return
@@ -65,7 +65,7 @@ def write_folder(
     Raises `CkptError` on a source that changed while it was read, and on a full or failing disk.
     """
     if is_url(out):
-        from ckpttool.remote import upload
+        from ckpttool.io import write_remote as upload
 
         return upload.write_folder(files, out, stale, link, progress)
     folder = Path(os.path.realpath(out))
