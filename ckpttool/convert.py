@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.parts import row_major
 from ckpttool.formats import FORMATS, Format
-from ckpttool.joined import row_major
 from ckpttool.naming.mark import put_on
 from ckpttool.plan import Dropped
 from ckpttool.rules import matches

@@ -14,6 +14,7 @@ from typing import Union
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Op, Ref, Special
 from ckpttool.formats.pt2 import replaceable
 from ckpttool.formats.pt2_compiled import INSIDE, OUTSIDE
@@ -22,7 +23,6 @@ from ckpttool.naming.forms import over, read
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.names import RUNTIME, Names
 from ckpttool.naming.relation import Relation
-from ckpttool.values import same_values
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
@@ -258,7 +258,7 @@ def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) ->
         if isinstance(found, TensorEntry) and (packed or found.storage is not None):
             return replace(found, key=fqn)
         raise Refused(f"{source.key} is no dense tensor", hint="only dense tensors can be put into a program")
-    from ckpttool import compute  # torch is loaded only where a value is computed
+    from ckpttool.evaluate import with_torch as compute  # torch is loaded only where a value is computed
 
     return compute.entry_of(fqn, source, have)
 
@@ -313,7 +313,7 @@ def _storage(old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, 
         and new.storage is not None
     ):
         return Storage(new.span) if isinstance(new.span, Span) else new.storage
-    from ckpttool import compute
+    from ckpttool.evaluate import with_torch as compute
 
     return compute.arrange(old, [(entry, fitted.get(entry.key, entry)) for entry in entries])
 

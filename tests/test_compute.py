@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool import compute
 from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate import with_torch as compute
 from ckpttool.expression import Op, Ref, Special
 
 torch.set_num_threads(1)

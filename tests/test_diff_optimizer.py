@@ -9,8 +9,8 @@ import optimizer_models as models
 from ckpttool.checkpoint import Section
 from ckpttool.diff import HARMLESS, Entry
 from ckpttool.diff.optimizer import compare_optimizers, compare_with_optimizer
+from ckpttool.evaluate.compare import difference
 from ckpttool.formats import open_checkpoint
-from ckpttool.values import difference
 from optimizer_support import names_of, remapped, save, steps, train
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpttool import compute, moved
 from ckpttool.checkpoint import Span, TensorEntry
+from ckpttool.evaluate import with_torch as compute
+from ckpttool.evaluate import without_torch as moved
+from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Argument, Expression, Op, Ref
-from ckpttool.moved import ROW_MAJOR
 from ckpttool.operand import model_section, open_operand
 
 torch.set_num_threads(1)

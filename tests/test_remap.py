@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool import compute
 from ckpttool import expression as ex
 from ckpttool.convert import fit
 from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate import with_torch as compute
 from ckpttool.formats import format_for
 from ckpttool.io import write_file as execute
 from ckpttool.naming.mark import MARK

@@ -23,8 +23,8 @@ from safetensors.torch import load, load_file, save, save_file
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.cli.app import main
-from ckpttool.compute import load as tensor_of
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.with_torch import load as tensor_of
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.folders import safe_path
 from ckpttool.io.files import is_url, join, name, opened, parent

@@ -19,10 +19,10 @@ from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 
 from ckpttool.convert import fit, losses
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import same_values
 from ckpttool.formats import FORMATS, open_checkpoint
 from ckpttool.formats.sniff import sniff
 from ckpttool.formats.torch_legacy import read
-from ckpttool.values import same_values
 from support import write_pieces
 
 DATA = Path(__file__).parent / "data"

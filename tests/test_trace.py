@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.compute import evaluate
+from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.names import Names
 from ckpttool.naming.trace import trace

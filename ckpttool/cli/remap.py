@@ -17,6 +17,7 @@ from ckpttool.cli.ranks import check as check_ranks
 from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
 from ckpttool.convert import check_in_place, fit, losses
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.shards import parse_size
 from ckpttool.naming.names import FSDP_FLAT, SERIALIZED, Names
 from ckpttool.naming.optimizer import FORMS as KEYS
@@ -27,7 +28,6 @@ from ckpttool.remap.optimizer import Wanted
 from ckpttool.rules import Rule, parse
 from ckpttool.rules.steps import Renames, Step
 from ckpttool.target import Target, target_for
-from ckpttool.values import fingerprints
 
 
 def command(

@@ -11,6 +11,7 @@ from ckpttool.cli.operands import Materialize, Model, ModelKwargs, load_names
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats import FORMATS
 from ckpttool.formats.pt2 import read_program
 from ckpttool.formats.sniff import sniff
@@ -18,7 +19,6 @@ from ckpttool.io import write_file as execute
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.remap import FORMS
 from ckpttool.swap import swap, to_json
-from ckpttool.values import fingerprints
 
 
 def command(

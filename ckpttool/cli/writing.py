@@ -10,12 +10,12 @@ import typer
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import Fingerprints
 from ckpttool.io import write_file as execute
 from ckpttool.io import write_folder as folders
 from ckpttool.io.pieces import Files, Pieces
 from ckpttool.io.pieces import Link as Linked
 from ckpttool.target import Target
-from ckpttool.values import Fingerprints
 
 
 def _known_link(how: str) -> str:
@@ -88,8 +88,8 @@ def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | N
 
     `written` is the index of `out`, where it is not the usual one.
     """
+    from ckpttool.evaluate.compare import verify
     from ckpttool.formats import open_checkpoint
-    from ckpttool.values import verify
 
     problems = verify(written or open_checkpoint(out), expected)
     if problems:

@@ -61,7 +61,7 @@ def _located(folder: str, key: str, dtype: str, chunk: Chunk) -> Span | bytes:
         )
     if entry.span is not None:
         return entry.span
-    from ckpttool import compute  # torch puts the elements of a transposed chunk in order
+    from ckpttool.evaluate import with_torch as compute  # torch puts the elements of a transposed chunk in order
 
     return bytes(compute.to_bytes(compute.load(entry)))
 

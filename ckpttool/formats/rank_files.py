@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.parts import across, joined
 from ckpttool.formats import sharded_tensor, torch_zip
 from ckpttool.formats.sniff import sniff
 from ckpttool.io.files import glob
-from ckpttool.joined import across, joined
 from ckpttool.naming.flat_param import is_flat
 
 NAME = "rank_files"  # in the table of formats

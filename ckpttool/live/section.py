@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from ckpttool import compute
 from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
+from ckpttool.evaluate import with_torch as compute
 from ckpttool.naming.identity import Token, token
 from ckpttool.naming.runtime import dtype_name
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool import compute
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.evaluate import with_torch as compute
 from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import layout_of
 from ckpttool.naming.identity import address, components, token

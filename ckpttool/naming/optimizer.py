@@ -234,7 +234,7 @@ def same_option(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        from ckpttool.values import same_values
+        from ckpttool.evaluate.compare import same_values
 
         return left.identity == right.identity or same_values(left, right)
     if isinstance(left, (TensorEntry, ExtraEntry)) or isinstance(right, (TensorEntry, ExtraEntry)):

@@ -143,7 +143,7 @@ def _computed(
 def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shapes) -> Any:
     """One entry of a parameter's state: moments by the parameter's own expression, a step where all agree on it."""
     if all(isinstance(value, TensorEntry) and value.shape == shapes.get(ref) for ref, value in values.items()):
-        from ckpttool import compute
+        from ckpttool.evaluate import with_torch as compute
 
         return compute.entry_of(key, source, values)
     first, *others = values.values()

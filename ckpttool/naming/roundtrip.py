@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ckpttool.compute import evaluate
 from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
 from ckpttool.naming.saving import Saved
 from ckpttool.naming.simplify import Simplifier

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import torch
 
-from ckpttool.compute import evaluate
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.expression import Argument, Expression, Op, Ref, Special
 
 Shape = tuple[int, ...]

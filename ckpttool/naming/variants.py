@@ -14,9 +14,9 @@ from itertools import combinations
 
 from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem
+from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Ref
 from ckpttool.plan import Dropped, Output
-from ckpttool.values import same_values
 
 _CALL = re.compile(r"(.+)@([1-9]\d*)")
 _MOST_CALLS = 8  # a name with more segments that look like variants is not searched through

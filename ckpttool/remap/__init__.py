@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpttool.apply import apply
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.convert import drop, without
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
 from ckpttool.naming import chain
 from ckpttool.naming.chain import Evidence
@@ -25,7 +26,6 @@ from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
 from ckpttool.remap.optimizer import to_json as optimizer_json
 from ckpttool.rules import Rule, rename
 from ckpttool.rules.steps import Rename, Step, plan_of
-from ckpttool.values import same_values
 from ckpttool.words import plural
 
 # What the user calls a form -> the form. An exported program has the runtime names since torch 2.6 (pytorch#137609).

@@ -11,10 +11,11 @@ from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, contiguous_stride
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.compare import same_values
+from ckpttool.evaluate.parts import across, joined
 from ckpttool.expression import Expression, Op, Ref, substitute
 from ckpttool.formats.rank_files import NAME, OnRanks
 from ckpttool.formats.sharded_tensor import is_sharded
-from ckpttool.joined import across, joined
 from ckpttool.naming.chain import recognise
 from ckpttool.naming.flat_param import Slot, flat_params, is_flat, misfit, named_units, slots, unit_paths
 from ckpttool.naming.forms import read
@@ -24,7 +25,6 @@ from ckpttool.naming.wrappers import strip
 from ckpttool.operand import model_section
 from ckpttool.plan import Dropped
 from ckpttool.remap import Remap
-from ckpttool.values import same_values
 from ckpttool.words import plural
 
 _UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"

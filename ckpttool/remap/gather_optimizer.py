@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.parts import joined, window
 from ckpttool.formats.rank_files import OnRanks
-from ckpttool.joined import joined, window
 from ckpttool.naming import optimizer as form
 from ckpttool.naming.flat_param import is_flat, unit_paths
 from ckpttool.naming.names import Names

@@ -13,9 +13,10 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.evaluate.compare import same_values
+from ckpttool.evaluate.parts import Part, across, joined, row_major, window
 from ckpttool.expression import Ref
 from ckpttool.formats.sharded_tensor import sharded
-from ckpttool.joined import Part, across, joined, row_major, window
 from ckpttool.naming import optimizer as form
 from ckpttool.naming.flat_param import FLAT_PARAM, Slot, named_units, shard_sizes, slots
 from ckpttool.naming.names import Names
@@ -24,7 +25,6 @@ from ckpttool.naming.optimizer_ids import Parameters, resolve
 from ckpttool.naming.relation import Relation
 from ckpttool.operand import model_section
 from ckpttool.remap.optimizer import Wanted, remap_optimizers
-from ckpttool.values import same_values
 from ckpttool.words import plural
 
 _MOST_RANKS = 65_536

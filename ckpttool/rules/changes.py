@@ -12,8 +12,8 @@ from math import prod
 from typing import Union
 
 from ckpttool.errors import Refused
+from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Expression, Op, Special
-from ckpttool.moved import ROW_MAJOR
 
 
 @dataclass(frozen=True, slots=True)

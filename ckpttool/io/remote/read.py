@@ -1,7 +1,8 @@
 """Files behind URLs, read through fsspec a range at a time. `files` is the way in, `upload` the way back.
 
 Small reads come in blocks that are kept, tensors in large ranges side by side. What a store has said and sent is kept
-until a checkpoint is opened anew (`forget`). The logger ``ckpttool.io.remote.read`` has every request and the bytes in all.
+until a checkpoint is opened anew (`forget`). The logger
+``ckpttool.io.remote.read`` has every request and the bytes in all.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpttool import expression as ex
-from ckpttool import moved
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate import without_torch as moved
 from ckpttool.expression import Ref
 from ckpttool.plan import Output, Plan
 
@@ -73,7 +73,7 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
 
 
 def _compute(output: Output, have: Entries) -> TensorEntry:
-    from ckpttool import compute  # torch is loaded only where something is computed
+    from ckpttool.evaluate import with_torch as compute  # torch is loaded only where something is computed
 
     return compute.entry_of(output.key, output.source, {key: have[key] for key in ex.refs(output.source)})
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from math import prod
 
 from ckpttool.checkpoint import ExtraEntry, TensorEntry, contiguous_stride
+from ckpttool.evaluate.parts import joined, window
 from ckpttool.expression import Argument, Expression, Op, Ref, Special
-from ckpttool.joined import joined, window
 
 ROW_MAJOR = (("memory_format", Special("memory_format", "contiguous_format")),)
 

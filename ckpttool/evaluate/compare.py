@@ -22,7 +22,7 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
     mine, yours = _in_order(left), _in_order(right)
     if mine is not None and yours is not None:
         return same_data(mine, yours)
-    from ckpttool import compute
+    from ckpttool.evaluate import with_torch as compute
 
     return compute.same_bits(compute.load(left), compute.load(right))
 
@@ -44,7 +44,7 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
         return None
     if left.storage is None or right.storage is None:
         return "not dense tensors: not compared"
-    from ckpttool import compute
+    from ckpttool.evaluate import with_torch as compute
 
     return compute.difference(compute.load(left), compute.load(right), rtol, atol)
 
@@ -68,7 +68,7 @@ def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
         for chunk in stream([Piece(data)]):
             digest.update(chunk)
     else:
-        from ckpttool import compute
+        from ckpttool.evaluate import with_torch as compute
 
         digest.update(compute.to_bytes(compute.load(entry)))
     return entry.dtype, entry.shape, entry.layout, digest.digest()
