@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
-from ckpttool.formats import open_checkpoint
-from ckpttool.naming.mark import taken_off
+from ckpttool.formats.form_mark import taken_off
+from ckpttool.formats.open import open_checkpoint
 
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
 

@@ -16,9 +16,9 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, 
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Op, Ref, Special
-from ckpttool.formats.pt2 import replaceable
-from ckpttool.formats.pt2_compiled import INSIDE, OUTSIDE
-from ckpttool.formats.pt2_program import CONSTANTS, Program
+from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
+from ckpttool.formats.pt2.archive import replaceable
+from ckpttool.formats.pt2.program import CONSTANTS, Program
 from ckpttool.naming.forms import over, read
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.names import RUNTIME, Names

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Span
-from ckpttool.formats import FORMATS, Format, format_for
-from ckpttool.formats.folders import DCP_METADATA, INDEX, checkpoint_files, companions, locate
+from ckpttool.formats.open import FORMATS, Format, format_for
+from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, companions, locate
 from ckpttool.io.files import is_dir, is_url, parent, size
 from ckpttool.io.files import name as name_of
 from ckpttool.io.pieces import Files, Link, Piece, Pieces

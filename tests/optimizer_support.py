@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.formats import format_for, open_checkpoint
+from ckpttool.formats.open import format_for, open_checkpoint
 from ckpttool.naming.load_model import load
 from ckpttool.naming.load_optimizer import load_optimizer, with_optimizer
 from ckpttool.naming.names import Names

@@ -10,7 +10,7 @@ from ckpttool.checkpoint import Section
 from ckpttool.diff import HARMLESS, Entry
 from ckpttool.diff.optimizer import compare_optimizers, compare_with_optimizer
 from ckpttool.evaluate.compare import difference
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats.open import open_checkpoint
 from optimizer_support import names_of, remapped, save, steps, train
 
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from ckpttool.checkpoint import Span
 from ckpttool.cli.app import main
-from ckpttool.formats import open_checkpoint
-from ckpttool.formats.rank_files import OnRanks
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.ranks.files import OnRanks
 from ckpttool.naming.flat_param import is_flat, misfit, shard_sizes, slots, unit_paths
 from ckpttool.naming.load_model import load
 from ckpttool.naming.names import Names

@@ -11,7 +11,7 @@ import torch
 import optimizer_models as models
 from ckpttool.checkpoint import Section
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import format_for, open_checkpoint
+from ckpttool.formats.open import format_for, open_checkpoint
 from ckpttool.naming.optimizer import FLAT, form_of, numbered, read, renamed, write
 from ckpttool.naming.optimizer_classes import class_of
 from ckpttool.operand import open_operand

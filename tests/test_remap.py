@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.convert import fit
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate import with_torch as compute
-from ckpttool.formats import format_for
+from ckpttool.formats.fit import fit
+from ckpttool.formats.form_mark import MARK
+from ckpttool.formats.open import format_for
 from ckpttool.io import write_file as execute
-from ckpttool.naming.mark import MARK
 from ckpttool.operand import open_operand
 from ckpttool.plan import Plan
 from ckpttool.remap import Remap, Way, by_plan, remap

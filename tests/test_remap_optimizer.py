@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import optimizer_models as models
 from ckpttool.errors import Refused
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats.open import open_checkpoint
 from ckpttool.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.rules import parse
 from optimizer_support import equal_weights, names_of, remapped, same, save, steps, train

@@ -25,8 +25,8 @@ from ckpttool.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.with_torch import load as tensor_of
-from ckpttool.formats import open_checkpoint
-from ckpttool.formats.folders import safe_path
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.recognise_folder import safe_path
 from ckpttool.io.files import is_url, join, name, opened, parent
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import SpanReader, read_span

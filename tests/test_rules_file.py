@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.checkpoint import Lazy
 from ckpttool.cli.app import main
-from ckpttool.convert import fit
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import format_for
+from ckpttool.formats.fit import fit
+from ckpttool.formats.open import format_for
 from ckpttool.io.write_file import write
 from ckpttool.operand import model_section, open_operand
 from ckpttool.plan import Plan

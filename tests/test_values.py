@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.cli.app import main
 from ckpttool.evaluate.compare import fingerprints, verify
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats.open import open_checkpoint
 from ckpttool.io.ranges import same_data
 
 

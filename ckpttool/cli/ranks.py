@@ -10,7 +10,7 @@ import typer
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.cli.writing import prove, write
 from ckpttool.errors import CkptError
-from ckpttool.formats import FORMATS
+from ckpttool.formats.open import FORMATS
 from ckpttool.io import write_file as execute
 from ckpttool.naming.names import FSDP_FLAT, Names
 

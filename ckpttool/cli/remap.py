@@ -15,10 +15,10 @@ from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.ranks import Units, WorldSize, put_together, write_ranks
 from ckpttool.cli.ranks import check as check_ranks
 from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
-from ckpttool.convert import check_in_place, fit, losses
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats.shards import parse_size
+from ckpttool.formats.fit import check_in_place, fit, losses
+from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.naming.names import FSDP_FLAT, SERIALIZED, Names
 from ckpttool.naming.optimizer import FORMS as KEYS
 from ckpttool.operand import model_section, open_operand, split

@@ -12,9 +12,9 @@ from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats import FORMATS
-from ckpttool.formats.pt2 import read_program
-from ckpttool.formats.sniff import sniff
+from ckpttool.formats.open import FORMATS
+from ckpttool.formats.pt2.archive import read_program
+from ckpttool.formats.recognise_file import sniff
 from ckpttool.io import write_file as execute
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.remap import FORMS

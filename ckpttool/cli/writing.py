@@ -89,7 +89,7 @@ def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | N
     `written` is the index of `out`, where it is not the usual one.
     """
     from ckpttool.evaluate.compare import verify
-    from ckpttool.formats import open_checkpoint
+    from ckpttool.formats.open import open_checkpoint
 
     problems = verify(written or open_checkpoint(out), expected)
     if problems:

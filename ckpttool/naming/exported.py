@@ -6,8 +6,8 @@ Needs neither torch nor the code that the program was exported from.
 from __future__ import annotations
 
 from ckpttool.expression import Ref
-from ckpttool.formats import pt2
-from ckpttool.formats.pt2_signature import signature
+from ckpttool.formats.pt2 import archive as pt2
+from ckpttool.formats.pt2.signature import signature
 from ckpttool.naming.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 
 

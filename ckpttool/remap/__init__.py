@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.convert import drop, without
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
+from ckpttool.formats.fit import drop, without
 from ckpttool.naming import chain
 from ckpttool.naming.chain import Evidence
 from ckpttool.naming.forms import Move, Reading, move, read

@@ -14,8 +14,8 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import across, joined
 from ckpttool.expression import Expression, Op, Ref, substitute
-from ckpttool.formats.rank_files import NAME, OnRanks
-from ckpttool.formats.sharded_tensor import is_sharded
+from ckpttool.formats.ranks.files import NAME, OnRanks
+from ckpttool.formats.ranks.sharded_tensor import is_sharded
 from ckpttool.naming.chain import recognise
 from ckpttool.naming.flat_param import Slot, flat_params, is_flat, misfit, named_units, slots, unit_paths
 from ckpttool.naming.forms import read

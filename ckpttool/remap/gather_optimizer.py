@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import joined, window
-from ckpttool.formats.rank_files import OnRanks
+from ckpttool.formats.ranks.files import OnRanks
 from ckpttool.naming import optimizer as form
 from ckpttool.naming.flat_param import is_flat, unit_paths
 from ckpttool.naming.names import Names

@@ -16,7 +16,7 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import Part, across, joined, row_major, window
 from ckpttool.expression import Ref
-from ckpttool.formats.sharded_tensor import sharded
+from ckpttool.formats.ranks.sharded_tensor import sharded
 from ckpttool.naming import optimizer as form
 from ckpttool.naming.flat_param import FLAT_PARAM, Slot, named_units, shard_sizes, slots
 from ckpttool.naming.names import Names
