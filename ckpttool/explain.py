@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
-from ckpttool.naming.names import Hook, Names, OptimizerParam, RuntimeTensor, hook_json
-from ckpttool.naming.relation import Relation
+from ckpttool.names import Hook, Names, OptimizerParam, RuntimeTensor, hook_json
+from ckpttool.naming.name_tables import Relation
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.naming.chain import is_lightning, segments, weigh
+from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
-from ckpttool.naming.variants import aliases
+from ckpttool.naming.wrappers.chain import is_lightning, segments, weigh
 
 SCHEMA = "ckpttool.inspect/1"
 

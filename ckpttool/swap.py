@@ -19,10 +19,10 @@ from ckpttool.expression import Expression, Op, Ref, Special
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
 from ckpttool.formats.pt2.archive import replaceable
 from ckpttool.formats.pt2.program import CONSTANTS, Program
+from ckpttool.names import RUNTIME, Names
 from ckpttool.naming.forms import over, read
 from ckpttool.naming.match import Match, match
-from ckpttool.naming.names import RUNTIME, Names
-from ckpttool.naming.relation import Relation
+from ckpttool.naming.name_tables import Relation
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ckpttool.formats.open import format_for, open_checkpoint
+from ckpttool.names import Names
 from ckpttool.naming.load_model import load
 from ckpttool.naming.load_optimizer import load_optimizer, with_optimizer
-from ckpttool.naming.names import Names
 from ckpttool.naming.trace import trace
 from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
 from support import write_pieces

@@ -20,9 +20,9 @@ from ckpttool.checkpoint import Span
 from ckpttool.cli.app import main
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.ranks.files import OnRanks
+from ckpttool.names import Names
 from ckpttool.naming.flat_param import is_flat, misfit, shard_sizes, slots, unit_paths
 from ckpttool.naming.load_model import load
-from ckpttool.naming.names import Names
 from ckpttool.naming.trace import trace
 from ckpttool.remap.gather import gather
 from flatten_params_wrapper import flattened

@@ -12,8 +12,8 @@ from torch import nn
 
 from ckpttool import expression as ex
 from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.names import Names
 from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.names import Names
 from ckpttool.naming.trace import trace
 from hook_zoo import ZOO
 from support import run_measured

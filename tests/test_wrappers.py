@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.runtime import listed, runtime_tensors
 from ckpttool.naming.trace import trace
-from ckpttool.naming.wrappers import strip, stripped_paths
+from ckpttool.naming.wrappers.table import strip, stripped_paths
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": torch.compile,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpttool.errors import CkptError
-from ckpttool.naming import chain
-from ckpttool.naming.names import FSDP_FLAT, SERIALIZED
-from ckpttool.naming.optimizer import FORMS as KEYS
+from ckpttool.names import FSDP_FLAT, SERIALIZED
+from ckpttool.naming.optimizers.forms import FORMS as KEYS
+from ckpttool.naming.wrappers import chain
 from ckpttool.operand import split
 from ckpttool.remap import FORMS
 

@@ -35,8 +35,8 @@ from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
 from ckpttool.io.files import is_url, join, parent
 from ckpttool.io.files import name as name_of
-from ckpttool.naming.names import Names
-from ckpttool.naming.optimizer import form_of
+from ckpttool.names import Names
+from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.words import shell
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpttool.errors import CkptError
-from ckpttool.naming.names import Names
+from ckpttool.names import Names
 from ckpttool.operand import split
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ckpttool.cli.writing import prove, write
 from ckpttool.errors import CkptError
 from ckpttool.formats.open import FORMATS
 from ckpttool.io import write_file as execute
-from ckpttool.naming.names import FSDP_FLAT, Names
+from ckpttool.names import FSDP_FLAT, Names
 
 if TYPE_CHECKING:
     from ckpttool.remap.gather import Gathered

@@ -19,8 +19,8 @@ from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
-from ckpttool.naming.names import FSDP_FLAT, SERIALIZED, Names
-from ckpttool.naming.optimizer import FORMS as KEYS
+from ckpttool.names import FSDP_FLAT, SERIALIZED, Names
+from ckpttool.naming.optimizers.forms import FORMS as KEYS
 from ckpttool.operand import model_section, open_operand, split
 from ckpttool.plan import Plan
 from ckpttool.remap import FORMS, Remap, Way, by_plan, remap, to_json, with_optimizers

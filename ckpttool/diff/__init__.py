@@ -14,10 +14,10 @@ from typing import Any
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
-from ckpttool.naming.names import Hook, hook_json
-from ckpttool.naming.pairing import pairs
-from ckpttool.naming.variants import aliases
-from ckpttool.naming.wrappers import TABLE
+from ckpttool.names import Hook, hook_json
+from ckpttool.naming.alignment import pairs
+from ckpttool.naming.call_variants import aliases
+from ckpttool.naming.wrappers.table import TABLE
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.diff import HARMLESS, Entry, Values
 from ckpttool.errors import Refused
-from ckpttool.naming.names import Names
-from ckpttool.naming.optimizer import (
+from ckpttool.names import Names
+from ckpttool.naming.optimizers.classes import class_of
+from ckpttool.naming.optimizers.forms import (
     FQN,
     GROUPS,
     ID,
@@ -27,9 +28,8 @@ from ckpttool.naming.optimizer import (
     read,
     renamed,
 )
-from ckpttool.naming.optimizer_classes import class_of
-from ckpttool.naming.optimizer_ids import Parameters, assign, resolve
-from ckpttool.naming.optimizer_move import different
+from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
+from ckpttool.naming.optimizers.moves import different
 from ckpttool.words import plural
 
 Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them

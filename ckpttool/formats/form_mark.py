@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.naming.names import RUNTIME, SERIALIZED
+from ckpttool.names import RUNTIME, SERIALIZED
 
 MARK = "ckpttool.form"
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.naming.call_variants import split
 from ckpttool.naming.identity import Token, token
-from ckpttool.naming.variants import split
 
 
 @dataclass(frozen=True, slots=True, eq=False)

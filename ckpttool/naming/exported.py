@@ -8,7 +8,7 @@ from __future__ import annotations
 from ckpttool.expression import Ref
 from ckpttool.formats.pt2 import archive as pt2
 from ckpttool.formats.pt2.signature import signature
-from ckpttool.naming.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
+from ckpttool.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 
 
 def names(path: str, program: str | None = None) -> Names:

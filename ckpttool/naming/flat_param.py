@@ -14,9 +14,9 @@ from math import prod
 
 from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem
-from ckpttool.naming.chain import recognise
-from ckpttool.naming.names import Names
-from ckpttool.naming.wrappers import strip
+from ckpttool.names import Names
+from ckpttool.naming.wrappers.chain import recognise
+from ckpttool.naming.wrappers.table import strip
 
 FLAT_PARAM = "_flat_param"  # FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
 _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ckpttool.names import Hook
 from ckpttool.naming.identity import token
 from ckpttool.naming.load_model import shown
-from ckpttool.naming.names import Hook
 from ckpttool.naming.record import Recorder
 
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict")

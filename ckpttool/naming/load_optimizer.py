@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError, Problem
+from ckpttool.names import Names, OptimizerParam
 from ckpttool.naming.load_model import LoadedModel, find, user_code
-from ckpttool.naming.names import Names, OptimizerParam
 from ckpttool.naming.runtime import memory_available, nbytes
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"

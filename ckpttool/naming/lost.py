@@ -8,8 +8,8 @@ from torch import nn
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Ref, refs
+from ckpttool.names import SerializedKey
 from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.names import SerializedKey
 from ckpttool.naming.saving import Saved, run_once
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError
+from ckpttool.names import RuntimeTensor
 from ckpttool.naming.hooks import Watcher
 from ckpttool.naming.identity import Token, token
 from ckpttool.naming.load_model import LoadedModel, describe
-from ckpttool.naming.names import RuntimeTensor
 from ckpttool.naming.questions import Questions, storages_told_apart
 from ckpttool.naming.record import Recorder
-from ckpttool.naming.wrappers import BY_CLASS, strip
+from ckpttool.naming.wrappers.table import BY_CLASS, strip
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ckpttool.expression import Expression, Ref, is_opaque, refs
+from ckpttool.names import Hook, RuntimeTensor, SerializedKey
 from ckpttool.naming.hooks import Watcher, quiet
 from ckpttool.naming.identity import Token
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.memory import opaque
-from ckpttool.naming.names import Hook, RuntimeTensor, SerializedKey
 from ckpttool.naming.record import NeedsValues, Recorder
 from ckpttool.naming.runtime import (
     CodeFailed,

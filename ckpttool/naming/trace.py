@@ -13,9 +13,9 @@ import torch
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression, Ref
+from ckpttool.names import LoadedTensor, Names
 from ckpttool.naming.load_model import LoadedModel
 from ckpttool.naming.lost import lost_problems
-from ckpttool.naming.names import LoadedTensor, Names
 from ckpttool.naming.roundtrip import problems
 from ckpttool.naming.runtime import fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
 from ckpttool.naming.saving import Saved, save, without_constants

@@ -11,14 +11,14 @@ from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
 from ckpttool.formats.fit import drop, without
-from ckpttool.naming import chain
-from ckpttool.naming.chain import Evidence
+from ckpttool.names import RUNTIME, SERIALIZED, Names
+from ckpttool.naming.alignment import pairs
+from ckpttool.naming.call_variants import collapse, expand, settle
 from ckpttool.naming.forms import Move, Reading, move, read
-from ckpttool.naming.names import RUNTIME, SERIALIZED, Names
-from ckpttool.naming.pairing import pairs
-from ckpttool.naming.relation import Relation
-from ckpttool.naming.variants import collapse, expand, settle
-from ckpttool.naming.wrappers import strip
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.wrappers import chain
+from ckpttool.naming.wrappers.chain import Evidence
+from ckpttool.naming.wrappers.table import strip
 from ckpttool.operand import model_section
 from ckpttool.plan import Dropped, Output, Plan, compose, in_turn, module_renames
 from ckpttool.remap.narrow import select, trained

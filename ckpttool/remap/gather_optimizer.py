@@ -10,11 +10,11 @@ from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import joined, window
 from ckpttool.formats.ranks.files import OnRanks
-from ckpttool.naming import optimizer as form
+from ckpttool.names import Names
 from ckpttool.naming.flat_param import is_flat, unit_paths
-from ckpttool.naming.names import Names
-from ckpttool.naming.optimizer import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.naming.optimizer_ids import Parameters, assign, resolve
+from ckpttool.naming.optimizers import forms as form
+from ckpttool.naming.optimizers.forms import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
 from ckpttool.remap import Remap
 from ckpttool.remap.gather import Gathered, Unit, cut_out, parts_of, resolved
 from ckpttool.remap.optimizer import Wanted, remap_optimizers

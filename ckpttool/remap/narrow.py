@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ckpttool import expression as ex
 from ckpttool.errors import Refused
-from ckpttool.naming.names import RUNTIME
-from ckpttool.naming.relation import Relation
-from ckpttool.naming.wrappers import strip
+from ckpttool.names import RUNTIME
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import Dropped, Output, Plan
 
 

@@ -10,11 +10,11 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression
-from ckpttool.naming import optimizer
-from ckpttool.naming.names import SERIALIZED, Names
-from ckpttool.naming.optimizer import FLAT, ID, OptimizerState, ParamGroup
-from ckpttool.naming.optimizer_ids import Assignment, Parameters, assign, check, resolve
-from ckpttool.naming.optimizer_move import (
+from ckpttool.names import SERIALIZED, Names
+from ckpttool.naming.optimizers import forms as optimizer
+from ckpttool.naming.optimizers.forms import FLAT, ID, OptimizerState, ParamGroup
+from ckpttool.naming.optimizers.ids import Assignment, Parameters, assign, check, resolve
+from ckpttool.naming.optimizers.moves import (
     arranged,
     between,
     carry,

@@ -17,12 +17,12 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import Part, across, joined, row_major, window
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
-from ckpttool.naming import optimizer as form
+from ckpttool.names import Names
 from ckpttool.naming.flat_param import FLAT_PARAM, Slot, named_units, shard_sizes, slots
-from ckpttool.naming.names import Names
-from ckpttool.naming.optimizer import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
-from ckpttool.naming.optimizer_ids import Parameters, resolve
-from ckpttool.naming.relation import Relation
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.optimizers import forms as form
+from ckpttool.naming.optimizers.forms import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.naming.optimizers.ids import Parameters, resolve
 from ckpttool.operand import model_section
 from ckpttool.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.words import plural

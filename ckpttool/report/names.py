@@ -6,7 +6,7 @@ from ckpttool.diff import Diff
 from ckpttool.diff.names import compare_names
 from ckpttool.errors import Problem
 from ckpttool.explain import Explanation
-from ckpttool.naming.names import Names
+from ckpttool.names import Names
 from ckpttool.report import diff as diff_report
 from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
 from ckpttool.words import number, plural, shape_text

@@ -10,11 +10,11 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref
-from ckpttool.naming.names import Names
-from ckpttool.naming.optimizer import PARAM_NAMES, OptimizerState, Param, ParamGroup, same_option, same_options
-from ckpttool.naming.optimizer_classes import WHOLE
-from ckpttool.naming.optimizer_ids import Parameters
-from ckpttool.naming.relation import Relation
+from ckpttool.names import Names
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.optimizers.classes import WHOLE
+from ckpttool.naming.optimizers.forms import PARAM_NAMES, OptimizerState, Param, ParamGroup, same_option, same_options
+from ckpttool.naming.optimizers.ids import Parameters
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> what it is of the old ones
 Shapes = Mapping[str, "tuple[int, ...] | None"]

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from ckpttool import expression as ex
 from ckpttool.expression import Expression, Op, Ref
-from ckpttool.naming.names import Hook, Names, RuntimeTensor
-from ckpttool.naming.wrappers import strip, stripped_paths
+from ckpttool.names import Hook, Names, RuntimeTensor
+from ckpttool.naming.wrappers.table import strip, stripped_paths
 
 _COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default")
 Likeness = tuple[str, "tuple[int, ...] | None"]  # dtype and shape

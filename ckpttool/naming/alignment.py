@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from ckpttool.naming.chain import canonical_keys
 from ckpttool.naming.match import match
-from ckpttool.naming.wrappers import SEGMENTS
+from ckpttool.naming.wrappers.chain import canonical_keys
+from ckpttool.naming.wrappers.table import SEGMENTS
 
 
 def pairs(left: Collection[str], right: Collection[str]) -> dict[str, str]:

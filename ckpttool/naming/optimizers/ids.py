@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckpttool.errors import Problem, Refused
+from ckpttool.names import Names, RuntimeTensor
 from ckpttool.naming.match import match
-from ckpttool.naming.names import Names, RuntimeTensor
-from ckpttool.naming.optimizer import OptimizerState, Param
-from ckpttool.naming.optimizer_classes import ELEMENTWISE, fits
-from ckpttool.naming.relation import Relation
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
+from ckpttool.naming.optimizers.forms import OptimizerState, Param
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckpttool.naming.optimizer import OptimizerState
+from ckpttool.naming.optimizers.forms import OptimizerState
 
 Shape = tuple[int, ...]
 

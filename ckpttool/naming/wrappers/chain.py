@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.expression import Op, Special
-from ckpttool.naming.wrappers import SEGMENTS, strip
+from ckpttool.naming.wrappers.table import SEGMENTS, strip
 
 AMBIGUOUS = frozenset({"module"})  # users call their own modules so: believed at the root only, for all keys at once
 COUNTER = "n_averaged"  # AveragedModel's buffer beside the module it wraps
