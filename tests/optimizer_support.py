@@ -11,10 +11,10 @@ from torch import nn
 
 from ckpttool.formats.open import format_for, open_checkpoint
 from ckpttool.names import Names
-from ckpttool.naming.load_model import load
-from ckpttool.naming.load_optimizer import load_optimizer, with_optimizer
-from ckpttool.naming.trace import trace
 from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.tracing.load_model import load
+from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+from ckpttool.tracing.trace import trace
 from support import write_pieces
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

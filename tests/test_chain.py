@@ -18,7 +18,6 @@ import wrapped_definitions
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError, Refused
 from ckpttool.naming.alignment import pairs
-from ckpttool.naming.runtime import listed, runtime_tensors
 from ckpttool.naming.wrappers.chain import (
     Chain,
     canonical_keys,
@@ -31,6 +30,7 @@ from ckpttool.naming.wrappers.chain import (
     segments,
     weigh,
 )
+from ckpttool.tracing.runtime import listed, runtime_tensors
 from wrapped_ranks import Net, net
 
 

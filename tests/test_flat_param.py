@@ -22,9 +22,9 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.ranks.files import OnRanks
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import is_flat, misfit, shard_sizes, slots, unit_paths
-from ckpttool.naming.load_model import load
-from ckpttool.naming.trace import trace
 from ckpttool.remap.gather import gather
+from ckpttool.tracing.load_model import load
+from ckpttool.tracing.trace import trace
 from flatten_params_wrapper import flattened
 from fsdp_run import Block, Mlp, Net
 

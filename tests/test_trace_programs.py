@@ -11,8 +11,8 @@ from torch import nn
 
 from ckpttool import expression as ex
 from ckpttool.evaluate.with_torch import evaluate
-from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.trace import trace
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.trace import trace
 from test_trace import assert_same, randomized, runtime_values
 
 torch.set_num_threads(1)

@@ -100,7 +100,7 @@ def _load(model: str, kwargs: str, materialize: bool, ckpt: str, ignore_dtype: b
     section = model_section(open_operand(ckpt))
     names, verdict = load_names(model, kwargs, materialize), None
     if is_definition(model):
-        from ckpttool.naming.trace import load_verdict
+        from ckpttool.tracing.trace import load_verdict
 
         verdict = load_verdict(load_definition(model, kwargs, materialize), section)
     entries = compare_load(names, section, verdict)

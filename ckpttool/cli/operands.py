@@ -13,7 +13,7 @@ from ckpttool.names import Names
 from ckpttool.operand import split
 
 if TYPE_CHECKING:
-    from ckpttool.naming.load_model import LoadedModel
+    from ckpttool.tracing.load_model import LoadedModel
 
 Model = Annotated[
     str | None,
@@ -47,7 +47,7 @@ def load_names(operand: str, kwargs: str = "{}", materialize: bool = False, opti
         from ckpttool.naming.exported import names
 
         return names(path, program)
-    from ckpttool.naming.trace import trace
+    from ckpttool.tracing.trace import trace
 
     return trace(load_definition(operand, kwargs, materialize))
 
@@ -58,8 +58,8 @@ def _with_optimizer(operand: str, kwargs: str, materialize: bool, optimizer: str
             f"--optimizer needs the model's code, and {operand} is a file of names",
             hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
         )
-    from ckpttool.naming.load_optimizer import load_optimizer, with_optimizer
-    from ckpttool.naming.trace import trace
+    from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+    from ckpttool.tracing.trace import trace
 
     model = load_definition(operand, kwargs, materialize)
     return with_optimizer(trace(model), model, load_optimizer(optimizer))
@@ -78,7 +78,7 @@ def load_definition(operand: str, kwargs: str = "{}", materialize: bool = False)
         raise CkptError(f"--model-kwargs is not JSON: {error}", hint="as in --model-kwargs '{\"layers\": 4}'") from None
     if not isinstance(arguments, dict):
         raise CkptError("--model-kwargs is not a JSON object", hint="as in --model-kwargs '{\"layers\": 4}'")
-    from ckpttool.naming.load_model import load
+    from ckpttool.tracing.load_model import load
 
     return load(operand, arguments, materialize)
 

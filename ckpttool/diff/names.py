@@ -16,7 +16,7 @@ from ckpttool.naming.forms import over, read
 from ckpttool.naming.name_tables import Relation
 
 if TYPE_CHECKING:
-    from ckpttool.naming.verdict import Verdict
+    from ckpttool.tracing.loading import Verdict
 
 NON_PERSISTENT = "a non-persistent buffer"
 ONLY_LEFT, ONLY_RIGHT = "only left has it", "only right has it"

@@ -9,8 +9,8 @@ import torch
 from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
 from ckpttool.evaluate import with_torch as compute
-from ckpttool.naming.identity import Token, token
-from ckpttool.naming.runtime import dtype_name
+from ckpttool.tracing.recorder.identity import Token, token
+from ckpttool.tracing.runtime import dtype_name
 
 
 def section_of(state_dict: Mapping[str, object]) -> Section:

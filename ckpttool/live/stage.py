@@ -15,7 +15,7 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate import with_torch as compute
 from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import layout_of
-from ckpttool.naming.identity import address, components, token
+from ckpttool.tracing.recorder.identity import address, components, token
 
 
 @dataclass(frozen=True, slots=True, eq=False)

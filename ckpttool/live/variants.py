@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.naming.call_variants import split
-from ckpttool.naming.identity import Token, token
+from ckpttool.tracing.recorder.identity import Token, token
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpttool.naming.memory import geometry
+from ckpttool.tracing.recorder.memory import geometry
 
 Token = tuple[Any, ...]  # (address of the storage, geometry), or what else identifies a tensor that has no storage
 

@@ -9,8 +9,8 @@ from torch import nn
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Ref, refs
 from ckpttool.names import SerializedKey
-from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.saving import Saved, run_once
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.saving import Saved, run_once
 
 
 def lost_problems(model: LoadedModel, saved: Saved) -> list[Problem]:

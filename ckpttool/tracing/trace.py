@@ -14,12 +14,12 @@ import torch
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression, Ref
 from ckpttool.names import LoadedTensor, Names
-from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.lost import lost_problems
-from ckpttool.naming.roundtrip import problems
-from ckpttool.naming.runtime import fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
-from ckpttool.naming.saving import Saved, save, without_constants
-from ckpttool.naming.verdict import DtypeChange, Verdict, load_verdict, loaded
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
+from ckpttool.tracing.overwritten import lost_problems
+from ckpttool.tracing.roundtrip import problems
+from ckpttool.tracing.runtime import fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
+from ckpttool.tracing.saving import Saved, save, without_constants
 
 __all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
 

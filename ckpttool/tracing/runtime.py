@@ -15,12 +15,12 @@ from torch import nn
 
 from ckpttool.errors import CkptError
 from ckpttool.names import RuntimeTensor
-from ckpttool.naming.hooks import Watcher
-from ckpttool.naming.identity import Token, token
-from ckpttool.naming.load_model import LoadedModel, describe
-from ckpttool.naming.questions import Questions, storages_told_apart
-from ckpttool.naming.record import Recorder
 from ckpttool.naming.wrappers.table import BY_CLASS, strip
+from ckpttool.tracing.hooks import Watcher
+from ckpttool.tracing.load_model import LoadedModel, describe
+from ckpttool.tracing.recorder.identity import Token, token
+from ckpttool.tracing.recorder.meta_disguise import Questions, storages_told_apart
+from ckpttool.tracing.recorder.recorder import Recorder
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.names import Names, OptimizerParam
-from ckpttool.naming.load_model import LoadedModel, find, user_code
-from ckpttool.naming.runtime import memory_available, nbytes
+from ckpttool.tracing.load_model import LoadedModel, find, user_code
+from ckpttool.tracing.runtime import memory_available, nbytes
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
 

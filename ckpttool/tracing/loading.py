@@ -14,11 +14,11 @@ from torch import nn
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.expression import Argument, Expression, Op, Ref, refs
-from ckpttool.naming.hooks import Watcher, quiet
-from ckpttool.naming.load_model import LoadedModel, describe, says_meta
-from ckpttool.naming.memory import opaque
-from ckpttool.naming.record import NeedsValues, Recorder
-from ckpttool.naming.runtime import CodeFailed, dtype_name, listed, on_meta_or_real, recording, tensors_in
+from ckpttool.tracing.hooks import Watcher, quiet
+from ckpttool.tracing.load_model import LoadedModel, describe, says_meta
+from ckpttool.tracing.recorder.memory import opaque
+from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
+from ckpttool.tracing.runtime import CodeFailed, dtype_name, listed, on_meta_or_real, recording, tensors_in
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpttool.expression import Argument, Expression, Op
-from ckpttool.naming.memory import opaque
+from ckpttool.tracing.recorder.memory import opaque
 
 _DEEPEST = 100  # operators inside each other; everything that walks expressions recurses
 _LARGEST = 20_000  # nodes, those that occur twice counted twice

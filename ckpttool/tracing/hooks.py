@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpttool.names import Hook
-from ckpttool.naming.identity import token
-from ckpttool.naming.load_model import shown
-from ckpttool.naming.record import Recorder
+from ckpttool.tracing.load_model import shown
+from ckpttool.tracing.recorder.identity import token
+from ckpttool.tracing.recorder.recorder import Recorder
 
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")

@@ -14,11 +14,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.expression import Expression, Op, refs
-from ckpttool.naming import functional as fn
-from ckpttool.naming.bounds import Bounds
-from ckpttool.naming.identity import Token, inside, token
-from ckpttool.naming.load_model import says_meta
-from ckpttool.naming.memory import Memory, opaque
+from ckpttool.tracing.load_model import says_meta
+from ckpttool.tracing.recorder import operators as fn
+from ckpttool.tracing.recorder.identity import Token, inside, token
+from ckpttool.tracing.recorder.memory import Memory, opaque
+from ckpttool.tracing.recorder.size_limit import Bounds
 
 # Questions about a tensor that are answered without reading its values.
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",

@@ -11,12 +11,12 @@ from torch import nn
 
 from ckpttool.expression import Expression, Ref, is_opaque, refs
 from ckpttool.names import Hook, RuntimeTensor, SerializedKey
-from ckpttool.naming.hooks import Watcher, quiet
-from ckpttool.naming.identity import Token
-from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.memory import opaque
-from ckpttool.naming.record import NeedsValues, Recorder
-from ckpttool.naming.runtime import (
+from ckpttool.tracing.hooks import Watcher, quiet
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.recorder.identity import Token
+from ckpttool.tracing.recorder.memory import opaque
+from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
+from ckpttool.tracing.runtime import (
     CodeFailed,
     dtype_name,
     listed,

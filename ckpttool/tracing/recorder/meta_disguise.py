@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ckpttool.naming.record import Recorder
+from ckpttool.tracing.recorder.recorder import Recorder
 
 
 class Questions(TorchFunctionMode):

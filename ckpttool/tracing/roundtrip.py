@@ -10,9 +10,9 @@ import torch
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
-from ckpttool.naming.saving import Saved
-from ckpttool.naming.simplify import Simplifier
-from ckpttool.naming.verdict import Verdict
+from ckpttool.tracing.loading import Verdict
+from ckpttool.tracing.recorder.simplify import Simplifier
+from ckpttool.tracing.saving import Saved
 
 _PROBE_LIMIT = 50_000_000  # elements of the tensors that are filled with random values to compare both ways
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpttool.expression import Argument, Expression, Op, Special
-from ckpttool.naming.memory import opaque
+from ckpttool.tracing.recorder.memory import opaque
 
 Value = Callable[[torch.Tensor], Expression]
 
