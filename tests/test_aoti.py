@@ -17,7 +17,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.formats.recognise_file import sniff
-from ckpttool.operand import model_section
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.swap import swap
 from support import write_pieces
 

@@ -22,7 +22,7 @@ from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry,
 from ckpttool.cli.app import main
 from ckpttool.diff import STATUSES, Entry, compare
 from ckpttool.diff.names import compare_load, compare_names, compare_through
-from ckpttool.operand import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section, open_operand
 from hook_zoo import ZOO
 from test_remap import FLAT, state_of
 from test_trace import randomized, runtime_values, traced, zoo_model

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckpttool.cli.app import main
 from ckpttool.naming.wrappers.chain import canonical_keys, is_lightning, weigh
-from ckpttool.operand import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.tracing.runtime import listed, runtime_tensors
 from conftest import Wrapped
 from test_wrapped import PLAIN, tensors

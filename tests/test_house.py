@@ -31,7 +31,7 @@ def below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-WITH_TORCH = ("ckpttool.evaluate.with_torch", "ckpttool.live", "ckpttool.tracing", "ckpttool.naming.exported")
+WITH_TORCH = ("ckpttool.evaluate.with_torch", "ckpttool.live", "ckpttool.tracing")
 
 
 def test_torch_is_imported_where_models_are_run_and_values_computed_and_nowhere_else() -> None:

@@ -10,7 +10,7 @@ from ckpttool.evaluate import with_torch as compute
 from ckpttool.evaluate import without_torch as moved
 from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Argument, Expression, Op, Ref
-from ckpttool.operand import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section, open_operand
 
 torch.set_num_threads(1)
 

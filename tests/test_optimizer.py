@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.open import format_for, open_checkpoint
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import FLAT, form_of, numbered, read, renamed, write
-from ckpttool.operand import open_operand
+from ckpttool.operands.checkpoint import open_operand
 from optimizer_support import same, train
 from support import write_pieces
 

@@ -25,8 +25,8 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
 from ckpttool.formats.pt2.archive import layout, read, read_program
-from ckpttool.naming.exported import names
-from ckpttool.operand import open_operand
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.operands.program_names import names
 from support import write_pieces
 
 DATA = Path(__file__).parent / "data"
@@ -219,7 +219,7 @@ def test_reading_needs_neither_torch_nor_the_operators(folder):
     """The program calls an operator that the other process has never heard of."""
     code = (
         "import sys; from ckpttool.formats.pt2.archive import read, layout\n"
-        "from ckpttool.naming.exported import names\n"
+        "from ckpttool.operands.program_names import names\n"
         "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "old.pt2")], check=True)

@@ -20,8 +20,8 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read
-from ckpttool.naming.exported import names
-from ckpttool.operand import model_section
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.program_names import names
 from ckpttool.swap import swap, to_json
 from support import write_pieces
 

@@ -19,7 +19,7 @@ from ckpttool.formats.fit import fit
 from ckpttool.formats.form_mark import MARK
 from ckpttool.formats.open import format_for
 from ckpttool.io import write_file as execute
-from ckpttool.operand import open_operand
+from ckpttool.operands.checkpoint import open_operand
 from ckpttool.plan import Plan
 from ckpttool.remap import Remap, Way, by_plan, remap
 from ckpttool.rules import parse

@@ -33,7 +33,7 @@ from ckpttool.io.ranges import SpanReader, read_span
 from ckpttool.io.remote import errors as remote_errors
 from ckpttool.io.remote import read as remote
 from ckpttool.io.write_remote import write
-from ckpttool.operand import open_operand, split
+from ckpttool.operands.checkpoint import open_operand, split
 from remote_servers import s3_server, web_server
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -22,7 +22,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.fit import fit
 from ckpttool.formats.open import format_for
 from ckpttool.io.write_file import write
-from ckpttool.operand import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.plan import Plan
 from ckpttool.remap import Way, by_plan, remap
 from ckpttool.rules.file import read

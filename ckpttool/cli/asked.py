@@ -9,7 +9,7 @@ from ckpttool.errors import CkptError
 from ckpttool.names import FSDP_FLAT, SERIALIZED
 from ckpttool.naming.optimizers.forms import FORMS as KEYS
 from ckpttool.naming.wrappers import chain
-from ckpttool.operand import split
+from ckpttool.operands.checkpoint import split
 from ckpttool.remap import FORMS
 
 NO_OPTIMIZERS = "a plan holds no changes of optimizers"

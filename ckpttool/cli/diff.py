@@ -10,17 +10,7 @@ from typing import Annotated
 import typer
 
 from ckpttool.checkpoint import Section
-from ckpttool.cli.operands import (
-    All,
-    Materialize,
-    Model,
-    ModelKwargs,
-    Optimizer,
-    is_definition,
-    load_definition,
-    load_names,
-    options,
-)
+from ckpttool.cli.options import All, Materialize, Model, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.diff import HARMLESS, Diff, Entry, Values, compare, hidden_segments
 from ckpttool.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
@@ -37,7 +27,8 @@ from ckpttool.io.files import is_url, join, parent
 from ckpttool.io.files import name as name_of
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.forms import form_of
-from ckpttool.operand import model_section, open_operand, split
+from ckpttool.operands.checkpoint import model_section, open_operand, split
+from ckpttool.operands.model import is_definition, load_definition, load_names, options
 from ckpttool.words import shell
 
 

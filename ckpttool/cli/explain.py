@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli.operands import Materialize, ModelKwargs, Optimizer, load_names
+from ckpttool.cli.options import Materialize, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.explain import explain
+from ckpttool.operands.model import load_names
 
 
 def command(

@@ -20,7 +20,7 @@ def command(
     Reads the index only: no tensor is loaded, no pickle is run. CKPT::SECTION looks at one section.
     """
     from ckpttool.inspection import inspect
-    from ckpttool.operand import open_operand
+    from ckpttool.operands.checkpoint import open_operand
     from ckpttool.report.inspection import document
 
     inspection = inspect(open_operand(ckpt))

@@ -10,7 +10,7 @@ import typer
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.cli.asked import NO_OPTIMIZERS, Asked
-from ckpttool.cli.operands import Materialize, Model, ModelKwargs, Optimizer, load_names, read_json
+from ckpttool.cli.options import Materialize, Model, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.ranks import Units, WorldSize, put_together, write_ranks
 from ckpttool.cli.ranks import check as check_ranks
@@ -21,13 +21,14 @@ from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.names import FSDP_FLAT, SERIALIZED, Names
 from ckpttool.naming.optimizers.forms import FORMS as KEYS
-from ckpttool.operand import model_section, open_operand, split
+from ckpttool.operands.checkpoint import model_section, open_operand, split
+from ckpttool.operands.model import load_names, read_json
+from ckpttool.operands.output import Target, target_for
 from ckpttool.plan import Plan
 from ckpttool.remap import FORMS, Remap, Way, by_plan, remap, to_json, with_optimizers
 from ckpttool.remap.optimizer import Wanted
 from ckpttool.rules import Rule, parse
 from ckpttool.rules.steps import Renames, Step
-from ckpttool.target import Target, target_for
 
 
 def command(

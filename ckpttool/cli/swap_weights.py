@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli.operands import Materialize, Model, ModelKwargs, load_names
+from ckpttool.cli.options import Materialize, Model, ModelKwargs
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
 from ckpttool.errors import CkptError
@@ -16,7 +16,8 @@ from ckpttool.formats.open import FORMATS
 from ckpttool.formats.pt2.archive import read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.io import write_file as execute
-from ckpttool.operand import model_section, open_operand, split
+from ckpttool.operands.checkpoint import model_section, open_operand, split
+from ckpttool.operands.model import load_names
 from ckpttool.remap import FORMS
 from ckpttool.swap import swap, to_json
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckpttool.cli.operands import All, Materialize, ModelKwargs, Optimizer
+from ckpttool.cli.options import All, Materialize, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit, write_report
 
 
@@ -27,7 +27,7 @@ def command(
     Runs the model's own saving and loading once on the meta device, and says which hook renames or computes which key.
     A names file takes the model's place as --model where its code is not installed.
     """
-    from ckpttool.cli.operands import load_names
+    from ckpttool.operands.model import load_names
     from ckpttool.report import json
     from ckpttool.report.names import document
 

@@ -15,7 +15,7 @@ from ckpttool.io import write_file as execute
 from ckpttool.io import write_folder as folders
 from ckpttool.io.pieces import Files, Pieces
 from ckpttool.io.pieces import Link as Linked
-from ckpttool.target import Target
+from ckpttool.operands.output import Target
 
 
 def _known_link(how: str) -> str:

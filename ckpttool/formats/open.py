@@ -21,8 +21,9 @@ from ckpttool.io.pieces import Files, Pieces
 class Format:
     """A row of the table. `module` reads and writes it, `endings` choose it for an output.
 
-    `tensors_only`: it holds one state dict and no more, `aliases`: one tensor under two names too. `folder`: it fills a folder, and is written by
-    `layout_files`. `pickled`: it holds whatever torch.save pickles; the writer of one such format takes the container of any other.
+    `tensors_only`: it holds one state dict and no more. `aliases`: it can hold one tensor under two names. `folder`: it
+    fills a folder, and is written by `layout_files`. `pickled`: it holds whatever torch.save pickles; the writer of one
+    such format takes the container of any other.
     """
 
     name: str

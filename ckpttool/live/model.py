@@ -16,8 +16,8 @@ from torch.export import ExportedProgram
 
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.names import Names
-from ckpttool.naming import exported
 from ckpttool.naming.wrappers.table import strip
+from ckpttool.operands import program_names as exported
 from ckpttool.tracing.load_model import LoadedModel, copied, load
 from ckpttool.tracing.runtime import listed, wrapper_paths
 from ckpttool.tracing.trace import trace

@@ -19,7 +19,7 @@ from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Evidence
 from ckpttool.naming.wrappers.table import strip
-from ckpttool.operand import model_section
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.plan import Dropped, Output, Plan, compose, in_turn, module_renames
 from ckpttool.remap.narrow import select, trained
 from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers

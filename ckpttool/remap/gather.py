@@ -22,7 +22,7 @@ from ckpttool.naming.forms import read
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import strip
-from ckpttool.operand import model_section
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.plan import Dropped
 from ckpttool.remap import Remap
 from ckpttool.words import plural

@@ -23,7 +23,7 @@ from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers import forms as form
 from ckpttool.naming.optimizers.forms import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.naming.optimizers.ids import Parameters, resolve
-from ckpttool.operand import model_section
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.words import plural
 

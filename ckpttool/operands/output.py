@@ -12,7 +12,7 @@ from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_fi
 from ckpttool.io.files import is_dir, is_url, parent, size
 from ckpttool.io.files import name as name_of
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
-from ckpttool.operand import split
+from ckpttool.operands.checkpoint import split
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
-from ckpttool.operand import split
+from ckpttool.operands.checkpoint import split
 
 if TYPE_CHECKING:
     from ckpttool.tracing.load_model import LoadedModel
-
-Model = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="package.module:attr, file.py:attr, a names file or a .pt2 program."),
-]
-ModelKwargs = Annotated[
-    str, typer.Option("--model-kwargs", metavar="JSON", help="Arguments for MODEL's factory: '{\"layers\": 4}'.")
-]
-Materialize = Annotated[
-    bool, typer.Option("--materialize", help="Build MODEL with real weights instead of on the meta device.")
-]
-Optimizer = Annotated[
-    str | None,
-    typer.Option("--optimizer", metavar="OPTIMIZER", help="file.py:make, a function of the model; or a class."),
-]
-All = Annotated[bool, typer.Option("--all", help="List every key instead of one line for each cause.")]
 
 
 def load_names(operand: str, kwargs: str = "{}", materialize: bool = False, optimizer: str | None = None) -> Names:
@@ -44,7 +26,7 @@ def load_names(operand: str, kwargs: str = "{}", materialize: bool = False, opti
         return Names.from_json(_json(Path(operand)), operand)
     path, program = split(operand)
     if path.endswith(".pt2"):
-        from ckpttool.naming.exported import names
+        from ckpttool.operands.program_names import names
 
         return names(path, program)
     from ckpttool.tracing.trace import trace
