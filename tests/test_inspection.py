@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
-from ckpttool.inspection import inspect
+from ckpttool.queries.inspection import inspect
 from ckpttool.report import render
 from ckpttool.report.inspection import document
 

@@ -12,15 +12,6 @@ import typer
 from ckpttool.checkpoint import Section
 from ckpttool.cli.options import All, Materialize, Model, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit
-from ckpttool.diff import HARMLESS, Diff, Entry, Values, compare, hidden_segments
-from ckpttool.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
-from ckpttool.diff.optimizer import (
-    compare_optimizers,
-    compare_with_optimizer,
-    differing_optimizers,
-    optimizer_alone,
-    optimizer_section,
-)
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
 from ckpttool.io.files import is_url, join, parent
@@ -29,6 +20,15 @@ from ckpttool.names import Names
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import is_definition, load_definition, load_names, options
+from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
+from ckpttool.queries.diff.optimizer import (
+    compare_optimizers,
+    compare_with_optimizer,
+    differing_optimizers,
+    optimizer_alone,
+    optimizer_section,
+)
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Values, compare, hidden_segments
 from ckpttool.words import shell
 
 

@@ -8,8 +8,8 @@ import typer
 
 from ckpttool.cli.options import Materialize, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit
-from ckpttool.explain import explain
 from ckpttool.operands.model import load_names
+from ckpttool.queries.explanation import explain
 
 
 def command(

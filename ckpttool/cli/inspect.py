@@ -19,8 +19,8 @@ def command(
 
     Reads the index only: no tensor is loaded, no pickle is run. CKPT::SECTION looks at one section.
     """
-    from ckpttool.inspection import inspect
     from ckpttool.operands.checkpoint import open_operand
+    from ckpttool.queries.inspection import inspect
     from ckpttool.report.inspection import document
 
     inspection = inspect(open_operand(ckpt))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckpttool.diff import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table
 from ckpttool.words import number, plural

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from ckpttool.checkpoint import Section, TensorEntry
-from ckpttool.inspection import Inspection
 from ckpttool.naming.flat_param import flat_params
+from ckpttool.queries.inspection import Inspection
 from ckpttool.report.collapse import Group, collapse
 from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table, shortened
 from ckpttool.words import human_bytes, number, plural, shape_text

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckpttool.diff import Diff
-from ckpttool.diff.names import compare_names
 from ckpttool.errors import Problem
-from ckpttool.explain import Explanation
 from ckpttool.names import Names
+from ckpttool.queries.diff.names import compare_names
+from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.explanation import Explanation
 from ckpttool.report import diff as diff_report
 from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
 from ckpttool.words import number, plural, shape_text

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.diff import HARMLESS, Entry, Values
 from ckpttool.errors import Refused
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.classes import class_of
@@ -30,6 +29,7 @@ from ckpttool.naming.optimizers.forms import (
 )
 from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
 from ckpttool.naming.optimizers.moves import different
+from ckpttool.queries.diff.result import HARMLESS, Entry, Values
 from ckpttool.words import plural
 
 Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Union
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
-from ckpttool.diff import Entry, Values, compare_pair, leftover, renamed, segment_change, segment_reason
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.call_variants import aliases, base_name
 from ckpttool.naming.forms import over, read
 from ckpttool.naming.name_tables import Relation
+from ckpttool.queries.diff.result import Entry, Values, compare_pair, leftover, renamed, segment_change, segment_reason
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
