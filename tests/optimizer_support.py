@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpttool.edits.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
 from ckpttool.formats.open import format_for, open_checkpoint
 from ckpttool.names import Names
-from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
 from ckpttool.tracing.load_model import load
 from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
 from ckpttool.tracing.trace import trace

@@ -18,11 +18,11 @@ from torch import nn
 
 from ckpttool.checkpoint import Span
 from ckpttool.cli.app import main
+from ckpttool.edits.ranks.gather import gather
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.ranks.files import OnRanks
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import is_flat, misfit, shard_sizes, slots, unit_paths
-from ckpttool.remap.gather import gather
 from ckpttool.tracing.load_model import load
 from ckpttool.tracing.trace import trace
 from flatten_params_wrapper import flattened

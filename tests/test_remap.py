@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpttool import expression as ex
+from ckpttool.edits.remap.plan import Remap, Way, by_plan, remap
+from ckpttool.edits.rules.patterns import parse
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate import with_torch as compute
 from ckpttool.formats.fit import fit
@@ -21,8 +23,6 @@ from ckpttool.formats.open import format_for
 from ckpttool.io import write_file as execute
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.plan import Plan
-from ckpttool.remap import Remap, Way, by_plan, remap
-from ckpttool.rules import parse
 from hook_zoo import ZOO
 from test_trace import randomized, runtime_values, traced, zoo_model
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckpttool.edits.remap.plan import FORMS
 from ckpttool.errors import CkptError
 from ckpttool.names import FSDP_FLAT, SERIALIZED
 from ckpttool.naming.optimizers.forms import FORMS as KEYS
 from ckpttool.naming.wrappers import chain
 from ckpttool.operands.checkpoint import split
-from ckpttool.remap import FORMS
 
 NO_OPTIMIZERS = "a plan holds no changes of optimizers"
 

@@ -15,7 +15,7 @@ from ckpttool.io import write_file as execute
 from ckpttool.names import FSDP_FLAT, Names
 
 if TYPE_CHECKING:
-    from ckpttool.remap.gather import Gathered
+    from ckpttool.edits.ranks.gather import Gathered
 
 PLACE = "{rank}"  # in OUT, for the number of the rank
 
@@ -54,7 +54,7 @@ def put_together(
 
     Raises `CkptError` where that cannot be, or where `units` has nothing to say.
     """
-    from ckpttool.remap.gather import gather, needs_gathering, without_model
+    from ckpttool.edits.ranks.gather import gather, needs_gathering, without_model
 
     if not needs_gathering(source):
         if units and to != FSDP_FLAT:

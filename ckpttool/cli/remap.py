@@ -15,6 +15,10 @@ from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.ranks import Units, WorldSize, put_together, write_ranks
 from ckpttool.cli.ranks import check as check_ranks
 from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
+from ckpttool.edits.remap.optimizer import Wanted
+from ckpttool.edits.remap.plan import FORMS, Remap, Way, by_plan, remap, to_json, with_optimizers
+from ckpttool.edits.rules.patterns import Rule, parse
+from ckpttool.edits.rules.steps import Renames, Step
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.fit import check_in_place, fit, losses
@@ -25,10 +29,6 @@ from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import load_names, read_json
 from ckpttool.operands.output import Target, target_for
 from ckpttool.plan import Plan
-from ckpttool.remap import FORMS, Remap, Way, by_plan, remap, to_json, with_optimizers
-from ckpttool.remap.optimizer import Wanted
-from ckpttool.rules import Rule, parse
-from ckpttool.rules.steps import Renames, Step
 
 
 def command(
@@ -155,7 +155,7 @@ def _made(asked: Asked, source: Checkpoint, names: Names | None) -> Remap:
     )
     done = remap(source if gathered is None else gathered.checkpoint, way, asked.drop or ())
     if gathered is not None and names is not None:
-        from ckpttool.remap.gather_optimizer import with_gathered_optimizers
+        from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 
         done = with_gathered_optimizers(done, gathered, names)
     done = with_optimizers(done, wanted)
@@ -168,7 +168,7 @@ def _steps(asked: Asked, rules: tuple[Rule, ...]) -> tuple[Step, ...]:
     """The steps of the file of rules, with those of the command line; none where there is no file."""
     if asked.rules_file is None:
         return ()
-    from ckpttool.rules.file import read
+    from ckpttool.edits.rules.file import read
 
     return read(asked.rules_file, reverse=asked.reverse, rules=rules)
 
@@ -202,7 +202,7 @@ def _write(asked: Asked, source: Checkpoint, target: Target, done: Remap) -> Rem
 
 def _write_ranks(asked: Asked, source: Checkpoint, names: Names, done: Remap) -> Remap:
     """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
-    from ckpttool.remap.scatter import scatter
+    from ckpttool.edits.ranks.scatter import scatter
 
     ranks = scatter(done.result, names, asked.units or (), asked.world_size or 0)
     if asked.target is not None and not asked.dry_run:

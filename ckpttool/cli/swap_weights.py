@@ -10,6 +10,8 @@ import typer
 from ckpttool.cli.options import Materialize, Model, ModelKwargs
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
+from ckpttool.edits.remap.plan import FORMS
+from ckpttool.edits.swap.swap import swap, to_json
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.open import FORMATS
@@ -18,8 +20,6 @@ from ckpttool.formats.recognise_file import sniff
 from ckpttool.io import write_file as execute
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import load_names
-from ckpttool.remap import FORMS
-from ckpttool.swap import swap, to_json
 
 
 def command(

@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.rules.patterns import matches
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import row_major
 from ckpttool.formats.form_mark import put_on
 from ckpttool.formats.open import FORMATS, Format
 from ckpttool.plan import Dropped
-from ckpttool.rules import matches
 
 
 def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckpttool.edits.remap.optimizer import OptimizerRemap
+from ckpttool.edits.remap.plan import Remap
 from ckpttool.expression import Ref, refs
 from ckpttool.plan import Plan
-from ckpttool.remap import Remap
-from ckpttool.remap.optimizer import OptimizerRemap
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
 from ckpttool.words import number, plural

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ckpttool.edits.swap.swap import Swap
 from ckpttool.expression import Ref
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
-from ckpttool.swap import Swap
 from ckpttool.words import number, plural
 
 _ROWS = 20

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Union
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.edits.rules import changes
+from ckpttool.edits.rules.changes import DENSE, REFUSED, Value, refusal
+from ckpttool.edits.rules.patterns import Rule, matches
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref, refs
 from ckpttool.plan import Dropped, Output, Plan, module_renames
-from ckpttool.rules import Rule, changes, matches
-from ckpttool.rules.changes import DENSE, REFUSED, Value, refusal
 from ckpttool.words import plural
 
 State = dict[str, Value]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.dtypes import TABLE
+from ckpttool.edits.rules.changes import Cast, Permute, Reshape, Transpose
+from ckpttool.edits.rules.patterns import Rule, matches, parse
+from ckpttool.edits.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
 from ckpttool.errors import CkptError, Problem
-from ckpttool.rules import Rule, matches, parse
-from ckpttool.rules.changes import Cast, Permute, Reshape, Transpose
-from ckpttool.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
 from ckpttool.words import plural
 
 if sys.version_info >= (3, 11):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.dtypes import itemsize
+from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import Part, across, joined, row_major, window
@@ -24,7 +25,6 @@ from ckpttool.naming.optimizers import forms as form
 from ckpttool.naming.optimizers.forms import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.naming.optimizers.ids import Parameters, resolve
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.words import plural
 
 _MOST_RANKS = 65_536

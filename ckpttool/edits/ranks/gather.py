@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, contiguous_stride
+from ckpttool.edits.remap.plan import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import across, joined
@@ -24,7 +25,6 @@ from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.plan import Dropped
-from ckpttool.remap import Remap
 from ckpttool.words import plural
 
 _UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"

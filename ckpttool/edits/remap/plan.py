@@ -6,6 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.remap.narrow import select, trained
+from ckpttool.edits.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.edits.remap.optimizer import to_json as optimizer_json
+from ckpttool.edits.rules.patterns import Rule, rename
+from ckpttool.edits.rules.steps import Rename, Step, plan_of
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
@@ -21,11 +26,6 @@ from ckpttool.naming.wrappers.chain import Evidence
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.plan import Dropped, Output, Plan, compose, in_turn, module_renames
-from ckpttool.remap.narrow import select, trained
-from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
-from ckpttool.remap.optimizer import to_json as optimizer_json
-from ckpttool.rules import Rule, rename
-from ckpttool.rules.steps import Rename, Step, plan_of
 from ckpttool.words import plural
 
 # What the user calls a form -> the form. An exported program has the runtime names since torch 2.6 (pytorch#137609).

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression
 from ckpttool.names import SERIALIZED, Names
@@ -24,7 +25,6 @@ from ckpttool.naming.optimizers.moves import (
     placed,
     to_serialized,
 )
-from ckpttool.rules import Renaming
 from ckpttool.words import plural
 
 

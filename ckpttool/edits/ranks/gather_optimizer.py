@@ -7,6 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, parts_of, resolved
+from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.edits.remap.plan import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import joined, window
 from ckpttool.formats.ranks.files import OnRanks
@@ -15,9 +18,6 @@ from ckpttool.naming.flat_param import is_flat, unit_paths
 from ckpttool.naming.optimizers import forms as form
 from ckpttool.naming.optimizers.forms import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
-from ckpttool.remap import Remap
-from ckpttool.remap.gather import Gathered, Unit, cut_out, parts_of, resolved
-from ckpttool.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.words import plural
 
 _LEAVE_OUT = "leave it out with --drop SECTION"
