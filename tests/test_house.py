@@ -54,7 +54,7 @@ def test_what_needs_no_torch_loads_none() -> None:
     [
         ("ckpttool.cli", ("ckpttool.cli", "ckpttool.__main__")),
         ("ckpttool.report", ("ckpttool.cli", "ckpttool.report")),
-        ("rich", ("ckpttool.report.terminal", "ckpttool.cli")),
+        ("rich", ("ckpttool.report.renderers.terminal", "ckpttool.cli")),
         ("typer", ("ckpttool.cli",)),
     ],
 )

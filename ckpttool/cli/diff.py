@@ -52,7 +52,7 @@ def command(
     names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
     CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
     """
-    from ckpttool.report.diff import document
+    from ckpttool.report.documents.diff import document
 
     paths, chosen = operands or [], [] if model is None else options(model, model_kwargs, materialize)
     if len(paths) == 2:

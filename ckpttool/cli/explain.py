@@ -22,7 +22,7 @@ def command(
     report: Reports = None,
 ) -> None:
     """One tensor: all its names, and the hook that renames it."""
-    from ckpttool.report.names import explained
+    from ckpttool.report.documents.names import explained
 
     found = explain(load_names(model, model_kwargs, materialize, optimizer), name)
     emit(lambda: explained(found), found.to_json, format, report)

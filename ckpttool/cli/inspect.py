@@ -21,7 +21,7 @@ def command(
     """
     from ckpttool.operands.checkpoint import open_operand
     from ckpttool.queries.inspection import inspect
-    from ckpttool.report.inspection import document
+    from ckpttool.report.documents.inspection import document
 
     inspection = inspect(open_operand(ckpt))
     emit(lambda: document(inspection, all=all), inspection.to_json, format, report)

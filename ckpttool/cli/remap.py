@@ -92,7 +92,7 @@ def command(
     The ending of OUT decides the format; a folder becomes what CKPT is, or sharded safetensors. What would lose,
     collide or have to be guessed is refused, and nothing is written.
     """
-    from ckpttool.report.remap import document
+    from ckpttool.report.documents.remap import document
 
     given = locals()
     asked = Asked(**{field.name: given[field.name] for field in fields(Asked)})
@@ -108,7 +108,7 @@ def command(
         done = _write(asked, source, target, done)
     data = {**to_json(done, ckpt, asked.target or ""), **({"plan": done.plan.to_json()} if dry_run else {})}
     if save_plan is not None:
-        from ckpttool.report import json
+        from ckpttool.report.renderers import json
 
         write_report(save_plan, json.render(done.plan.to_json()))
     shown = partial(document, done, ckpt, asked.target, dry_run=dry_run, verified=verify)

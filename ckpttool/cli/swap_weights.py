@@ -50,7 +50,7 @@ def command(
     The graph is not read, so the machine needs neither the program's custom operators nor its torch version. Refused,
     with nothing written: weights that are missing, left over, of another shape or dtype, or tied and different.
     """
-    from ckpttool.report.swap import document
+    from ckpttool.report.documents.swap import document
 
     if in_place == (out is not None) and not dry_run:
         raise CkptError(

@@ -28,8 +28,8 @@ def command(
     A names file takes the model's place as --model where its code is not installed.
     """
     from ckpttool.operands.model import load_names
-    from ckpttool.report import json
-    from ckpttool.report.names import document
+    from ckpttool.report.documents.names import document
+    from ckpttool.report.renderers import json
 
     names = load_names(model, model_kwargs, materialize, optimizer)
     data = names.to_json()

@@ -25,7 +25,7 @@ class Terminal:
 def render(document: Document, terminal: Terminal | None = None) -> str:
     """The document for a person; plain where `terminal` is None."""
     if terminal is not None:
-        from ckpttool.report.terminal import render as render_rich
+        from ckpttool.report.renderers.terminal import render as render_rich
 
         return render_rich(document, terminal.width, terminal.color)
     parts = [[visible(document.title), visible(document.verdict)]]

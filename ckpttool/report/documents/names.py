@@ -7,8 +7,8 @@ from ckpttool.names import Names
 from ckpttool.queries.diff.names import compare_names
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.explanation import Explanation
-from ckpttool.report import diff as diff_report
 from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
+from ckpttool.report.documents import diff as diff_report
 from ckpttool.words import number, plural, shape_text
 
 

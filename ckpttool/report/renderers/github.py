@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckpttool.report import text
 from ckpttool.report.document import Commands, Document, Note, Problems, Severity
+from ckpttool.report.renderers import text
 from ckpttool.words import visible
 
 _LEVELS: tuple[Severity, ...] = ("error", "warning", "notice")
