@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.cli.asked import NO_OPTIMIZERS, Asked
+from ckpttool.cli.commands.remap_options import NO_OPTIMIZERS, Asked
 from ckpttool.cli.options import Materialize, Model, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.ranks import Units, WorldSize, put_together, write_ranks
