@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ckpttool.edits.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
-from ckpttool.formats.open import format_for, open_checkpoint
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import format_for
 from ckpttool.names import Names
 from ckpttool.tracing.load_model import load
 from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer

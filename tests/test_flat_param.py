@@ -21,8 +21,9 @@ from ckpttool.cli.app import main
 from ckpttool.edits.ranks.gather import gather
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.ranks.files import OnRanks
+from ckpttool.keys import is_flat
 from ckpttool.names import Names
-from ckpttool.naming.flat_param import is_flat, misfit, shard_sizes, slots, unit_paths
+from ckpttool.naming.flat_param import misfit, shard_sizes, slots, unit_paths
 from ckpttool.tracing.load_model import load
 from ckpttool.tracing.trace import trace
 from flatten_params_wrapper import flattened

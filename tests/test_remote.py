@@ -26,12 +26,13 @@ from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.with_torch import load as tensor_of
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.recognise_folder import safe_path
-from ckpttool.io.files import is_url, join, name, opened, parent
+from ckpttool.io.files import opened
+from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import SpanReader, read_span
 from ckpttool.io.remote import errors as remote_errors
 from ckpttool.io.remote import read as remote
+from ckpttool.io.safe_path import safe_path
 from ckpttool.io.write_remote import write
 from ckpttool.operands.checkpoint import open_operand, split
 from remote_servers import s3_server, web_server
@@ -315,7 +316,7 @@ def test_several_parts_become_one_file(store: Store) -> None:
 
 @pytest.mark.parametrize("to", ["local", "remote"])
 def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str) -> None:
-    from ckpttool.io import write_file as execute
+    from ckpttool.io import write_file
 
     url = store.put("a.safetensors", save(STATE))
     pieces = [Piece(Span(url, 0, open_checkpoint(url).nbytes))]
@@ -325,7 +326,7 @@ def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str) 
     )
     out = str(tmp_path / "out") if to == "local" else f"{store.url}/out"
     with pytest.raises(CkptError, match="was changed while it was read"):
-        execute.write(pieces, out)
+        write_file.write(pieces, out)
     assert store.names() == {"a.safetensors"}
     assert not list(tmp_path.iterdir())
 

@@ -22,7 +22,7 @@ from ckpttool.edits.remap.plan import Way, by_plan, remap
 from ckpttool.edits.rules.file import read
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.fit import fit
-from ckpttool.formats.open import format_for
+from ckpttool.formats.table import format_for
 from ckpttool.io.write_file import write
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.plan import Plan

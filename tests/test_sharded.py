@@ -18,7 +18,8 @@ import real_models
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
 from ckpttool.formats.huggingface.sharded import Shards
-from ckpttool.formats.open import FORMATS, open_checkpoint
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import FORMATS
 
 INDEX = "model.safetensors.index.json"
 RULE = "model.{x*} => trunk.{x*}"

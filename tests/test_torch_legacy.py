@@ -20,8 +20,9 @@ from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.fit import fit, losses
-from ckpttool.formats.open import FORMATS, open_checkpoint
+from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.recognise_file import sniff
+from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch.legacy_file import read
 from support import write_pieces
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.fit import check_in_place
-from ckpttool.formats.open import FORMATS, open_checkpoint
+from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.recognise_file import sniff
+from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch.torchscript import layout, read
 
 DATA = Path(__file__).parent / "data"

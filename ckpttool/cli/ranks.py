@@ -10,8 +10,8 @@ import typer
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.cli.writing import prove, write
 from ckpttool.errors import CkptError
-from ckpttool.formats.open import FORMATS
-from ckpttool.io import write_file as execute
+from ckpttool.formats.table import FORMATS
+from ckpttool.io import write_file
 from ckpttool.names import FSDP_FLAT, Names
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def write_ranks(ranks: Sequence[Checkpoint], out: str, *, force: bool, fsync: bo
     paths = [out.replace(PLACE, str(rank)) for rank in range(len(ranks))]
     layouts = [FORMATS["torch_zip"].layout(rank) for rank in ranks]
     for path, rank in zip(paths, ranks):
-        execute.preflight(path, [rank.source], force=force, in_place=False)
+        write_file.preflight(path, [rank.source], force=force, in_place=False)
     for path, pieces, rank in zip(paths, layouts, ranks):
         write(pieces, path, fsync=fsync)
         if verify:

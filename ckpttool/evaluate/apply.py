@@ -11,7 +11,7 @@ from dataclasses import replace
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
-from ckpttool.evaluate import without_torch as moved
+from ckpttool.evaluate import without_torch
 from ckpttool.expression import Ref
 from ckpttool.plan import Output, Plan
 
@@ -61,7 +61,7 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
         try:
             same = ex.substitute(output.source, lambda key: Ref(aliases.get(key, key)))
             if same not in computed:
-                computed[same] = moved.entry_of(output.key, output.source, have) or _compute(output, have)
+                computed[same] = without_torch.entry_of(output.key, output.source, have) or _compute(output, have)
             entries.append(replace(computed[same], key=output.key))
         except Refused as error:
             problems.append(Problem(error.message, output.key))
@@ -73,9 +73,9 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
 
 
 def _compute(output: Output, have: Entries) -> TensorEntry:
-    from ckpttool.evaluate import with_torch as compute  # torch is loaded only where something is computed
+    from ckpttool.evaluate import with_torch  # torch is loaded only where something is computed
 
-    return compute.entry_of(output.key, output.source, {key: have[key] for key in ex.refs(output.source)})
+    return with_torch.entry_of(output.key, output.source, {key: have[key] for key in ex.refs(output.source)})
 
 
 def _rename_modules(modules: Mapping[str, object], renamed: Mapping[str, str]) -> dict[str, object]:

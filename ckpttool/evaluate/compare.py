@@ -22,9 +22,9 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
     mine, yours = _in_order(left), _in_order(right)
     if mine is not None and yours is not None:
         return same_data(mine, yours)
-    from ckpttool.evaluate import with_torch as compute
+    from ckpttool.evaluate import with_torch
 
-    return compute.same_bits(compute.load(left), compute.load(right))
+    return with_torch.same_bits(with_torch.load(left), with_torch.load(right))
 
 
 def _in_order(entry: TensorEntry) -> Span | Lazy | None:
@@ -44,9 +44,9 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
         return None
     if left.storage is None or right.storage is None:
         return "not dense tensors: not compared"
-    from ckpttool.evaluate import with_torch as compute
+    from ckpttool.evaluate import with_torch
 
-    return compute.difference(compute.load(left), compute.load(right), rtol, atol)
+    return with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)
 
 
 Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
@@ -68,9 +68,9 @@ def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
         for chunk in stream([Piece(data)]):
             digest.update(chunk)
     else:
-        from ckpttool.evaluate import with_torch as compute
+        from ckpttool.evaluate import with_torch
 
-        digest.update(compute.to_bytes(compute.load(entry)))
+        digest.update(with_torch.to_bytes(with_torch.load(entry)))
     return entry.dtype, entry.shape, entry.layout, digest.digest()
 
 

@@ -20,10 +20,10 @@ def row_major(entry: TensorEntry) -> TensorEntry:
     """The entry with its elements in row-major order; those of a strided view are gathered when they are written."""
     if entry.storage is None or entry.is_contiguous:
         return entry
-    from ckpttool.evaluate import with_torch as compute  # gathering a view is what needs torch
+    from ckpttool.evaluate import with_torch  # gathering a view is what needs torch
 
     copy = Op("aten.clone.default", (Ref(entry.key),), (("memory_format", _ROW_MAJOR),))
-    return compute.entry_of(entry.key, copy, {entry.key: entry})
+    return with_torch.entry_of(entry.key, copy, {entry.key: entry})
 
 
 def window(entry: TensorEntry, start: int, count: int) -> Part:

@@ -15,7 +15,7 @@ from shlex import quote
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.safetensors.single import MAX_HEADER
-from ckpttool.io import files
+from ckpttool.io import files, paths
 from ckpttool.io.files import opened
 
 LEGACY_START = re.compile(rb"\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)  # the first pickle
@@ -56,7 +56,7 @@ def _check_exists(path: str) -> None:
         return
     if files.is_dir(path):
         raise CkptError(f"{path} is a directory, not a checkpoint file", hint=_directory_hint(path))
-    if files.is_url(path) or files.exists(path):
+    if paths.is_url(path) or files.exists(path):
         return
     folder = Path(path).parent
     if not folder.is_dir():
@@ -78,7 +78,7 @@ def _directory_hint(folder: str) -> str:
     inside = [name for name in _names_in(folder) if name.endswith(endings)]
     if not inside:
         return "name one checkpoint file"
-    return f"name one of its files, for example {files.join(folder, inside[0])}"
+    return f"name one of its files, for example {paths.join(folder, inside[0])}"
 
 
 # Files that are no zip archives

@@ -1,21 +1,21 @@
 """What a folder holds: the one checkpoint in it, or by name what it is where it holds none or several.
 
-The counterpart of `sniff` for folders, by the names of the files. Names inside a folder come from files of strangers,
-so `safe_path` keeps them in.
+The counterpart of `recognise_file` for folders, by the names of the files.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import NamedTuple
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.huggingface.index_file import read_index
 from ckpttool.formats.recognise_file import sniff
-from ckpttool.io.files import is_dir, is_file, is_url, join, names_in
+from ckpttool.io.files import is_dir, is_file, names_in
+from ckpttool.io.paths import join
+from ckpttool.io.safe_path import safe_path
 
 INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.json")
 DCP_METADATA = ".metadata"
@@ -26,7 +26,6 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
 # What a trainer saves beside the weights; never meant where there is anything else.
 _BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
-_IN_URLS = re.compile(r"[%?#*\[\]]|::|://")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
 
@@ -116,23 +115,6 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
     hint = f"name one of its folders: {quote(join(folder, inside[-1]))}" if inside else "check the path"
     what = "a model's configuration but no weights" if "config.json" in names else "no checkpoint"
     return CkptError(f"{folder} holds {what if names else 'nothing'}", hint=hint)
-
-
-def safe_path(folder: str | Path, name: str) -> str | None:
-    """The path of the file that a stranger calls `name` in `folder`, or None where that leads out of the folder.
-
-    Symbolic links may lead out only into the ``blobs`` of a Hugging Face cache, whose ``snapshots`` hold nothing but
-    such links. Names under a URL may hold nothing that a URL gives a meaning to.
-    """
-    pure = PurePosixPath(name)
-    if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
-        return None
-    if is_url(str(folder)):
-        return None if _IN_URLS.search(name) else join(str(folder), name)
-    home = Path(os.path.realpath(folder))
-    real = Path(os.path.realpath(home / name))
-    blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
-    return os.path.join(folder, name) if any(real.is_relative_to(root) for root in (home, *blobs)) else None
 
 
 def companions(folder: str) -> dict[str, str]:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import glob as local_glob
 import io
 import os
-import posixpath
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from ckpttool.errors import CkptError
+from ckpttool.io.paths import is_url
+from ckpttool.io.sources import streamed
 
-# scheme://…, also behind fsspec's own chaining: simplecache::s3://…
-_URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
 _HINT = "check the path and its permissions"
-_streamed: set[str] = set()  # URLs, since `sources_stay` was last entered
 
 _GLOB = re.compile(r"[*?[]")
 
@@ -76,28 +74,18 @@ def opened(path: str) -> Iterator[Source]:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
 
 
-def note_streamed(url: str) -> None:
-    """Notes that the tensors of the URL are being read; for `sources_stay`."""
-    _streamed.add(url)
-
-
 @contextmanager
 def sources_stay() -> Iterator[None]:
     """Raises `CkptError` at its end where a URL that tensors were read from inside is no longer what its index says.
 
     A local file that is replaced stays readable as it was; an object behind a URL does not.
     """
-    _streamed.clear()
+    streamed.clear()
     yield
-    if _streamed:
+    if streamed:
         from ckpttool.io.remote import read as remote
 
-        remote.check_unchanged(_streamed)
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` is a URL that fsspec reads, and no path of this machine."""
-    return _URL.match(path) is not None
+        remote.check_unchanged(streamed)
 
 
 def is_file(path: str) -> bool:
@@ -162,31 +150,3 @@ def glob(pattern: str) -> list[str]:
     from ckpttool.io.remote import read as remote
 
     return remote.glob(pattern)
-
-
-def join(folder: str, name: str) -> str:
-    """The path of `name` in the folder."""
-    if not is_url(folder):
-        return os.path.join(folder, name)
-    before, path, after = _parts(folder)
-    return before + posixpath.join(path, name) + after
-
-
-def parent(path: str) -> str:
-    """The folder that `path` lies in; ``.`` for a bare name."""
-    if not is_url(path):
-        return os.path.dirname(path) or "."
-    before, own, after = _parts(path)
-    return before + posixpath.dirname(own.rstrip("/")) + after
-
-
-def name(path: str) -> str:
-    """The last part of `path`; empty where it ends in a slash."""
-    return posixpath.basename(_parts(path)[1]) if is_url(path) else os.path.basename(path)
-
-
-def _parts(url: str) -> tuple[str, str, str]:
-    """What stands before the path of the URL's file, that path, and what a chain of URLs has behind it."""
-    start = url.index("://") + 3
-    end = url.find("::", start)
-    return (url[:start], url[start:], "") if end < 0 else (url[:start], url[start:end], url[end:])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io.files import is_url
+from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 
 if TYPE_CHECKING:

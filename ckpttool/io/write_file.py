@@ -12,7 +12,8 @@ from io import FileIO
 from pathlib import Path
 
 from ckpttool.errors import CkptError
-from ckpttool.io.files import is_url, sources_stay
+from ckpttool.io.files import sources_stay
+from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Pieces
 from ckpttool.io.ranges import stream
 
@@ -26,9 +27,9 @@ Progress = Callable[[int], None]
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
     """Raises `CkptError` where `out` cannot or must not be written. Called before any work is done."""
     if is_url(out):
-        from ckpttool.io import write_remote as upload
+        from ckpttool.io import write_remote
 
-        upload.preflight(out, source, force=force, in_place=in_place)
+        write_remote.preflight(out, source, force=force, in_place=in_place)
         return
     path = Path(out)
     if not path.parent.is_dir():
@@ -54,9 +55,9 @@ def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | 
     a source that changed while it was read, and on a full or failing disk; `out` is then as it was.
     """
     if is_url(out):
-        from ckpttool.io import write_remote as upload
+        from ckpttool.io import write_remote
 
-        return upload.write(pieces, out, progress)
+        return write_remote.write(pieces, out, progress)
     path = Path(os.path.realpath(out))
     nbytes = sum(piece.nbytes for piece in pieces)
     try:

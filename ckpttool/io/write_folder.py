@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.io import write_file as execute
-from ckpttool.io.files import is_url, size
+from ckpttool.io import write_file
+from ckpttool.io.files import size
+from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.io.write_file import Progress
 
@@ -26,9 +27,9 @@ def preflight(out: str, present: Collection[str], source: str, *, force: bool, i
     `present` are the files of a checkpoint that is there already, `source` the path that is read.
     """
     if is_url(out):
-        from ckpttool.io import write_remote as upload
+        from ckpttool.io import write_remote
 
-        upload.preflight_folder(out, present, source, force=force, in_place=in_place)
+        write_remote.preflight_folder(out, present, source, force=force, in_place=in_place)
         return
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
@@ -65,9 +66,9 @@ def write_folder(
     Raises `CkptError` on a source that changed while it was read, and on a full or failing disk.
     """
     if is_url(out):
-        from ckpttool.io import write_remote as upload
+        from ckpttool.io import write_remote
 
-        return upload.write_folder(files, out, stale, link, progress)
+        return write_remote.write_folder(files, out, stale, link, progress)
     folder = Path(os.path.realpath(out))
     new = not folder.is_dir()
     parent = folder.parent if new else folder
@@ -90,7 +91,7 @@ def write_folder(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if fsync:
-        execute.sync_folder(parent)
+        write_file.sync_folder(parent)
     return nbytes
 
 
@@ -112,13 +113,13 @@ def _put(
     """Makes one file, called `temporary` until it is moved to its `place`. Returns its size in bytes."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     if not isinstance(content, Link):
-        return execute.write(content, str(temporary), fsync=fsync, progress=progress)
+        return write_file.write(content, str(temporary), fsync=fsync, progress=progress)
     source = content.path if is_url(content.path) else os.path.realpath(content.path)
     nbytes = size(source)
     if not is_url(source) and place.exists() and os.path.samefile(source, place):
         return nbytes  # it is there already
     if link == "copy":
-        return execute.write([Piece(Span(source, 0, nbytes))], str(temporary), fsync=fsync, progress=progress)
+        return write_file.write([Piece(Span(source, 0, nbytes))], str(temporary), fsync=fsync, progress=progress)
     try:
         if is_url(source):
             raise OSError("it is no file of this machine")

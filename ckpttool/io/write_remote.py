@@ -13,7 +13,8 @@ from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.io.files import is_url, join, name, parent, size, sources_stay
+from ckpttool.io.files import size, sources_stay
+from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered

@@ -8,7 +8,7 @@ import torch
 
 from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
-from ckpttool.evaluate import with_torch as compute
+from ckpttool.evaluate import with_torch
 from ckpttool.tracing.recorder.identity import Token, token
 from ckpttool.tracing.runtime import dtype_name
 
@@ -62,4 +62,4 @@ def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: 
 
 def _bytes(memory: torch.UntypedStorage) -> memoryview:
     whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-    return compute.to_bytes(whole.cpu())
+    return with_torch.to_bytes(whole.cpu())

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Span
-from ckpttool.formats.open import FORMATS, Format, format_for
 from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, companions, locate
-from ckpttool.io.files import is_dir, is_url, parent, size
-from ckpttool.io.files import name as name_of
+from ckpttool.formats.table import FORMATS, Format, format_for
+from ckpttool.io.files import is_dir, size
+from ckpttool.io.paths import is_url, parent
+from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
 

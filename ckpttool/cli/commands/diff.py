@@ -14,12 +14,13 @@ from ckpttool.cli.options import All, Materialize, Model, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
-from ckpttool.io.files import is_url, join, parent
-from ckpttool.io.files import name as name_of
+from ckpttool.io.paths import is_url, join, parent
+from ckpttool.io.paths import name as name_of
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import is_definition, load_definition, load_names, options
+from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
     compare_optimizers,
@@ -28,7 +29,8 @@ from ckpttool.queries.diff.optimizer import (
     optimizer_alone,
     optimizer_section,
 )
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Values, compare, hidden_segments
+from ckpttool.queries.diff.reasons import hidden_segments
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.words import shell
 
 

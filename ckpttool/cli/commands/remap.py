@@ -24,10 +24,10 @@ from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.names import FSDP_FLAT, SERIALIZED, Names
-from ckpttool.naming.optimizers.forms import FORMS as KEYS
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import load_names, read_json
 from ckpttool.operands.output import Target, target_for
+from ckpttool.optimizer_state import FORMS as KEYS
 from ckpttool.plan import Plan
 
 

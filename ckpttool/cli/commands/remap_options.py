@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ckpttool.edits.remap.plan import FORMS
 from ckpttool.errors import CkptError
 from ckpttool.names import FSDP_FLAT, SERIALIZED
-from ckpttool.naming.optimizers.forms import FORMS as KEYS
 from ckpttool.naming.wrappers import chain
 from ckpttool.operands.checkpoint import split
+from ckpttool.optimizer_state import FORMS as KEYS
 
 NO_OPTIMIZERS = "a plan holds no changes of optimizers"
 

@@ -14,10 +14,10 @@ from ckpttool.edits.remap.plan import FORMS
 from ckpttool.edits.swap.swap import swap, to_json
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats.open import FORMATS
 from ckpttool.formats.pt2.archive import read_program
 from ckpttool.formats.recognise_file import sniff
-from ckpttool.io import write_file as execute
+from ckpttool.formats.table import FORMATS
+from ckpttool.io import write_file
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import load_names
 
@@ -62,7 +62,7 @@ def command(
     name = picked if name is None else name
     target = path if in_place else out
     if target is not None and not dry_run:
-        execute.preflight(target, [path, split(new)[0]], force=force, in_place=in_place)
+        write_file.preflight(target, [path, split(new)[0]], force=force, in_place=in_place)
     found = sniff(path)
     if found != "pt2":
         raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint="PROGRAM is a .pt2")

@@ -17,8 +17,9 @@ from ckpttool.evaluate.parts import across, joined
 from ckpttool.expression import Expression, Op, Ref, substitute
 from ckpttool.formats.ranks.files import NAME, OnRanks
 from ckpttool.formats.ranks.sharded_tensor import is_sharded
+from ckpttool.keys import is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names
-from ckpttool.naming.flat_param import Slot, flat_params, is_flat, misfit, named_units, slots, unit_paths
+from ckpttool.naming.flat_param import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.forms import read
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.wrappers.chain import recognise

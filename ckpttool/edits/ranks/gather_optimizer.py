@@ -13,11 +13,12 @@ from ckpttool.edits.remap.plan import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import joined, window
 from ckpttool.formats.ranks.files import OnRanks
+from ckpttool.keys import is_flat
 from ckpttool.names import Names
-from ckpttool.naming.flat_param import is_flat, unit_paths
-from ckpttool.naming.optimizers import forms as form
-from ckpttool.naming.optimizers.forms import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.naming.flat_param import unit_paths
+from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
+from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.words import plural
 
 _LEAVE_OUT = "leave it out with --drop SECTION"
@@ -46,13 +47,13 @@ def gather_optimizers(checkpoint: Checkpoint, units: Mapping[str, Unit], names: 
 
 def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Section:
     where = section.path or "(root)"
-    state = form.read(section)
+    state = forms.read(section)
     problems: list[Problem] = []
     of_unit = _units_of(state, units, where) if units else {}
     made = _of_flat(state, of_unit, names, problems) if of_unit else _of_slices(state, names, where, problems)
     if problems:
         raise Refused(f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems)
-    named = form.write(made, section)
+    named = forms.write(made, section)
     if state.form != ID:
         return named
     alone = Checkpoint("", "", 0, (named,))
@@ -96,7 +97,7 @@ def _of_flat(
             for name, part in zip(own[param], _split(value, of_unit[param], problems)):
                 made[name][key] = part
     groups = tuple(_group(group, [name for param in group.params for name in own[param]]) for group in state.groups)
-    return replace(state, form=form.FQN, groups=groups, state=made)
+    return replace(state, form=FQN, groups=groups, state=made)
 
 
 def _group(group: ParamGroup, params: Sequence[str]) -> ParamGroup:
@@ -136,7 +137,7 @@ def _of_slices(state: OptimizerState, names: Names, where: str, problems: list[P
     found = (assign if state.form == ID else resolve)(bare, names, where).names
     shapes = Parameters(names).shapes
     made = {param: _joined(own, shapes[found[param]], problems) for param, own in state.state.items()}
-    return form.renamed(replace(state, state=made), found)
+    return renamed(replace(state, state=made), found)
 
 
 def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]) -> dict[Any, Any]:

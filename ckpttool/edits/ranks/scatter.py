@@ -18,13 +18,14 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import Part, across, joined, row_major, window
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
+from ckpttool.keys import FLAT_PARAM
 from ckpttool.names import Names
-from ckpttool.naming.flat_param import FLAT_PARAM, Slot, named_units, shard_sizes, slots
+from ckpttool.naming.flat_param import Slot, named_units, shard_sizes, slots
 from ckpttool.naming.name_tables import Relation
-from ckpttool.naming.optimizers import forms as form
-from ckpttool.naming.optimizers.forms import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import Parameters, resolve
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
 from ckpttool.words import plural
 
 _MOST_RANKS = 65_536
@@ -143,8 +144,8 @@ def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: Ranks, rank: int) ->
 
 def _optimizer(section: Section, ranks: Ranks) -> list[Section]:
     """The optimizer's section on each rank: a flat parameter's state in place of those of its parameters."""
-    state, where = form.read(section), section.path or "(root)"
-    state = form.renamed(state, resolve(state, ranks.names, where).names)
+    state, where = forms.read(section), section.path or "(root)"
+    state = renamed(state, resolve(state, ranks.names, where).names)
     canonical = Parameters(ranks.names).canonical
     owner = {canonical[slot.fqns[0]]: unit for unit, own in ranks.units.items() for slot in own}
     problems: list[Problem] = []
@@ -169,7 +170,7 @@ def _optimizer(section: Section, ranks: Ranks) -> list[Section]:
             for unit, own in flat.items()
             if own
         }
-        made.append(form.write(form.numbered(replace(state, form=ID, groups=groups, state=values)), section))
+        made.append(forms.write(numbered(replace(state, form=ID, groups=groups, state=values)), section))
     return made
 
 

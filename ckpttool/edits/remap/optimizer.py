@@ -12,8 +12,7 @@ from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression
 from ckpttool.names import SERIALIZED, Names
-from ckpttool.naming.optimizers import forms as optimizer
-from ckpttool.naming.optimizers.forms import FLAT, ID, OptimizerState, ParamGroup
+from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import Assignment, Parameters, assign, check, resolve
 from ckpttool.naming.optimizers.moves import (
     arranged,
@@ -25,6 +24,7 @@ from ckpttool.naming.optimizers.moves import (
     placed,
     to_serialized,
 )
+from ckpttool.optimizer_state import FLAT, ID, OptimizerState, ParamGroup, numbered, renamed
 from ckpttool.words import plural
 
 
@@ -107,7 +107,7 @@ def to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
 def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
     where = section.path or "(root)"
-    state = optimizer.read(section)
+    state = forms.read(section)
     to = wanted.keys or state.form
     renames = to != ID and (bool(wanted.rules) or wanted.form is not None)
     if not state.params or (to == state.form and wanted.to_names is None and not renames):
@@ -122,7 +122,7 @@ def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap
     if wanted.to_names is not None:
         own = Assignment({param: str(param) for param in moved.params}, "names")
         check(own, moved, wanted.to_names, where)
-    made = optimizer.numbered(moved) if to == ID else replace(moved, form=to)
+    made = numbered(moved) if to == ID else replace(moved, form=to)
     if made == state and wanted.to_names is None:
         return None
     new = tuple(str(param) for param in moved.params if param not in sources)
@@ -130,20 +130,20 @@ def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap
     dropped = tuple(str(param) for param in named.state if param not in read)
     notes = _notes(where, state, moved, to, new, dropped)
     report = OptimizerRemap(section.path, state.form, to, len(moved.params), evidence, new, dropped, notes)
-    return optimizer.write(made, section), report
+    return forms.write(made, section), report
 
 
 def _named(state: OptimizerState, names: Names | None, where: str) -> tuple[OptimizerState, str | None]:
     """The state with its parameters under canonical names, and what these are known from."""
     if state.form == ID:
         found = assign(state, names, where)
-        return optimizer.renamed(state, found.names), found.evidence
-    named = optimizer.renamed(state, {param: str(param) for param in state.params})
+        return renamed(state, found.names), found.evidence
+    named = renamed(state, {param: str(param) for param in state.params})
     if names is None:
         return named, None
     sources = from_serialized(names, state.params)
     if sources is None:
-        return optimizer.renamed(state, resolve(state, names, where).names), None
+        return renamed(state, resolve(state, names, where).names), None
     shapes = {s.key: s.shape for s in names.serialized}
     return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None
 

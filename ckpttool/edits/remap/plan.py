@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.remap.drop import drop, without
 from ckpttool.edits.remap.narrow import select, trained
 from ckpttool.edits.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
 from ckpttool.edits.remap.optimizer import to_json as optimizer_json
@@ -15,7 +16,6 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
-from ckpttool.formats.fit import drop, without
 from ckpttool.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.alignment import pairs
 from ckpttool.naming.call_variants import collapse, expand, settle

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers.many_objects import many_objects
-from ckpttool.io.files import Source, is_url, opened
+from ckpttool.io.files import Source, opened
+from ckpttool.io.paths import is_url
 
 STORED, DEFLATED = 0, 8
 

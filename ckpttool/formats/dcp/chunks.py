@@ -16,7 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.dcp.metadata import Chunk, Place, TensorItem
 from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.io.files import join
+from ckpttool.io.paths import join
 from ckpttool.io.ranges import SpanReader, read_span
 
 SLAB = 1 << 24  # bytes that are put together before they are handed on
@@ -61,9 +61,9 @@ def _located(folder: str, key: str, dtype: str, chunk: Chunk) -> Span | bytes:
         )
     if entry.span is not None:
         return entry.span
-    from ckpttool.evaluate import with_torch as compute  # torch puts the elements of a transposed chunk in order
+    from ckpttool.evaluate import with_torch  # torch puts the elements of a transposed chunk in order
 
-    return bytes(compute.to_bytes(compute.load(entry)))
+    return bytes(with_torch.to_bytes(with_torch.load(entry)))
 
 
 # Putting chunks in order

@@ -21,15 +21,17 @@ from ckpttool.formats.dcp.chunks import saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
 from ckpttool.formats.dcp.metadata import BytesItem, Chunk, Item, Metadata, Place, TensorItem, parse, spelled
 from ckpttool.formats.dcp.safetensors_shards import located, read_shards
-from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, safe_path
+from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
 from ckpttool.formats.torch.tree import find_sections
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
-from ckpttool.io.files import exists, is_file, join, names_in, opened, size
+from ckpttool.io.files import exists, is_file, names_in, opened, size
+from ckpttool.io.paths import join
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.io.ranges import read_span
+from ckpttool.io.safe_path import safe_path
 
 FORMAT = "dcp"
 MAX_METADATA = 1 << 30  # bytes of .metadata; a tensor takes about 300, and 80 for each chunk

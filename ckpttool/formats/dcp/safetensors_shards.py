@@ -13,7 +13,8 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.dcp.metadata import Chunk, Metadata, Place, TensorItem, cover_problem
 from ckpttool.formats.safetensors import single as safetensors
-from ckpttool.io.files import join, opened
+from ckpttool.io.files import opened
+from ckpttool.io.paths import join
 
 _INFO = "DCP_SHARDING_INFO"
 

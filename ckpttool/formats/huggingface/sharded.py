@@ -15,12 +15,13 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.huggingface.index_file import read_index
 from ckpttool.formats.huggingface.plan_shards import DEFAULT_SIZE, Item, plan_shards, shard_names
-from ckpttool.formats.recognise_folder import safe_path
 from ckpttool.formats.safetensors import single as safetensors
 from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.io.files import is_file, parent
-from ckpttool.io.files import name as name_of
+from ckpttool.io.files import is_file
+from ckpttool.io.paths import name as name_of
+from ckpttool.io.paths import parent
 from ckpttool.io.pieces import Files, Piece, Pieces
+from ckpttool.io.safe_path import safe_path
 
 SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
 
@@ -78,8 +79,8 @@ def read(path: str) -> Checkpoint:
 
 def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     """The index of one shard, or what makes it none."""
-    from ckpttool.formats.open import FORMATS
     from ckpttool.formats.recognise_file import sniff
+    from ckpttool.formats.table import FORMATS
 
     path = safe_path(folder, name)
     if path is None:

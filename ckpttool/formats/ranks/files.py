@@ -22,7 +22,7 @@ from ckpttool.formats.ranks import sharded_tensor
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.io.files import glob
-from ckpttool.naming.flat_param import is_flat
+from ckpttool.keys import is_flat
 
 NAME = "rank_files"  # in the table of formats
 _ALL = "name the files of all ranks and no others, as in 'rank_*.pt'"

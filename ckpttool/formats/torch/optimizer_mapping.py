@@ -8,7 +8,7 @@ from typing import Any
 from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
-from ckpttool.naming.optimizers.forms import rebuilt
+from ckpttool.optimizer_state import rebuilt
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _MAX_DEPTH = 50

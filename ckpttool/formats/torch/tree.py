@@ -13,7 +13,7 @@ from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed
-from ckpttool.naming.optimizers.forms import looks_flat
+from ckpttool.optimizer_state import looks_flat
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 

@@ -12,7 +12,7 @@ from ckpttool.formats.torch.optimizer_mapping import node_of
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages
 from ckpttool.formats.torch.tree import REMOVE, Place, Steps, Tree, clone, edited, metadata_of, pairs_of
-from ckpttool.naming.optimizers.forms import kept
+from ckpttool.optimizer_state import kept
 
 _HINT = "leave it out with --drop PATTERN"
 _ORDERED_DICT = Global("collections", "OrderedDict")

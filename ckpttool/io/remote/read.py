@@ -18,8 +18,9 @@ from typing import Any
 import fsspec
 
 from ckpttool.errors import CkptError
-from ckpttool.io import files
+from ckpttool.io import paths
 from ckpttool.io.remote.errors import answered, is_failure
+from ckpttool.io.sources import note_streamed
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors
@@ -114,7 +115,7 @@ def names_in(url: str) -> list[str]:
         own = str(info["name"]).rstrip("/").rpartition("/")[2]
         if own and str(info["name"]).strip("/") != path.strip("/"):
             names.append(own)
-            _kept.stats[files.join(url, own)] = _stat(info)
+            _kept.stats[paths.join(url, own)] = _stat(info)
     return sorted(names)
 
 
@@ -272,7 +273,7 @@ class Stream:
 
     def __init__(self, url: str) -> None:
         self._file = open_file(url)
-        files.note_streamed(url)
+        note_streamed(url)
         self._start = 0
         self._parts: list[bytes] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckpttool.naming.optimizers.forms import OptimizerState
+from ckpttool.optimizer_state import OptimizerState
 
 Shape = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from ckpttool.names import Names, RuntimeTensor
 from ckpttool.naming.match import match
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
-from ckpttool.naming.optimizers.forms import OptimizerState, Param
+from ckpttool.optimizer_state import OptimizerState, Param
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"

@@ -13,8 +13,9 @@ from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import Names
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers.classes import WHOLE
-from ckpttool.naming.optimizers.forms import PARAM_NAMES, OptimizerState, Param, ParamGroup, same_option, same_options
+from ckpttool.naming.optimizers.forms import same_option, same_options
 from ckpttool.naming.optimizers.ids import Parameters
+from ckpttool.optimizer_state import PARAM_NAMES, OptimizerState, Param, ParamGroup
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> what it is of the old ones
 Shapes = Mapping[str, "tuple[int, ...] | None"]
@@ -143,9 +144,9 @@ def _computed(
 def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shapes) -> Any:
     """One entry of a parameter's state: moments by the parameter's own expression, a step where all agree on it."""
     if all(isinstance(value, TensorEntry) and value.shape == shapes.get(ref) for ref, value in values.items()):
-        from ckpttool.evaluate import with_torch as compute
+        from ckpttool.evaluate import with_torch
 
-        return compute.entry_of(key, source, values)
+        return with_torch.entry_of(key, source, values)
     first, *others = values.values()
     if isinstance(first, ExtraEntry) or (isinstance(first, TensorEntry) and first.numel != 1):
         raise Refused("it has not the shape of its parameter", hint="")

@@ -13,7 +13,9 @@ from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, Seri
 from ckpttool.naming.call_variants import aliases, base_name
 from ckpttool.naming.forms import over, read
 from ckpttool.naming.name_tables import Relation
-from ckpttool.queries.diff.result import Entry, Values, compare_pair, leftover, renamed, segment_change, segment_reason
+from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
+from ckpttool.queries.diff.reasons import segment_change, segment_reason
+from ckpttool.queries.diff.result import Entry
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict

@@ -14,7 +14,10 @@ from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import Refused
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.classes import class_of
-from ckpttool.naming.optimizers.forms import (
+from ckpttool.naming.optimizers.forms import read
+from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
+from ckpttool.naming.optimizers.moves import different
+from ckpttool.optimizer_state import (
     FQN,
     GROUPS,
     ID,
@@ -24,12 +27,10 @@ from ckpttool.naming.optimizers.forms import (
     Param,
     ParamGroup,
     numbered,
-    read,
     renamed,
 )
-from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
-from ckpttool.naming.optimizers.moves import different
-from ckpttool.queries.diff.result import HARMLESS, Entry, Values
+from ckpttool.queries.diff.keys import Values
+from ckpttool.queries.diff.result import HARMLESS, Entry
 from ckpttool.words import plural
 
 Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them
