@@ -144,7 +144,7 @@ def test_a_form_that_names_do_not_tell_is_recorded(tmp_path: Path, name: str, en
     assert "read as serialized" in " ".join(first.notes)
     assert MARK.encode() in there.read_bytes()
     again = converted(there, back, name, "serialized")
-    assert (again.was, again.notes) == ("runtime", ())
+    assert (again.source_form, again.notes) == ("runtime", ())
     assert back.read_bytes() == source.read_bytes()
 
 
