@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.formats import format_for, open_checkpoint
-from ckpttool.naming.load_model import load
-from ckpttool.naming.load_optimizer import load_optimizer, with_optimizer
-from ckpttool.naming.names import Names
-from ckpttool.naming.trace import trace
-from ckpttool.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import format_for
+from ckpttool.names import Names
+from ckpttool.tracing.load_model import load
+from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+from ckpttool.tracing.trace import trace
 from support import write_pieces
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

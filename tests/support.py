@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 from ckpttool.checkpoint import Span
-from ckpttool.pieces import Pieces
+from ckpttool.io.pieces import Pieces
 
 
 def write_pieces(pieces: Pieces, path: str | Path) -> str:

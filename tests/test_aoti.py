@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool.edits.swap.swap import swap
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import open_checkpoint
-from ckpttool.formats.pt2 import layout, read, read_program
-from ckpttool.formats.sniff import sniff
-from ckpttool.operand import model_section
-from ckpttool.swap import swap
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.pt2.archive import layout, read, read_program
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.operands.checkpoint import model_section
 from support import write_pieces
 
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))

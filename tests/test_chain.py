@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 import wrapped_definitions
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError, Refused
-from ckpttool.naming.chain import (
+from ckpttool.naming.alignment import pairs
+from ckpttool.naming.wrappers.chain import (
     Chain,
     canonical_keys,
     counters,
@@ -29,8 +30,7 @@ from ckpttool.naming.chain import (
     segments,
     weigh,
 )
-from ckpttool.naming.pairing import pairs
-from ckpttool.naming.runtime import listed, runtime_tensors
+from ckpttool.tracing.runtime import listed, runtime_tensors
 from wrapped_ranks import Net, net
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import dcp_ranks
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats.open import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

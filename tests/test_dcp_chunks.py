@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError
-from ckpttool.formats import dcp_chunks
-from ckpttool.formats.dcp_chunks import tensor_data
-from ckpttool.formats.dcp_metadata import Chunk, Place, TensorItem, cover_problem
+from ckpttool.formats.dcp import chunks as dcp_chunks
+from ckpttool.formats.dcp.chunks import tensor_data
+from ckpttool.formats.dcp.metadata import Chunk, Place, TensorItem, cover_problem
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 import hook_zoo
 from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.cli.app import main
-from ckpttool.diff import STATUSES, Entry, compare
-from ckpttool.diff.names import compare_load, compare_names, compare_through
-from ckpttool.operand import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.queries.diff.keys import compare
+from ckpttool.queries.diff.names import compare_load, compare_names, compare_through
+from ckpttool.queries.diff.result import STATUSES, Entry
 from hook_zoo import ZOO
 from test_remap import FLAT, state_of
 from test_trace import randomized, runtime_values, traced, zoo_model

@@ -7,10 +7,10 @@ import torch
 
 import optimizer_models as models
 from ckpttool.checkpoint import Section
-from ckpttool.diff import HARMLESS, Entry
-from ckpttool.diff.optimizer import compare_optimizers, compare_with_optimizer
-from ckpttool.formats import open_checkpoint
-from ckpttool.values import difference
+from ckpttool.evaluate.compare import difference
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.queries.diff.optimizer import compare_optimizers, compare_with_optimizer
+from ckpttool.queries.diff.result import HARMLESS, Entry
 from optimizer_support import names_of, remapped, save, steps, train
 
 

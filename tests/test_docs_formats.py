@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ckpttool.formats import TABLE, Format
+from ckpttool.formats.table import TABLE, Format
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 START, END = "<!-- the table of ckpttool/formats -->\n", "<!-- end of the table -->\n"

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckpttool.cli.app import main
-from ckpttool.naming.chain import canonical_keys, is_lightning, weigh
-from ckpttool.naming.runtime import listed, runtime_tensors
-from ckpttool.operand import model_section, open_operand
+from ckpttool.naming.wrappers.chain import canonical_keys, is_lightning, weigh
+from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.tracing.runtime import listed, runtime_tensors
 from conftest import Wrapped
 from test_wrapped import PLAIN, tensors
 from wrapped_ranks import BLOCKS, CHAINS, Net, filename, net

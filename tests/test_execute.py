@@ -14,9 +14,9 @@ import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.execute import preflight, write
-from ckpttool.pieces import Crc, Piece
-from ckpttool.spans import CHUNK, same_bytes
+from ckpttool.io.pieces import Crc, Piece
+from ckpttool.io.ranges import CHUNK, same_bytes
+from ckpttool.io.write_file import preflight, write
 from support import run_measured
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.execute.folder import preflight, write_folder
-from ckpttool.pieces import Link, Piece
+from ckpttool.io.pieces import Link, Piece
+from ckpttool.io.write_folder import preflight, write_folder
 
 
 def fails() -> Lazy:

@@ -18,13 +18,14 @@ from torch import nn
 
 from ckpttool.checkpoint import Span
 from ckpttool.cli.app import main
-from ckpttool.formats import open_checkpoint
-from ckpttool.formats.rank_files import OnRanks
-from ckpttool.naming.flat_param import is_flat, misfit, shard_sizes, slots, unit_paths
-from ckpttool.naming.load_model import load
-from ckpttool.naming.names import Names
-from ckpttool.naming.trace import trace
-from ckpttool.remap.gather import gather
+from ckpttool.edits.ranks.gather import gather
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.ranks.files import OnRanks
+from ckpttool.keys import is_flat
+from ckpttool.names import Names
+from ckpttool.naming.flat_param import misfit, shard_sizes, slots, unit_paths
+from ckpttool.tracing.load_model import load
+from ckpttool.tracing.trace import trace
 from flatten_params_wrapper import flattened
 from fsdp_run import Block, Mlp, Net
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool.errors import CkptError
-from ckpttool.formats import open_checkpoint
-from ckpttool.formats.folders import companions, locate, safe_path
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.recognise_folder import companions, locate
+from ckpttool.io.safe_path import safe_path
 
 
 def put(folder: Path, *names: str) -> Path:

@@ -31,7 +31,7 @@ def below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-WITH_TORCH = ("ckpttool.compute", "ckpttool.live", "ckpttool.naming")  # in `naming`, the trace and what loads models
+WITH_TORCH = ("ckpttool.evaluate.with_torch", "ckpttool.live", "ckpttool.tracing")
 
 
 def test_torch_is_imported_where_models_are_run_and_values_computed_and_nowhere_else() -> None:
@@ -54,7 +54,7 @@ def test_what_needs_no_torch_loads_none() -> None:
     [
         ("ckpttool.cli", ("ckpttool.cli", "ckpttool.__main__")),
         ("ckpttool.report", ("ckpttool.cli", "ckpttool.report")),
-        ("rich", ("ckpttool.report.terminal", "ckpttool.cli")),
+        ("rich", ("ckpttool.report.renderers.terminal", "ckpttool.cli")),
         ("typer", ("ckpttool.cli",)),
     ],
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
-from ckpttool.inspection import inspect
+from ckpttool.queries.inspection import inspect
 from ckpttool.report import render
-from ckpttool.report.inspection import document
+from ckpttool.report.documents.inspection import document
 
 TIED = Storage(Span("train.pt", 64, 288))
 

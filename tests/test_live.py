@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ckpttool.errors import CkptError, Refused
 from ckpttool.live import swap_weights
-from ckpttool.naming.load_model import LoadedModel, load
-from ckpttool.naming.trace import trace
+from ckpttool.tracing.load_model import LoadedModel, load
+from ckpttool.tracing.trace import trace
 from unflattened import Nested, Shared, example, made, unflattened
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError
-from ckpttool.naming.load_model import LoadedModel, load
+from ckpttool.tracing.load_model import LoadedModel, load
 
 
 @pytest.fixture

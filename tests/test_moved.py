@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpttool import compute, moved
 from ckpttool.checkpoint import Span, TensorEntry
+from ckpttool.evaluate import with_torch, without_torch
+from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Argument, Expression, Op, Ref
-from ckpttool.moved import ROW_MAJOR
-from ckpttool.operand import model_section, open_operand
+from ckpttool.operands.checkpoint import model_section, open_operand
 
 torch.set_num_threads(1)
 
@@ -55,14 +55,14 @@ MOVED = {
 
 @pytest.mark.parametrize("name", MOVED)
 def test_what_is_moved_is_what_torch_computes(have: dict[str, TensorEntry], name: str) -> None:
-    entry, expected = moved.entry_of("x", MOVED[name], have), compute.entry_of("x", MOVED[name], have)
+    entry, expected = without_torch.entry_of("x", MOVED[name], have), with_torch.entry_of("x", MOVED[name], have)
     assert entry is not None
     assert (entry.key, entry.dtype, entry.shape) == ("x", expected.dtype, expected.shape)
-    assert torch.equal(compute.load(entry), compute.load(expected))
+    assert torch.equal(with_torch.load(entry), with_torch.load(expected))
 
 
 def test_clones_are_bytes_of_the_file_and_share_nothing(have: dict[str, TensorEntry]) -> None:
-    entry = moved.entry_of("x", clone(narrow(A, 0, 1, 2)), have)
+    entry = without_torch.entry_of("x", clone(narrow(A, 0, 1, 2)), have)
     assert entry is not None
     assert isinstance(entry.storage.data, Span)
     assert (entry.offset, entry.storage.nbytes) == (0, 2 * 20 * 4)
@@ -91,4 +91,4 @@ LEFT_TO_TORCH = {
 
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
 def test_what_is_left_to_torch(have: dict[str, TensorEntry], name: str) -> None:
-    assert moved.entry_of("x", LEFT_TO_TORCH[name], have) is None
+    assert without_torch.entry_of("x", LEFT_TO_TORCH[name], have) is None

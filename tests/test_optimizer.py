@@ -11,10 +11,12 @@ import torch
 import optimizer_models as models
 from ckpttool.checkpoint import Section
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import format_for, open_checkpoint
-from ckpttool.naming.optimizer import FLAT, form_of, numbered, read, renamed, write
-from ckpttool.naming.optimizer_classes import class_of
-from ckpttool.operand import open_operand
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import format_for
+from ckpttool.naming.optimizers.classes import class_of
+from ckpttool.naming.optimizers.forms import form_of, read, write
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.optimizer_state import FLAT, numbered, renamed
 from optimizer_support import same, train
 from support import write_pieces
 

@@ -30,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.pickle_tree import ABSENT, Call, Global, Limits, Persistent, dumps, loads
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Limits, Persistent, dumps, loads
 
 Point = collections.namedtuple("Point", "x y")
 

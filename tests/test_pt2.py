@@ -22,11 +22,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.pt2 import layout, read, read_program
-from ckpttool.formats.zip_archive import read_archive
-from ckpttool.formats.zip_layout import NewRecord, layout_archive
-from ckpttool.naming.exported import names
-from ckpttool.operand import open_operand
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.pt2.archive import layout, read, read_program
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.operands.program_names import names
 from support import write_pieces
 
 DATA = Path(__file__).parent / "data"
@@ -218,7 +218,8 @@ def test_names_of_what_torch_2_9_wrote():
 def test_reading_needs_neither_torch_nor_the_operators(folder):
     """The program calls an operator that the other process has never heard of."""
     code = (
-        "import sys; from ckpttool.formats.pt2 import read, layout; from ckpttool.naming.exported import names\n"
+        "import sys; from ckpttool.formats.pt2.archive import read, layout\n"
+        "from ckpttool.operands.program_names import names\n"
         "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "old.pt2")], check=True)

@@ -16,13 +16,13 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Storage
+from ckpttool.edits.swap.swap import swap, to_json
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import open_checkpoint
-from ckpttool.formats.pt2 import layout, read
-from ckpttool.formats.zip_archive import read_archive
-from ckpttool.naming.exported import names
-from ckpttool.operand import model_section
-from ckpttool.swap import swap, to_json
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.pt2.archive import layout, read
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.program_names import names
 from support import write_pieces
 
 DATA = Path(__file__).parent / "data"

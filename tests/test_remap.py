@@ -12,16 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpttool import compute, execute
 from ckpttool import expression as ex
-from ckpttool.convert import fit
+from ckpttool.edits.remap.plan import Remap, Way, by_plan, remap
+from ckpttool.edits.rules.patterns import parse
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import format_for
-from ckpttool.naming.mark import MARK
-from ckpttool.operand import open_operand
+from ckpttool.evaluate import with_torch
+from ckpttool.formats.fit import fit
+from ckpttool.formats.form_mark import MARK
+from ckpttool.formats.table import format_for
+from ckpttool.io import write_file
+from ckpttool.operands.checkpoint import open_operand
 from ckpttool.plan import Plan
-from ckpttool.remap import Remap, Way, by_plan, remap
-from ckpttool.rules import parse
 from hook_zoo import ZOO
 from test_trace import randomized, runtime_values, traced, zoo_model
 
@@ -44,13 +45,13 @@ ROUND = [name for name in FLAT if traced(name).roundtrips]
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
     done = remap(open_operand(str(source)), Way(traced(name), to, **options))
     target = format_for(str(out))
-    execute.write(target.layout(fit(done.result, target, keep_aliases=True)), str(out), fsync=False)
+    write_file.write(target.layout(fit(done.result, target, keep_aliases=True)), str(out), fsync=False)
     return done
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     left, right = left.resolve_conj(), right.resolve_conj()
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and compute.same_bits(left, right)
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and with_torch.same_bits(left, right)
 
 
 def assert_same(found: State, wanted: State) -> None:
@@ -221,7 +222,7 @@ def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
     target = format_for("out.pt")
     for word, one in (("one", done), ("two", again)):
-        execute.write(target.layout(fit(one.result, target)), str(tmp_path / word), fsync=False)
+        write_file.write(target.layout(fit(one.result, target)), str(tmp_path / word), fsync=False)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert (tmp_path / "one").read_bytes() != path.read_bytes()
 
@@ -250,5 +251,5 @@ def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
     done = remap(open_operand(str(tmp_path / "in.safetensors")), Way(rules=[parse("a => b"), parse("b => a")]))
     target = format_for("o.safetensors")
-    execute.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
+    write_file.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}

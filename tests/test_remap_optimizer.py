@@ -9,10 +9,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import optimizer_models as models
+from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.edits.rules.patterns import parse
 from ckpttool.errors import Refused
-from ckpttool.formats import open_checkpoint
-from ckpttool.remap.optimizer import Wanted, remap_optimizers
-from ckpttool.rules import parse
+from ckpttool.formats.open import open_checkpoint
 from optimizer_support import equal_weights, names_of, remapped, same, save, steps, train
 
 OPTIMIZERS = {

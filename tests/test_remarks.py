@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats.open import open_checkpoint
 
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 

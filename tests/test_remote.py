@@ -21,19 +21,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, load_file, save, save_file
 
-from ckpttool import remote
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
 from ckpttool.cli.app import main
-from ckpttool.compute import load as tensor_of
 from ckpttool.errors import CkptError
-from ckpttool.files import is_url, join, name, opened, parent
-from ckpttool.formats import open_checkpoint
-from ckpttool.formats.folders import safe_path
-from ckpttool.operand import open_operand, split
-from ckpttool.pieces import Piece
-from ckpttool.remote import errors as remote_errors
-from ckpttool.remote.upload import write
-from ckpttool.spans import SpanReader, read_span
+from ckpttool.evaluate.with_torch import load as tensor_of
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.io.files import opened
+from ckpttool.io.paths import is_url, join, name, parent
+from ckpttool.io.pieces import Piece
+from ckpttool.io.ranges import SpanReader, read_span
+from ckpttool.io.remote import errors as remote_errors
+from ckpttool.io.remote import read as remote
+from ckpttool.io.safe_path import safe_path
+from ckpttool.io.write_remote import write
+from ckpttool.operands.checkpoint import open_operand, split
 from remote_servers import s3_server, web_server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -315,7 +316,7 @@ def test_several_parts_become_one_file(store: Store) -> None:
 
 @pytest.mark.parametrize("to", ["local", "remote"])
 def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str) -> None:
-    from ckpttool import execute
+    from ckpttool.io import write_file
 
     url = store.put("a.safetensors", save(STATE))
     pieces = [Piece(Span(url, 0, open_checkpoint(url).nbytes))]
@@ -325,7 +326,7 @@ def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str) 
     )
     out = str(tmp_path / "out") if to == "local" else f"{store.url}/out"
     with pytest.raises(CkptError, match="was changed while it was read"):
-        execute.write(pieces, out)
+        write_file.write(pieces, out)
     assert store.names() == {"a.safetensors"}
     assert not list(tmp_path.iterdir())
 
@@ -583,7 +584,7 @@ def test_local_paths_load_no_fsspec(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "a.safetensors")
     code = (
         "import sys; from ckpttool.cli.app import main; status = main(sys.argv[1:]);"
-        "assert not {'fsspec', 'torch', 'ckpttool.remote'} & sys.modules.keys(); sys.exit(status)"
+        "assert not {'fsspec', 'torch', 'ckpttool.io.remote.read'} & sys.modules.keys(); sys.exit(status)"
     )
     words = ["remap", str(tmp_path / "a.safetensors"), *RENAME, "-o", str(tmp_path / "b.safetensors")]
     subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)

@@ -24,7 +24,7 @@ from ckpttool.report.document import (
     Table,
     shortened,
 )
-from ckpttool.report.text import Terminal
+from ckpttool.report.renderers.text import Terminal
 from ckpttool.words import human_bytes, number, plural, shape_text, shell, visible
 
 COLUMNS = (Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number"))

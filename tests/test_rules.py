@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.edits.rules.patterns import matches, parse, rename
 from ckpttool.errors import CkptError, Refused
-from ckpttool.rules import matches, parse, rename
 
 RENAMES = [
     # rule, key, its new name (None: no match)

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.checkpoint import Lazy
 from ckpttool.cli.app import main
-from ckpttool.convert import fit
+from ckpttool.edits.remap.plan import Way, by_plan, remap
+from ckpttool.edits.rules.file import read
 from ckpttool.errors import CkptError, Refused
-from ckpttool.execute import write
-from ckpttool.formats import format_for
-from ckpttool.operand import model_section, open_operand
+from ckpttool.formats.fit import fit
+from ckpttool.formats.table import format_for
+from ckpttool.io.write_file import write
+from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.plan import Plan
-from ckpttool.remap import Way, by_plan, remap
-from ckpttool.rules.file import read
 
 torch.set_num_threads(1)
 State = dict[str, torch.Tensor]

@@ -15,8 +15,8 @@ from safetensors.torch import save, save_file
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import safetensors as st_format
-from ckpttool.formats.safetensors import layout, read
+from ckpttool.formats.safetensors import single as st_format
+from ckpttool.formats.safetensors.single import layout, read
 from support import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 import real_models
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
-from ckpttool.formats import FORMATS, open_checkpoint
-from ckpttool.formats.sharded import Shards
+from ckpttool.formats.huggingface.sharded import Shards
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import FORMATS
 
 INDEX = "model.safetensors.index.json"
 RULE = "model.{x*} => trunk.{x*}"

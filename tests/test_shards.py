@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.shards import Item, parse_size, plan_shards, shard_names
+from ckpttool.formats.huggingface.plan_shards import Item, parse_size, plan_shards, shard_names
 
 
 def items(*sizes: int) -> list[Item]:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.sniff import sniff
+from ckpttool.formats.recognise_file import sniff
 
 
 class Doubling(torch.nn.Module):

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 
-from ckpttool.convert import fit, losses
 from ckpttool.errors import CkptError
-from ckpttool.formats import FORMATS, open_checkpoint
-from ckpttool.formats.sniff import sniff
-from ckpttool.formats.torch_legacy import read
-from ckpttool.values import same_values
+from ckpttool.evaluate.compare import same_values
+from ckpttool.formats.fit import fit, losses
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.formats.table import FORMATS
+from ckpttool.formats.torch.legacy_file import read
 from support import write_pieces
 
 DATA = Path(__file__).parent / "data"

@@ -20,10 +20,10 @@ import torch
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
-from ckpttool.formats.torch_zip import layout, read
-from ckpttool.formats.zip_archive import read_archive
-from ckpttool.formats.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.torch.zip_file import layout, read
 from support import write_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -677,7 +677,7 @@ def test_many_that_share_much_are_not_looked_at_again_and_again(tmp_path: Path) 
 def test_reading_and_renaming_need_no_torch(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": torch.ones(2)})
     code = (
-        "import sys; from ckpttool.formats.torch_zip import read, layout; c = read(sys.argv[1]); layout(c);"
+        "import sys; from ckpttool.formats.torch.zip_file import read, layout; c = read(sys.argv[1]); layout(c);"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 0

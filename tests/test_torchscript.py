@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.convert import check_in_place
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats import FORMATS, open_checkpoint
-from ckpttool.formats.sniff import sniff
-from ckpttool.formats.torchscript import layout, read
+from ckpttool.formats.fit import check_in_place
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.formats.table import FORMATS
+from ckpttool.formats.torch.torchscript import layout, read
 
 DATA = Path(__file__).parent / "data"
 OLD = str(DATA / "script-torch-2.5.1.pt")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.compute import evaluate
-from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.names import Names
-from ckpttool.naming.trace import trace
+from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.names import Names
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.trace import trace
 from hook_zoo import ZOO
 from support import run_measured
 
@@ -239,7 +239,7 @@ def build():
 """
     )
     code = (
-        "from ckpttool.naming.load_model import load; from ckpttool.naming.trace import trace;"
+        "from ckpttool.tracing.load_model import load; from ckpttool.tracing.trace import trace;"
         "names = trace(load('large.py:build')); assert names.roundtrips, names.roundtrip_problems[:3];"
         "print(len(names.serialized))"
     )

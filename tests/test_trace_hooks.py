@@ -12,9 +12,9 @@ from torch import nn
 
 import hook_zoo
 from ckpttool.errors import CkptError
-from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.names import Hook
-from ckpttool.naming.trace import trace
+from ckpttool.names import Hook
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.trace import trace
 from hook_zoo import ZOO
 from test_trace import traced, zoo_model
 

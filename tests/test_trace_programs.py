@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.compute import evaluate
-from ckpttool.naming.load_model import LoadedModel
-from ckpttool.naming.trace import trace
+from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.trace import trace
 from test_trace import assert_same, randomized, runtime_values
 
 torch.set_num_threads(1)

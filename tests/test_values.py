@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.cli.app import main
-from ckpttool.formats import open_checkpoint
-from ckpttool.spans import same_data
-from ckpttool.values import fingerprints, verify
+from ckpttool.evaluate.compare import fingerprints, verify
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.io.ranges import same_data
 
 
 def lazy(data: bytes, cuts: list[int]) -> Lazy:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
-from ckpttool.compute import evaluate
-from ckpttool.naming.trace import Verdict, load_verdict
+from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.tracing.trace import Verdict, load_verdict
 from hook_zoo import ZOO
 from test_trace import randomized, runtime_values, zoo_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpttool.cli.app import main
-from ckpttool.naming.chain import COUNTER, canonical_keys
+from ckpttool.naming.wrappers.chain import COUNTER, canonical_keys
 from conftest import Wrapped
 from optimizer_support import same
 from wrapped_ranks import BLOCKS, CHAINS, TRAINED, Net, filename, net

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.zip_archive import Archive, read_archive, read_record
+from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
 
 
 @dataclass

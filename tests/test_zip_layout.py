@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ckpttool.checkpoint import Lazy, Span
-from ckpttool.formats.zip_archive import U32, Archive, Record, read_archive, read_record
-from ckpttool.formats.zip_layout import NewRecord, layout_archive
-from ckpttool.pieces import Pieces
+from ckpttool.formats.containers.zip_archive import U32, Archive, Record, read_archive, read_record
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.io.pieces import Pieces
 from support import write_pieces
 
 

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import dcp_ranks
-from ckpttool.naming.chain import parse
-from ckpttool.naming.runtime import listed, runtime_tensors
+from ckpttool.naming.wrappers.chain import parse
+from ckpttool.tracing.runtime import listed, runtime_tensors
 
 Wrap = Callable[[nn.Module], nn.Module]
 FULL = StateDictOptions(full_state_dict=True)

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from ckpttool.errors import CkptError, Problem
-from ckpttool.report import json
+from ckpttool.report.renderers import json
 from ckpttool.words import shell, visible
 
 # click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ckpttool.report import FORMATS, check_format, format_of, json, render
+from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document
-from ckpttool.report.text import Terminal
+from ckpttool.report.renderers import json
+from ckpttool.report.renderers.text import Terminal
 
 
 def _check_reports(paths: list[str] | None) -> list[str]:

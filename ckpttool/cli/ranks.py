@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpttool import execute
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.cli.writing import prove, write
 from ckpttool.errors import CkptError
-from ckpttool.formats import FORMATS
-from ckpttool.naming.names import FSDP_FLAT, Names
+from ckpttool.formats.table import FORMATS
+from ckpttool.io import write_file
+from ckpttool.names import FSDP_FLAT, Names
 
 if TYPE_CHECKING:
-    from ckpttool.remap.gather import Gathered
+    from ckpttool.edits.ranks.gather import Gathered
 
 PLACE = "{rank}"  # in OUT, for the number of the rank
 
@@ -54,7 +54,7 @@ def put_together(
 
     Raises `CkptError` where that cannot be, or where `units` has nothing to say.
     """
-    from ckpttool.remap.gather import gather, needs_gathering, without_model
+    from ckpttool.edits.ranks.gather import gather, needs_gathering, without_model
 
     if not needs_gathering(source):
         if units and to != FSDP_FLAT:
@@ -74,7 +74,7 @@ def write_ranks(ranks: Sequence[Checkpoint], out: str, *, force: bool, fsync: bo
     paths = [out.replace(PLACE, str(rank)) for rank in range(len(ranks))]
     layouts = [FORMATS["torch_zip"].layout(rank) for rank in ranks]
     for path, rank in zip(paths, ranks):
-        execute.preflight(path, [rank.source], force=force, in_place=False)
+        write_file.preflight(path, [rank.source], force=force, in_place=False)
     for path, pieces, rank in zip(paths, layouts, ranks):
         write(pieces, path, fsync=fsync)
         if verify:

@@ -8,19 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ckpttool import execute
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.execute import folder as folders
-from ckpttool.pieces import Files, Pieces
-from ckpttool.pieces import Link as Linked
-from ckpttool.target import Target
-from ckpttool.values import Fingerprints
+from ckpttool.evaluate.compare import Fingerprints
+from ckpttool.io import write_file, write_folder
+from ckpttool.io.pieces import Files, Pieces
+from ckpttool.io.pieces import Link as Linked
+from ckpttool.operands.output import Target
 
 
 def _known_link(how: str) -> str:
-    if how not in folders.LINKS:
-        raise CkptError(f"--link {how}: no such way", hint=f"choose one of {', '.join(folders.LINKS)}")
+    if how not in write_folder.LINKS:
+        raise CkptError(f"--link {how}: no such way", hint=f"choose one of {', '.join(write_folder.LINKS)}")
     return how
 
 
@@ -33,7 +32,7 @@ HowLinked = Annotated[
     typer.Option(
         "--link",
         metavar="HOW",
-        help=f"Data files that stay as they are: {', '.join(folders.LINKS)}.",
+        help=f"Data files that stay as they are: {', '.join(write_folder.LINKS)}.",
         callback=_known_link,
     ),
 ]
@@ -45,15 +44,15 @@ _WORTH_A_BAR = 256 << 20  # bytes; less is written before anyone looks
 def write(pieces: Pieces, out: str, *, fsync: bool) -> int:
     """Writes the file and returns its size in bytes; shows a bar on stderr where that is a terminal."""
     total = sum(piece.nbytes for piece in pieces)
-    return _with_bar(out, total, lambda progress: execute.write(pieces, out, fsync=fsync, progress=progress))
+    return _with_bar(out, total, lambda progress: write_file.write(pieces, out, fsync=fsync, progress=progress))
 
 
 def check_target(target: Target, source: str, *, force: bool, in_place: bool) -> None:
     """Raises `CkptError` where OUT cannot or must not be written."""
     if target.folder is None:
-        execute.preflight(target.path, [source], force=force, in_place=in_place)
+        write_file.preflight(target.path, [source], force=force, in_place=in_place)
     else:
-        folders.preflight(target.folder, target.present(), source, force=force, in_place=in_place)
+        write_folder.preflight(target.folder, target.present(), source, force=force, in_place=in_place)
 
 
 def write_target(target: Target, files: Files, *, fsync: bool, link: str) -> int:
@@ -65,13 +64,13 @@ def write_target(target: Target, files: Files, *, fsync: bool, link: str) -> int
     total = sum(piece.nbytes for content in files.values() if not isinstance(content, Linked) for piece in content)
     stale = target.present(files)
 
-    def move(progress: execute.Progress | None) -> int:
-        return folders.write_folder(files, folder, stale=stale, link=link, fsync=fsync, progress=progress)
+    def move(progress: write_file.Progress | None) -> int:
+        return write_folder.write_folder(files, folder, stale=stale, link=link, fsync=fsync, progress=progress)
 
     return _with_bar(target.path, total, move)
 
 
-def _with_bar(title: str, total: int, move: Callable[[execute.Progress | None], int]) -> int:
+def _with_bar(title: str, total: int, move: Callable[[write_file.Progress | None], int]) -> int:
     if total < _WORTH_A_BAR or not sys.stderr.isatty():
         return move(None)
     from rich.console import Console
@@ -88,8 +87,8 @@ def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | N
 
     `written` is the index of `out`, where it is not the usual one.
     """
-    from ckpttool.formats import open_checkpoint
-    from ckpttool.values import verify
+    from ckpttool.evaluate.compare import verify
+    from ckpttool.formats.open import open_checkpoint
 
     problems = verify(written or open_checkpoint(out), expected)
     if problems:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.naming.flat_param import is_flat
+from ckpttool.keys import is_flat
 
 _GATHER = "`python zero_to_fp32.py CHECKPOINT_DIR OUT` gathers them (DeepSpeed puts the script beside the checkpoint)"
 PLACEHOLDER = f"a ZeRO-3 placeholder, its values are in the ranks' files; {_GATHER}"

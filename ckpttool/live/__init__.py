@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from ckpttool.live.call_variants import swap_attribute, swap_module, variants
 from ckpttool.live.swap import Swapped, swap_weights
-from ckpttool.live.variants import swap_attribute, swap_module, variants
 
 __all__ = ["Swapped", "swap_attribute", "swap_module", "swap_weights", "variants"]

@@ -15,12 +15,12 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.naming import exported
-from ckpttool.naming.load_model import LoadedModel, copied, load
-from ckpttool.naming.names import Names
-from ckpttool.naming.runtime import listed, wrapper_paths
-from ckpttool.naming.trace import trace
-from ckpttool.naming.wrappers import strip
+from ckpttool.names import Names
+from ckpttool.naming.wrappers.table import strip
+from ckpttool.operands import program_names as exported
+from ckpttool.tracing.load_model import LoadedModel, copied, load
+from ckpttool.tracing.runtime import listed, wrapper_paths
+from ckpttool.tracing.trace import trace
 
 Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], nn.Module]]
 

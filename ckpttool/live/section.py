@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from ckpttool import compute
 from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
-from ckpttool.naming.identity import Token, token
-from ckpttool.naming.runtime import dtype_name
+from ckpttool.evaluate import with_torch
+from ckpttool.tracing.recorder.identity import Token, token
+from ckpttool.tracing.runtime import dtype_name
 
 
 def section_of(state_dict: Mapping[str, object]) -> Section:
@@ -62,4 +62,4 @@ def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: 
 
 def _bytes(memory: torch.UntypedStorage) -> memoryview:
     whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-    return compute.to_bytes(whole.cpu())
+    return with_torch.to_bytes(whole.cpu())

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool import compute
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.evaluate import with_torch
 from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import layout_of
-from ckpttool.naming.identity import address, components, token
+from ckpttool.tracing.recorder.identity import address, components, token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, An
 
 
 def _value(source: Expression, state: Mapping[str, Any]) -> torch.Tensor:
-    found = state[source.key] if isinstance(source, Ref) else compute.evaluate(source, state.__getitem__)
+    found = state[source.key] if isinstance(source, Ref) else with_torch.evaluate(source, state.__getitem__)
     return found.detach()
 
 

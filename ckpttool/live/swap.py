@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ckpttool import swap as planning
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.swap import swap as planning
 from ckpttool.errors import CkptError, Refused
 from ckpttool.expression import Expression
 from ckpttool.live.model import Model, Target, module_target, names_of, package_target, program_target

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpttool.errors import Refused
 from ckpttool.live.stage import New, arranged
-from ckpttool.naming.identity import address, token
+from ckpttool.tracing.recorder.identity import address, token
 
 
 def write(news: Sequence[New]) -> None:

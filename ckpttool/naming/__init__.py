@@ -1,0 +1,1 @@
+"""`Names` and keys become matches and plans. No torch, and no format."""

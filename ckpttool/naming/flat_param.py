@@ -6,7 +6,6 @@ nested modules that are flattened themselves left out. Such a module is called a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,12 +13,10 @@ from math import prod
 
 from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem
-from ckpttool.naming.chain import recognise
-from ckpttool.naming.names import Names
-from ckpttool.naming.wrappers import strip
-
-FLAT_PARAM = "_flat_param"  # FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
-_FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
+from ckpttool.keys import is_flat
+from ckpttool.names import Names
+from ckpttool.naming.wrappers.chain import recognise
+from ckpttool.naming.wrappers.table import strip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,6 @@ class Slot:
     @property
     def end(self) -> int:
         return self.start + self.numel
-
-
-def is_flat(key: str) -> bool:
-    """Whether the last segment of `key` is one that flat parameters have."""
-    return _FLAT.fullmatch(key.rpartition(".")[2]) is not None
 
 
 def unit_paths(flat: Iterable[str], others: Iterable[str] = ()) -> dict[str, str]:

@@ -14,9 +14,9 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import Problem
 from ckpttool.expression import Expression, Op, Ref
+from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.match import Match, match
-from ckpttool.naming.names import RUNTIME, SERIALIZED
-from ckpttool.naming.relation import Likeness, Relation
+from ckpttool.naming.name_tables import Likeness, Relation
 from ckpttool.plan import Dropped, ModuleRename, Output, Plan, module_renames
 
 

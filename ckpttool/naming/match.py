@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from ckpttool.errors import Problem
-from ckpttool.naming.chain import recognise
-from ckpttool.naming.variants import base_names
-from ckpttool.naming.wrappers import SEGMENTS, strip
+from ckpttool.naming.call_variants import base_names
+from ckpttool.naming.wrappers.chain import recognise
+from ckpttool.naming.wrappers.table import SEGMENTS, strip
 
 _BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # PEFT's, which are not tried one by one
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through

@@ -11,7 +11,7 @@ from ckpttool.errors import CkptError
 
 if TYPE_CHECKING:
     from ckpttool.report.document import Document
-    from ckpttool.report.text import Terminal
+    from ckpttool.report.renderers.text import Terminal
 
 # Format name -> the file endings that choose it. The renderer is the module of the same name, imported when it is used.
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -44,7 +44,7 @@ def format_of(path: str) -> str:
 
 def render(name: str, document: Document, data: Mapping[str, Any], terminal: Terminal | None = None) -> str:
     """The result in format `name`: JSON from `data`, all else from `document`. `terminal` is for text only."""
-    module = import_module(f"ckpttool.report.{check_format(name)}")
+    module = import_module(f"ckpttool.report.renderers.{check_format(name)}")
     if name == "json":
         return str(module.render(data))
     return str(module.render(document, terminal) if name == "text" else module.render(document))

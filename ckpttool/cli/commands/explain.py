@@ -1,0 +1,28 @@
+"""``ckpttool explain``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli.options import Materialize, ModelKwargs, Optimizer
+from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.operands.model import load_names
+from ckpttool.queries.explanation import explain
+
+
+def command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The tensor's name in any form.")],
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model that has the tensor.")],
+    model_kwargs: ModelKwargs = "{}",
+    materialize: Materialize = False,
+    optimizer: Optimizer = None,
+    format: Format = "text",
+    report: Reports = None,
+) -> None:
+    """One tensor: all its names, and the hook that renames it."""
+    from ckpttool.report.documents.names import explained
+
+    found = explain(load_names(model, model_kwargs, materialize, optimizer), name)
+    emit(lambda: explained(found), found.to_json, format, report)

@@ -1,0 +1,27 @@
+"""``ckpttool inspect``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpttool.cli.output import Format, Reports, emit
+
+
+def command(
+    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: file, directory, index, glob or URL.")],
+    all: Annotated[bool, typer.Option("--all", help="A line for every tensor, and no list cut short.")] = False,
+    format: Format = "text",
+    report: Reports = None,
+) -> None:
+    """What is in a checkpoint: keys, dtypes, shapes, aliases.
+
+    Reads the index only: no tensor is loaded, no pickle is run. CKPT::SECTION looks at one section.
+    """
+    from ckpttool.operands.checkpoint import open_operand
+    from ckpttool.queries.inspection import inspect
+    from ckpttool.report.documents.inspection import document
+
+    inspection = inspect(open_operand(ckpt))
+    emit(lambda: document(inspection, all=all), inspection.to_json, format, report)

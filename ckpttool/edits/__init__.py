@@ -1,0 +1,1 @@
+"""What makes a new checkpoint from an old one."""

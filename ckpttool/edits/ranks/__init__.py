@@ -1,0 +1,1 @@
+"""Flat parameters and parts of tensors put together, and cut again."""

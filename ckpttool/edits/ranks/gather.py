@@ -1,0 +1,281 @@
+"""Rank files become an ordinary checkpoint: flat parameters the model's own ones, sharded slices whole tensors.
+
+Nothing is read but the index: each original tensor is a storage that lies in the files of one or more ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, contiguous_stride
+from ckpttool.edits.remap.plan import Remap
+from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.compare import same_values
+from ckpttool.evaluate.parts import across, joined
+from ckpttool.expression import Expression, Op, Ref, substitute
+from ckpttool.formats.ranks.files import NAME, OnRanks
+from ckpttool.formats.ranks.sharded_tensor import is_sharded
+from ckpttool.keys import is_flat
+from ckpttool.names import RUNTIME, SERIALIZED, Names
+from ckpttool.naming.flat_param import Slot, flat_params, misfit, named_units, slots, unit_paths
+from ckpttool.naming.forms import read
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.wrappers.chain import recognise
+from ckpttool.naming.wrappers.table import strip
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.plan import Dropped
+from ckpttool.words import plural
+
+_UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A flat parameter of a checkpoint: its key and entry, and the places of the model's parameters in it."""
+
+    key: str
+    entry: TensorEntry
+    slots: tuple[Slot, ...]
+
+    @property
+    def parts(self) -> tuple[TensorEntry | None, ...]:
+        """What each rank holds of it, by rank."""
+        return parts_of(self.entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """`checkpoint` has ordinary tensors only; `sources` are its model's keys as expressions over the files' keys.
+
+    `units` are the flat parameters that were taken apart, by the path of the unit, in ``model.parameters()`` order.
+    """
+
+    checkpoint: Checkpoint
+    section: str
+    sources: Mapping[str, Expression]
+    units: Mapping[str, Unit] = field(default_factory=dict)
+    dropped: tuple[Dropped, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def before(self, done: Remap) -> Remap:
+        """What was `done` to the gathered checkpoint, as done to the files it was gathered from."""
+        outputs = tuple(
+            replace(o, source=over(o.source, self.sources)) if o.section == self.section else o
+            for o in done.plan.outputs
+        )
+        plan = replace(done.plan, outputs=outputs, dropped=(*self.dropped, *done.plan.dropped))
+        return replace(done, plan=plan, notes=(*self.notes, *done.notes))
+
+
+def flat_entries(section: Section, names: Names | None = None) -> list[TensorEntry]:
+    """The flat parameters among the tensors of a model's section; what the model itself calls so is none."""
+    own = set() if names is None else {t.fqn for t in names.runtime}
+    return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
+
+
+def needs_gathering(source: Checkpoint) -> bool:
+    """Whether the checkpoint is that of several ranks, or holds flat parameters."""
+    return source.format == NAME or any(
+        flat_entries(section) for section in source.sections if section.kind == "state_dict"
+    )
+
+
+def without_model(source: Checkpoint) -> Refused:
+    """The refusal to put rank files together without knowing the parameters."""
+    flat = [found for section in source.sections for found in flat_params(section)]
+    if not flat:
+        return Refused(
+            f"{source.source} is {plural(_world_size(source), 'rank file')}: only the model's shapes tell a part of a "
+            "tensor from a copy of it",
+            hint="pass --model MODEL, the definition of the model before it was wrapped",
+        )
+    return Refused(
+        f"{source.source} holds {plural(len(flat), 'flat parameter')}: each is all parameters of one module (a unit), "
+        "laid end to end without their names and shapes",
+        hint="pass --model MODEL, the definition of the model before it was wrapped",
+        problems=[
+            Problem(f"{found.numel:,} elements: the parameters of {found.unit or 'the root module'}", found.key)
+            for found in flat
+        ],
+    )
+
+
+def _world_size(source: Checkpoint) -> int:
+    entries = (entry for section in source.sections for entry in section.tensors)
+    return max((len(parts_of(entry)) for entry in entries), default=1)
+
+
+def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
+    """What each rank holds of the entry; an entry of a single file is all of it."""
+    return entry.payload.parts if isinstance(entry.payload, OnRanks) else (entry,)
+
+
+def over(source: Expression, values: Mapping[str, Expression]) -> Expression:
+    """The expression with what its keys are themselves made of in their place."""
+    found = substitute(source, values.__getitem__)
+    assert isinstance(found, (Ref, Op))
+    return found
+
+
+def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
+    """`source` with its model section as an ordinary one, in runtime names where it held flat parameters.
+
+    `patterns` name the modules that are units, to be checked. Optimizers are left to `gather_optimizer`. Raises
+    `Refused`, all problems at once, where the files and the model do not fit.
+    """
+    section, relation = model_section(source), Relation(names)
+    flat = flat_entries(section, names)
+    keys = {entry.key for entry in flat}
+    rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in keys))
+    work = _Work(relation, rest)
+    paths = unit_paths(keys, rest.by_key())
+    problems = _other_units(names, patterns, set(paths.values())) if patterns else []
+    units = _units(flat, paths, slots(names, set(paths.values()), work.fqns), work.problems)
+    problems += work.problems
+    if problems:
+        raise Refused(
+            f"the files do not fit {names.model}: {plural(len(problems), 'problem')}", hint=_UNITS, problems=problems
+        )
+    made = [work.ordinary(entry, bool(units)) for entry in rest.tensors]
+    made += [entry for unit in units.values() for entry in taken_apart(unit)]
+    reason = "its parameters stand in the files under their own names"
+    dropped = [Dropped(section.path, e.key, reason) for e in flat if paths[e.key] not in units]
+    sources = {work.key(entry.key, bool(units)): work.expression(entry) for entry in rest.tensors}
+    sources.update((entry.key, Ref(entry.key)) for entry in rest.extras)
+    sources.update((fqn, _cut_out(unit, slot)) for unit in units.values() for slot in unit.slots for fqn in slot.fqns)
+    form = RUNTIME if units else section.form
+    done = replace(section, tensors=tuple(made), form=form, modules=_modules(section))
+    sections = tuple(done if s.path == section.path else s for s in source.sections)
+    return Gathered(replace(source, sections=sections), section.path, sources, units, tuple(dropped), tuple(work.notes))
+
+
+class _Work:
+    """The tensors that stand under names of their own: copies, and slices that are put together."""
+
+    def __init__(self, relation: Relation, rest: Section) -> None:
+        self.relation = relation
+        self.reading = read(relation, rest)
+        serialized = self.reading.form == SERIALIZED
+        self.likeness = relation.serialized_likeness if serialized else relation.runtime_likeness
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.resolved = {entry.key: self._resolved(entry) for entry in rest.tensors}
+        self.fqns = {self.key(entry.key, True) for entry in rest.tensors}
+
+    def _resolved(self, entry: TensorEntry) -> TensorEntry:
+        shape = self.likeness.get(self.reading.match.names.get(entry.key, ""), ("", None))[1]
+        found = resolved(entry, shape)
+        if found is None:
+            held = sum(part.numel for part in parts_of(entry) if part is not None)
+            self.problems.append(
+                Problem(f"the ranks hold {held:,} elements of it, and the model's is {list(shape or ())}", entry.key)
+            )
+            return entry
+        copies = [part for part in parts_of(entry) if part is not None]
+        if found.storage is copies[0].storage and not all(same_values(copies[0], part) for part in copies[1:]):
+            self.notes.append(f"{entry.key} differs between the ranks: rank 0's is taken")
+        return found
+
+    def key(self, key: str, runtime: bool) -> str:
+        """The key that the entry gets; with `runtime` that of the model's runtime names."""
+        name = self.reading.match.names.get(key)
+        if not runtime or name is None or self.reading.form == RUNTIME:
+            return name or key
+        return self.relation.fqn_of.get(name, name)
+
+    def ordinary(self, entry: TensorEntry, runtime: bool) -> TensorEntry:
+        return replace(self.resolved[entry.key], key=self.key(entry.key, runtime))
+
+    def expression(self, entry: TensorEntry) -> Expression:
+        shape = self.resolved[entry.key].shape
+        return Ref(entry.key) if shape == entry.shape else Op("aten.view.default", (Ref(entry.key), shape))
+
+
+def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry | None:
+    """What the ranks hold as one tensor of `shape`: a copy of it each, or slices of it. None where it is neither."""
+    if not isinstance(entry.payload, OnRanks):
+        return entry
+    if entry.payload.whole:
+        return replace(entry, payload=None)
+    parts = [part for part in entry.payload.parts if part is not None]
+    if shape is None or not parts or all(part.shape == shape for part in parts):
+        return parts[0] if parts else None
+    slices = all(len(part.shape) == 1 and part.is_contiguous and part.dtype == parts[0].dtype for part in parts)
+    if not slices or sum(part.numel for part in parts) != prod(shape):
+        return None
+    storage = joined(across(parts, 0, prod(shape)))
+    return TensorEntry(entry.key, parts[0].dtype, shape, contiguous_stride(shape), 0, storage)
+
+
+# Flat parameters
+
+
+def _units(
+    flat: Sequence[TensorEntry],
+    paths: Mapping[str, str],
+    places: Mapping[str, tuple[Slot, ...]],
+    problems: list[Problem],
+) -> dict[str, Unit]:
+    """The flat parameters that have to be taken apart, by unit, in the order of `places`."""
+    found: dict[str, Unit] = {}
+    for entry in flat:
+        path = paths[entry.key]
+        if path not in places:
+            problems.append(Problem(f"the model has no module {path} with parameters", entry.key))
+        elif path in found:
+            problems.append(
+                Problem(f"{found[path].key} is of the same module, and which parameters are in which?", entry.key)
+            )
+        elif places[path]:
+            found[path] = Unit(entry.key, entry, places[path])
+            reason = _unfit(found[path])
+            problems += [] if reason is None else [Problem(reason, entry.key)]
+    return {path: found[path] for path in places if path in found}
+
+
+def _unfit(unit: Unit) -> str | None:
+    if unit.entry.storage is None or (is_sharded(unit.entry) and not isinstance(unit.entry.payload, OnRanks)):
+        return "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
+    if len(unit.entry.shape) != 1 or not unit.entry.is_contiguous:
+        return "is not one-dimensional"
+    return misfit(unit.slots, unit.entry.numel, len(unit.parts), padded=True)
+
+
+def taken_apart(unit: Unit) -> Iterator[TensorEntry]:
+    """The parameters of a unit, each with a storage of its own; its names within the unit share it."""
+    for slot in unit.slots:
+        entry = cut_out(unit.entry.dtype, unit.parts, slot)
+        yield from (replace(entry, key=fqn) for fqn in slot.fqns)
+
+
+def cut_out(dtype: str, parts: Sequence[TensorEntry | None], slot: Slot) -> TensorEntry:
+    """The tensor in `slot` of the flat tensor that the parts are together."""
+    storage = joined(across((part for part in parts if part is not None), slot.start, slot.numel))
+    return TensorEntry(slot.fqns[0], dtype, slot.shape, contiguous_stride(slot.shape), 0, storage)
+
+
+def _cut_out(unit: Unit, slot: Slot) -> Expression:
+    return Op("aten.view.default", (Op("aten.slice.Tensor", (Ref(unit.key), 0, slot.start, slot.end)), slot.shape))
+
+
+def _other_units(names: Names, patterns: Sequence[str], have: set[str]) -> list[Problem]:
+    """How the units of the files are others than the patterns say."""
+    wanted, problems = named_units(names, patterns)
+    full = {path for path, own in slots(names, wanted).items() if own}
+    problems += [
+        Problem("--units names it, and the files have no flat parameter of it", p) for p in sorted(full - have)
+    ]
+    return problems + [
+        Problem("the files have a flat parameter of it, and --units does not name it", p or "(root)")
+        for p in sorted(have - set(wanted))
+    ]
+
+
+def _modules(section: Section) -> Mapping[str, object] | None:
+    """``_metadata`` without the paths of wrappers; where two are one then, the inner module's stays."""
+    if section.modules is None:
+        return None
+    wrappers = recognise(path for path in section.modules if path)
+    return {strip(path, wrappers): payload for path, payload in section.modules.items()}

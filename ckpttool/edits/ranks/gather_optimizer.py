@@ -1,0 +1,159 @@
+"""The optimizer half of rank files: state in the shapes of flat parameters or of slices becomes ordinary state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, parts_of, resolved
+from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.edits.remap.plan import Remap
+from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.parts import joined, window
+from ckpttool.formats.ranks.files import OnRanks
+from ckpttool.keys import is_flat
+from ckpttool.names import Names
+from ckpttool.naming.flat_param import unit_paths
+from ckpttool.naming.optimizers import forms
+from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
+from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.words import plural
+
+_LEAVE_OUT = "leave it out with --drop SECTION"
+
+
+def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> Remap:
+    """What was `done` to the model of `gathered`, and every optimizer as that of the model before it was wrapped.
+
+    Ids are numbered in ``model.parameters()`` order again. Raises `Refused`, all problems at once, where it cannot be
+    told whose some state is, or where it does not fit.
+    """
+    done = gathered.before(done)
+    return replace(done, result=gather_optimizers(done.result, gathered.units, names))
+
+
+def gather_optimizers(checkpoint: Checkpoint, units: Mapping[str, Unit], names: Names) -> Checkpoint:
+    """The checkpoint with every optimizer as that of the unwrapped model; `units` are its flat parameters."""
+    sections = [
+        _gathered(section, units, names)
+        if section.kind == "optimizer" and (units or any(isinstance(e.payload, OnRanks) for e in section.tensors))
+        else section
+        for section in checkpoint.sections
+    ]
+    return replace(checkpoint, sections=tuple(sections))
+
+
+def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Section:
+    where = section.path or "(root)"
+    state = forms.read(section)
+    problems: list[Problem] = []
+    of_unit = _units_of(state, units, where) if units else {}
+    made = _of_flat(state, of_unit, names, problems) if of_unit else _of_slices(state, names, where, problems)
+    if problems:
+        raise Refused(f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems)
+    named = forms.write(made, section)
+    if state.form != ID:
+        return named
+    alone = Checkpoint("", "", 0, (named,))
+    return remap_optimizers(alone, Wanted(keys=ID, names=names))[0].sections[0]
+
+
+# State with the shapes of flat parameters
+
+
+def _units_of(state: OptimizerState, units: Mapping[str, Unit], where: str) -> dict[Param, Unit]:
+    """The unit whose flat parameter each parameter of the optimizer is; empty where none of them is one."""
+    listed = {p: str(n) for g in state.groups for p, n in zip(g.params, g.param_names or ())}
+    called = listed or {param: str(param) for param in state.params if isinstance(param, str)}
+    if called:
+        flat = {name for name in called.values() if is_flat(name)}
+        paths = unit_paths(flat)
+        problems = [Problem("is no flat parameter, as others are", n) for n in called.values() if n not in flat]
+        problems += [Problem("the model section has no such flat parameter", n) for n in flat if paths[n] not in units]
+        if flat and problems:
+            raise Refused(f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems)
+        return {param: units[paths[name]] for param, name in called.items()} if flat else {}
+    if len(state.params) != len(units) or len([g for g in state.groups if g.params]) > 1:
+        groups = plural(len(state.groups), "group")
+        raise Refused(
+            f"{where} has {plural(len(state.params), 'parameter')} in {groups}, and the model section "
+            f"{plural(len(units), 'flat parameter')}: which is which?",
+            hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and later); or " + _LEAVE_OUT,
+        )
+    return dict(zip(state.params, units.values()))
+
+
+def _of_flat(
+    state: OptimizerState, of_unit: Mapping[Param, Unit], names: Names, problems: list[Problem]
+) -> OptimizerState:
+    canonical = Parameters(names).canonical
+    own = {param: [canonical[slot.fqns[0]] for slot in unit.slots] for param, unit in of_unit.items()}
+    made: dict[Param, dict[Any, Any]] = {}
+    for param, values in state.state.items():
+        made.update({name: {} for name in own[param]})
+        for key, value in values.items():
+            for name, part in zip(own[param], _split(value, of_unit[param], problems)):
+                made[name][key] = part
+    groups = tuple(_group(group, [name for param in group.params for name in own[param]]) for group in state.groups)
+    return replace(state, form=FQN, groups=groups, state=made)
+
+
+def _group(group: ParamGroup, params: Sequence[str]) -> ParamGroup:
+    options = dict(group.options)
+    if PARAM_NAMES in options:
+        options[PARAM_NAMES] = list(params)
+    return replace(group, params=tuple(params), options=options)
+
+
+def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
+    """What each parameter of the unit gets of one value of the flat parameter's state."""
+    if not isinstance(value, TensorEntry):
+        return [value] * len(unit.slots)
+    parts = parts_of(value)
+    have = [part for part in parts if part is not None]
+    chunk = -(-unit.entry.numel // len(unit.parts))
+    if len(have) == len(unit.parts) and all(part.shape == (chunk,) and part.is_contiguous for part in have):
+        return [cut_out(value.dtype, parts, slot) for slot in unit.slots]
+    if any(part.numel > 1 or part.storage is None for part in have):
+        shapes = ", ".join(str(list(part.shape)) for part in have)
+        problems.append(Problem(f"is {shapes} on the ranks, {unit.key} is [{chunk}] on each", value.key))
+        return [value] * len(unit.slots)
+    return [_own(have[0]) for _ in unit.slots]  # a step counter: each parameter has one of its own
+
+
+def _own(entry: TensorEntry) -> TensorEntry:
+    """The same values in a storage of their own: torch.load would tie what shares one, and ``step += 1`` add up."""
+    return replace(entry, storage=joined([window(entry, 0, entry.numel)]), offset=0, payload=None)
+
+
+# State with the shapes of slices
+
+
+def _of_slices(state: OptimizerState, names: Names, where: str, problems: list[Problem]) -> OptimizerState:
+    """``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it."""
+    bare = replace(state, state={})  # the shapes are not the parameters' yet
+    found = (assign if state.form == ID else resolve)(bare, names, where).names
+    shapes = Parameters(names).shapes
+    made = {param: _joined(own, shapes[found[param]], problems) for param, own in state.state.items()}
+    return renamed(replace(state, state=made), found)
+
+
+def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]) -> dict[Any, Any]:
+    made = {}
+    for name, value in own.items():
+        made[name] = value
+        if isinstance(value, TensorEntry) and value.storage is not None:
+            whole = resolved(value, shape)
+            scalar = [part for part in parts_of(value) if part is not None and not part.shape]
+            if whole is None and scalar:
+                whole = scalar[0]
+            if whole is None:
+                held = sum(part.numel for part in parts_of(value) if part is not None)
+                problems.append(
+                    Problem(f"the ranks hold {held:,} elements, the parameter is {list(shape or ())}", value.key)
+                )
+            else:
+                made[name] = whole
+    return made

@@ -1,0 +1,1 @@
+"""A remap: the plan from the keys that are there to those that are wanted."""

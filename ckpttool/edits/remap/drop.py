@@ -1,0 +1,52 @@
+"""What of a checkpoint is left out on request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.rules.patterns import matches
+from ckpttool.errors import Problem, Refused
+from ckpttool.plan import Dropped
+
+
+def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
+    """`checkpoint` without the entries, sections and other contents that a pattern names, and what these were.
+
+    A pattern is matched with the key, and with the dotted way from the file's root. Raises `Refused` for a pattern that
+    names nothing, since it was meant to name something.
+    """
+    dropped: list[Dropped] = []
+    idle = set(patterns)
+
+    def hit(section: str, key: str) -> bool:
+        names = {key, ".".join(filter(None, (section, key)))}
+        used = [text for text in patterns if any(matches(text, name) for name in names)]
+        idle.difference_update(used)
+        if used:
+            dropped.append(Dropped(section, key, f"--drop {used[0]}"))
+        return bool(used)
+
+    sections = []
+    for section in checkpoint.sections:
+        if section.path and hit("", section.path):
+            continue
+        tensors = tuple(entry for entry in section.tensors if not hit(section.path, entry.key))
+        extras = tuple(entry for entry in section.extras if not hit(section.path, entry.key))
+        if tensors or extras or section.kind == "state_dict":
+            sections.append(replace(section, tensors=tensors, extras=extras))
+    others = tuple(path for path in checkpoint.others if not hit("", path))
+    if idle:
+        raise Refused(
+            f"{len(idle)} of {len(patterns)} --drop patterns match nothing",
+            hint=f"`ckpttool inspect {checkpoint.source}` lists what is there",
+            problems=[Problem("matches nothing", text) for text in patterns if text in idle],
+        )
+    return replace(checkpoint, sections=tuple(sections), others=others), dropped
+
+
+def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
+    """`checkpoint` without the sections and other contents at these dotted paths."""
+    sections = tuple(section for section in checkpoint.sections if section.path not in paths)
+    return replace(checkpoint, sections=sections, others=tuple(p for p in checkpoint.others if p not in paths))

@@ -1,0 +1,251 @@
+"""The optimizer half of a remap: which parameters an optimizer's state belongs to, and what they are to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.rules.patterns import Renaming
+from ckpttool.errors import Problem, Refused
+from ckpttool.expression import Expression
+from ckpttool.names import SERIALIZED, Names
+from ckpttool.naming.optimizers import forms
+from ckpttool.naming.optimizers.ids import Assignment, Parameters, assign, check, resolve
+from ckpttool.naming.optimizers.moves import (
+    arranged,
+    between,
+    carry,
+    from_serialized,
+    identity,
+    in_groups,
+    placed,
+    to_serialized,
+)
+from ckpttool.optimizer_state import FLAT, ID, OptimizerState, ParamGroup, numbered, renamed
+from ckpttool.words import plural
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of a checkpoint's optimizers: the form of their keys, and whose names and order they get.
+
+    `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
+    load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
+    """
+
+    keys: str | None = None
+    names: Names | None = None
+    to_names: Names | None = None
+    rules: Sequence[Renaming] = ()
+    form: str | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the optimizers are what the command is about."""
+        return self.keys is not None or self.to_names is not None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRemap:
+    """What became of one optimizer. `evidence` says what its ids are known from; `new` are parameters that have no
+    state yet, `dropped` those whose state has no place in the new optimizer.
+    """
+
+    section: str
+    was: str
+    to: str
+    params: int
+    evidence: str | None = None
+    new: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def remap_optimizers(source: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
+    """`source` with every optimizer in it as wanted, and what was done to those that needed a change.
+
+    Raises `Refused` where ids cannot be told apart, where state cannot follow its parameter, and where `wanted.keys`
+    finds no optimizer at all.
+    """
+    sections: list[Section] = []
+    done: list[OptimizerRemap] = []
+    for section in source.sections:
+        changed = _remapped(section, wanted) if section.kind == "optimizer" else None
+        sections.append(section if changed is None else changed[0])
+        if changed is not None:
+            done.append(changed[1])
+    if wanted.keys is not None and not any(section.kind == "optimizer" for section in source.sections):
+        raise Refused(
+            f"{source.source} holds no optimizer", hint="`ckpttool inspect` lists its sections; leave the option out"
+        )
+    return (replace(source, sections=tuple(sections)) if done else source), tuple(done)
+
+
+def to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
+    """The `optimizer` object of the contract; `sections` has one for each optimizer of the file."""
+    if not done:
+        return None
+    sections = [
+        {
+            "section": one.section,
+            "from": one.was,
+            "to": one.to,
+            "params": one.params,
+            "evidence": one.evidence,
+            "new": list(one.new),
+            "dropped": list(one.dropped),
+        }
+        for one in done
+    ]
+    first = done[0]
+    return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}
+
+
+def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap] | None:
+    """The section as wanted; None where it is so already."""
+    where = section.path or "(root)"
+    state = forms.read(section)
+    to = wanted.keys or state.form
+    renames = to != ID and (bool(wanted.rules) or wanted.form is not None)
+    if not state.params or (to == state.form and wanted.to_names is None and not renames):
+        return None
+    if wanted.to_names is not None and wanted.names is None:
+        raise Refused("the names of the model that saved the checkpoint are needed", hint="pass --model MODEL too")
+    named, evidence = _named(state, wanted.names, where)
+    sources = _sources(named, wanted, to)
+    groups = _groups(named, sources, wanted, to, where)
+    shapes: Mapping[str, Any] = {} if wanted.names is None else Parameters(wanted.names).shapes
+    moved = in_groups(named, groups, carry(named, _in(groups, sources), shapes, where))
+    if wanted.to_names is not None:
+        own = Assignment({param: str(param) for param in moved.params}, "names")
+        check(own, moved, wanted.to_names, where)
+    made = numbered(moved) if to == ID else replace(moved, form=to)
+    if made == state and wanted.to_names is None:
+        return None
+    new = tuple(str(param) for param in moved.params if param not in sources)
+    read = {ref for param in moved.params if param in sources for ref in ex.refs(sources[str(param)])}
+    dropped = tuple(str(param) for param in named.state if param not in read)
+    notes = _notes(where, state, moved, to, new, dropped)
+    report = OptimizerRemap(section.path, state.form, to, len(moved.params), evidence, new, dropped, notes)
+    return forms.write(made, section), report
+
+
+def _named(state: OptimizerState, names: Names | None, where: str) -> tuple[OptimizerState, str | None]:
+    """The state with its parameters under canonical names, and what these are known from."""
+    if state.form == ID:
+        found = assign(state, names, where)
+        return renamed(state, found.names), found.evidence
+    named = renamed(state, {param: str(param) for param in state.params})
+    if names is None:
+        return named, None
+    sources = from_serialized(names, state.params)
+    if sources is None:
+        return renamed(state, resolve(state, names, where).names), None
+    shapes = {s.key: s.shape for s in names.serialized}
+    return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None
+
+
+def _sources(named: OptimizerState, wanted: Wanted, to: str) -> dict[str, Expression]:
+    """What each new parameter is of the old ones."""
+    renamed = {str(param): _by_rules(str(param), wanted.rules) for param in named.params}
+    if wanted.to_names is not None and wanted.names is not None:
+        return between(wanted.names, wanted.to_names, renamed)
+    if wanted.form == SERIALIZED and wanted.names is not None and to != ID:
+        found = to_serialized(wanted.names, named.params)
+    else:
+        found = identity(named.params)
+    made = {_by_rules(name, wanted.rules): source for name, source in found.items()}
+    if len(made) < len(found):
+        raise Refused("the rules give several parameters of the optimizer one name", hint="`--dry-run` shows the names")
+    return made
+
+
+def _by_rules(name: str, rules: Sequence[Renaming]) -> str:
+    return next((found for found in (rule.apply(name) for rule in rules) if found is not None), name)
+
+
+def _in(groups: Sequence[ParamGroup], sources: Mapping[str, Expression]) -> dict[str, Expression]:
+    return {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
+
+
+def _groups(
+    named: OptimizerState, sources: Mapping[str, Expression], wanted: Wanted, to: str, where: str
+) -> tuple[ParamGroup, ...]:
+    """The new param groups: those of the new optimizer, or else the old ones in the new model's order."""
+    target = wanted.to_names or wanted.names
+    if target is None or (wanted.to_names is None and to != ID):
+        return placed(named, sources)
+    parameters = Parameters(target)
+    if parameters.groups and (target.optimizer or target.optimizer_groups):
+        if wanted.to_names is None:
+            _same_parameters(named, parameters, where)
+        return arranged(named, sources, parameters.groups, target.optimizer_groups)
+    layout = _in_model_order(named, sources, wanted, parameters)
+    if layout is not None:
+        return arranged(named, sources, [layout], ())
+    if to == ID and any(name not in sources for name in parameters.trainable):
+        raise Refused(
+            f"{where} has {len(named.groups)} param groups, and the new model has parameters that it has not",
+            hint="pass --to-optimizer O, the function that makes the new optimizer",
+            problems=[Problem("in which group?", name) for name in parameters.trainable if name not in sources],
+        )
+    return placed(named, sources)
+
+
+def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:
+    """Raises `Refused` where the optimizer has other parameters than the file: a change of form loses nothing."""
+    have, want = set(map(str, named.params)), {name for group in parameters.groups for name in group}
+    problems = [Problem("in the file, and not in the optimizer", name) for name in sorted(have - want)]
+    problems += [Problem("in the optimizer, and not in the file", name) for name in sorted(want - have)]
+    if problems:
+        raise Refused(
+            f"{where} was not saved by this optimizer: its parameters are others",
+            hint="--to-model and --to-optimizer name what is to load it",
+            problems=problems,
+        )
+
+
+def _in_model_order(
+    named: OptimizerState, sources: Mapping[str, Expression], wanted: Wanted, parameters: Parameters
+) -> list[str] | None:
+    """The parameters of an optimizer with one group, as ``model.parameters()`` gives them; None where it has more.
+
+    It is taken to hold what it held before: all parameters of the model, or all that are trainable, or just its own.
+    """
+    if len([group for group in named.groups if group.params]) != 1:
+        return None
+    old = Parameters(wanted.names) if wanted.names is not None else parameters
+    have = set(map(str, named.params))
+    for mine, theirs in ((set(old.shapes), tuple(parameters.shapes)), (set(old.trainable), parameters.trainable)):
+        if have == mine:
+            return list(theirs)
+    return [name for name in parameters.shapes if name in sources]
+
+
+def _notes(
+    where: str, state: OptimizerState, moved: OptimizerState, to: str, new: Sequence[str], dropped: Sequence[str]
+) -> tuple[str, ...]:
+    notes = []
+    if len(moved.groups) != len(state.groups):
+        notes.append(
+            f"{where}: {plural(len(moved.groups), 'param group')}, not {len(state.groups)}: a learning-rate scheduler "
+            "that was saved has one value for each of the old ones"
+        )
+    if new:
+        notes.append(f"{where}: new, and without state: {_some(new)}")
+    if dropped:
+        notes.append(f"{where}: left out, the state of {plural(len(dropped), 'parameter')}: {_some(dropped)}")
+    if state.form == FLAT and to != FLAT and not any(group.param_names for group in state.groups):
+        notes.append(
+            f"{where}: the flattened form does not say which param groups there were; parameters with the same "
+            f"hyperparameters are one group now ({len(state.groups)} in all)"
+        )
+    return tuple(notes)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,185 @@
+"""What the steps of a rules file make of a tensor, on the index: its expression, its dtype and its shape.
+
+Nothing is computed here, and torch is not needed: `moved` and `compute` evaluate the expressions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Union
+
+from ckpttool.errors import Refused
+from ckpttool.evaluate.without_torch import ROW_MAJOR
+from ckpttool.expression import Expression, Op, Special
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor on its way: what it is made of, its dtype and its shape.
+
+    `origin` is its key in the source, as long as it is one tensor of the source. `layout` is `DENSE`, or says why the
+    value can only be renamed; `REFUSED` is what an earlier step failed to make, which is said once.
+    """
+
+    source: Expression
+    dtype: str
+    shape: tuple[int, ...]
+    origin: str | None
+    layout: str
+
+
+DENSE, REFUSED = "strided", "refused"
+
+
+class _OfAll:
+    """A change that whatever its patterns name has to undergo."""
+
+    __slots__ = ()
+
+    def concerns(self, value: Value) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(_OfAll):
+    """Two dimensions change places."""
+
+    dims: tuple[int, int]
+
+    def make(self, value: Value) -> Value:
+        first, second = (dimension(dim, value.shape) for dim in self.dims)
+        order = list(range(len(value.shape)))
+        order[first], order[second] = second, first
+        return _permuted(value, order)
+
+    def reversed(self) -> Transpose:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Permute(_OfAll):
+    """The dimensions in another order: dimension ``dims[i]`` becomes dimension i."""
+
+    dims: tuple[int, ...]
+
+    def make(self, value: Value) -> Value:
+        if len(self.dims) != len(value.shape):
+            raise refusal(f"shape {list(value.shape)} has {len(value.shape)} dimensions, not {len(self.dims)}")
+        return _permuted(value, self.dims)
+
+    def reversed(self) -> Permute:
+        return Permute(tuple(self.dims.index(dim) for dim in range(len(self.dims))))
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(_OfAll):
+    """The same elements in another shape, with one -1 at most. `was`, where given, is the shape there has to be."""
+
+    shape: tuple[int, ...]
+    was: tuple[int, ...] | None
+
+    def make(self, value: Value) -> Value:
+        if self.was is not None and _filled(self.was, prod(value.shape)) != value.shape:
+            raise refusal(f"the shape is {list(value.shape)}, not {list(self.was)}")
+        shape = _filled(self.shape, prod(value.shape))
+        if shape is None:
+            raise refusal(f"the elements of shape {list(value.shape)} do not fill {list(self.shape)}")
+        return replace(value, source=Op("aten.reshape.default", (value.source, shape)), shape=shape)
+
+    def reversed(self) -> Reshape | None:
+        return None if self.was is None else Reshape(self.was, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Another dtype, for tensors of the dtypes `was`; without these for all of the same kind, as in ``Module.to``."""
+
+    dtype: str
+    was: tuple[str, ...] | None
+
+    def concerns(self, value: Value) -> bool:
+        return value.dtype in self.was if self.was else _kind(value.dtype) == _kind(self.dtype)
+
+    def make(self, value: Value) -> Value:
+        if value.dtype == self.dtype:
+            return value
+        cast = Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", self.dtype)),))
+        return replace(value, source=cast, dtype=self.dtype)
+
+    def reversed(self) -> None:
+        return None
+
+
+Change = Union[Transpose, Permute, Reshape, Cast]
+
+
+def split(value: Value, count: int, dim: int, sizes: Sequence[int] | None) -> list[Value]:
+    """The parts of a tensor along `dim`, `count` of equal size or of these `sizes`; each gets its own storage."""
+    dim = dimension(dim, value.shape)
+    length = value.shape[dim]
+    sizes = sizes or [length // count] * count
+    if sum(sizes) != length:
+        wanted = " + ".join(map(str, sizes)) if len(set(sizes)) > 1 else f"{count} times {sizes[0]}"
+        raise refusal(f"dimension {dim} of {list(value.shape)} is {length}, not {wanted}")
+    starts = [sum(sizes[:i]) for i in range(count)]
+    return [_part(value, dim, start, size) for start, size in zip(starts, sizes)]
+
+
+def join(values: Sequence[Value], dim: int, sizes: Sequence[int] | None) -> Value:
+    """The tensors end to end along `dim`. They have to be of these `sizes`, or of equal size: else nobody could part
+    them again.
+    """
+    shapes = [value.shape for value in values]
+    dim = dimension(dim, shapes[0])
+    if len({value.dtype for value in values}) > 1:
+        raise refusal(f"the parts have dtypes {', '.join(value.dtype for value in values)}")
+    if len({(len(shape), shape[:dim], shape[dim + 1 :]) for shape in shapes}) > 1:
+        raise refusal(f"parts of shapes {', '.join(str(list(shape)) for shape in shapes)} do not fit together")
+    have = [shape[dim] for shape in shapes]
+    if sizes is not None and have != list(sizes):
+        raise refusal(f"the parts have sizes {have} in dimension {dim}, not {list(sizes)}")
+    if sizes is None and len(set(have)) > 1:
+        raise refusal(f"the parts are not equal: sizes = {have} says that this is meant")
+    shape = (*shapes[0][:dim], sum(have), *shapes[0][dim + 1 :])
+    source = Op("aten.cat.default", (tuple(value.source for value in values), dim))
+    return Value(source, values[0].dtype, shape, None, DENSE)
+
+
+def dimension(dim: int, shape: Sequence[int]) -> int:
+    """The dimension counted from the front. Raises `Refused` where the shape has no such dimension."""
+    if not -len(shape) <= dim < len(shape):
+        raise refusal(f"shape {list(shape)} has no dimension {dim}")
+    return dim % len(shape)
+
+
+def refusal(message: str) -> Refused:
+    return Refused(message, hint="`ckpttool inspect CKPT` lists dtypes and shapes")
+
+
+def _part(value: Value, dim: int, start: int, size: int) -> Value:
+    rows = Op("aten.narrow.default", (value.source, dim, start, size))
+    shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+    return Value(Op("aten.clone.default", (rows,), ROW_MAJOR), value.dtype, shape, None, DENSE)
+
+
+def _permuted(value: Value, order: Sequence[int]) -> Value:
+    source = Op("aten.permute.default", (value.source, tuple(order)))
+    shape = tuple(value.shape[dim] for dim in order)
+    return replace(value, source=Op("aten.clone.default", (source,), ROW_MAJOR), shape=shape)
+
+
+def _filled(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
+    """The shape with its -1 filled in; None where `numel` elements do not fill it."""
+    known = prod(size for size in shape if size != -1)
+    rest = numel // known if known else 0
+    full = tuple(rest if size == -1 else size for size in shape)
+    return full if prod(full) == numel else None
+
+
+def _kind(dtype: str) -> str:
+    """``float8_e4m3fn`` and ``bfloat16`` are both floating, ``uint8`` and ``int64`` both integers."""
+    word = re.split(r"\d", dtype)[0]
+    return {"bfloat": "float", "uint": "int"}.get(word, word)

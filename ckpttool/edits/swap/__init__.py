@@ -1,0 +1,1 @@
+"""New weights in an exported program."""

@@ -1,0 +1,115 @@
+"""Which key of the checkpoint feeds which FQN of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.errors import Problem
+from ckpttool.expression import Expression, Op, Ref
+from ckpttool.formats.pt2.program import CONSTANTS
+from ckpttool.names import RUNTIME, Names
+from ckpttool.naming.forms import over, read
+from ckpttool.naming.match import Match, match
+from ckpttool.naming.name_tables import Relation
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What is to feed each FQN, before anything is compared; `twins` are keys that must hold the same value."""
+
+    sources: dict[str, Expression]
+    form: str
+    problems: list[Problem] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    twins: list[tuple[str, str]] = field(default_factory=list)
+
+
+def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
+    return next((section.tensors for section in program.sections if section.path == CONSTANTS), ())
+
+
+def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Expression]:
+    """Constant -> its new value, for each constant of the program that one of the keys names."""
+    constants = {entry.key: entry.key for entry in constants_of(program)}
+    names = {entry.key: entry.key for section in program.sections for entry in section.tensors}
+    found = match([entry.key for entry in weights.tensors], names)
+    chosen: dict[str, Expression] = {name: Ref(key) for key, name in found.names.items() if name in constants}
+    for section in program.sections:
+        if section.path == CONSTANTS:
+            _share(chosen, constants | section.aliases())
+    return chosen
+
+
+def feed_by_keys(target: Section, weights: Section) -> Feed:
+    """Without a model: the keys must be the program's FQNs, but for segments that wrappers added."""
+    aliases = target.aliases()
+    found = match([entry.key for entry in weights.tensors], {e.key: e.key for e in target.tensors}, aliases)
+    sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in found.names.items()}
+    _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
+    spare = _other_names(found, weights)
+    problems = [problem for problem in _left_over(found) if problem.key not in spare]
+    return Feed(sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(found))
+
+
+def _other_names(found: Match, weights: Section) -> set[str]:
+    """Keys that no name of the program is left for, of tensors that it gets by another of their keys."""
+    used = {entry.identity for entry in weights.tensors if entry.key in found.names}
+    unmatched = set(found.unmatched)
+    return {entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used}
+
+
+def feed_by_model(target: Section, weights: Section, names: Names, form: str | None) -> Feed:
+    """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are."""
+    relation = Relation(names)
+    reading = read(relation, weights, form)
+    keys = {name: key for key, name in reading.match.names.items()}
+    values: dict[str, Expression]
+    if reading.form == RUNTIME:
+        values = {fqn: Ref(key) for fqn, key in keys.items() if fqn in relation.first}
+    else:
+        values = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
+    _share(values, relation.first)
+    fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
+    feed = Feed(
+        {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}, reading.form, _left_over(reading.match)
+    )
+    feed.twins.extend(_variants(reading.match))
+    feed.problems.extend(
+        Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched
+    )
+    used = {key for source in feed.sources.values() for key in ex.refs(source)}
+    by_source = {
+        source: keys[key] for key, source in reversed(relation.saved.items()) if key in keys and keys[key] in used
+    }
+    for name, key in keys.items():
+        source = relation.saved.get(name) if reading.form != RUNTIME else None
+        if key in used:
+            continue
+        if source is not None and source in by_source:
+            feed.twins.append((key, by_source[source]))
+        elif name in names.extra_state or (reading.form != RUNTIME and source is None) or isinstance(source, Op):
+            feed.ignored.append(key)
+        else:
+            feed.problems.append(Problem("left over: the program has no such weight", key))
+    return feed
+
+
+def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:
+    """Gives every name of a tensor the value that one of its names has, where it has none of its own."""
+    known = {first[fqn]: source for fqn, source in reversed(values.items())}
+    for fqn, root in first.items():
+        if root in known:
+            values.setdefault(fqn, known[root])
+
+
+def _left_over(found: Match) -> list[Problem]:
+    return [Problem("left over: the program has no such weight", key) for key in found.unmatched] + list(found.problems)
+
+
+def _variants(found: Match) -> list[tuple[str, str]]:
+    """Call variants of an unflattened program, each with the key that its name has the value from."""
+    keys = {name: key for key, name in found.names.items()}
+    return [(key, keys[name]) for key, name in found.variants.items()]

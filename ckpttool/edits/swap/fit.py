@@ -1,0 +1,79 @@
+"""The new value of each weight, or why it cannot be that one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Union
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.errors import Problem, Refused
+from ckpttool.expression import Expression, Op, Ref, Special
+from ckpttool.formats.pt2.archive import replaceable
+
+Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
+
+
+def fit_all(
+    wanted: Sequence[TensorEntry], sources: Mapping[str, Expression], have: Entries, cast: bool, packed: bool
+) -> tuple[dict[str, TensorEntry], list[Problem]]:
+    """The new value of each of the program's tensors that has one, and what is wrong with the others."""
+    fitted: dict[str, TensorEntry] = {}
+    problems: list[Problem] = []
+    for entry in wanted:
+        source = sources.get(entry.key)
+        found = Problem("no weight for it", entry.key) if source is None else _fit(entry, source, have, cast, packed)
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            fitted[entry.key] = found
+    return fitted, problems
+
+
+def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:
+    """The new value of the program's `entry`, or why it cannot be that."""
+    if ex.is_opaque(source):
+        return Problem("a hook computes it by code that is no tensor operator", entry.key)
+    if entry.storage is None and not packed:
+        return _pickled(entry, source, have)
+    try:
+        found = _value(entry.key, source, have, packed)
+    except Refused as error:
+        return Problem(error.message, entry.key)
+    if found.shape != entry.shape:
+        return Problem(f"shape {list(found.shape)}, the program has {list(entry.shape)} ({_named(source)})", entry.key)
+    if found.dtype == entry.dtype:
+        return found
+    if not cast:
+        return Problem(f"dtype {found.dtype}, the program has {entry.dtype} ({_named(source)})", entry.key)
+    return _value(entry.key, Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),)), have)
+
+
+def _pickled(entry: TensorEntry, source: Expression, have: Entries) -> TensorEntry | Problem:
+    """The new value of a weight that is no strided tensor: one that is pickled as the same kind of tensor."""
+    found = have[source.key] if isinstance(source, Ref) else None
+    if not isinstance(found, TensorEntry) or not replaceable(entry, found):
+        return Problem(
+            f"{entry.layout}, and its new value is not pickled as such a tensor ({_named(source)})", entry.key
+        )
+    if (found.shape, found.dtype) != (entry.shape, entry.dtype):
+        return Problem(
+            f"{found.dtype} {list(found.shape)}, the program has {entry.dtype} {list(entry.shape)}", entry.key
+        )
+    return replace(found, key=entry.key)
+
+
+def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) -> TensorEntry:
+    if isinstance(source, Ref):
+        found = have[source.key]
+        if isinstance(found, TensorEntry) and (packed or found.storage is not None):
+            return replace(found, key=fqn)
+        raise Refused(f"{source.key} is no dense tensor", hint="only dense tensors can be put into a program")
+    from ckpttool.evaluate import with_torch  # torch is loaded only where a value is computed
+
+    return with_torch.entry_of(fqn, source, have)
+
+
+def _named(source: Expression) -> str:
+    return "from " + ", ".join(dict.fromkeys(ex.refs(source)))

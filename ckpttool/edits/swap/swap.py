@@ -1,0 +1,129 @@
+"""Puts a checkpoint's weights into an exported program: which key feeds which FQN, and all that stands against it.
+
+The program's graph and sample inputs are not looked at; only the storages of its weights are replaced, and those of its
+constants where that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.edits.swap.feed import chosen_constants, constants_of, feed_by_keys, feed_by_model
+from ckpttool.edits.swap.fit import fit_all
+from ckpttool.edits.swap.program import replaced
+from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.compare import same_values
+from ckpttool.expression import Expression
+from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
+from ckpttool.formats.pt2.program import Program
+from ckpttool.names import Names
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
+
+    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds.
+    """
+
+    program: Checkpoint
+    sources: Mapping[str, Expression]
+    form: str
+    ignored: tuple[str, ...]
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The program's constants that stay as they are."""
+        return tuple(entry.key for entry in constants_of(self.program) if entry.key not in self.sources)
+
+
+def swap(
+    program: Checkpoint,
+    weights: Section,
+    names: Names | None = None,
+    *,
+    form: str | None = None,
+    cast: bool = False,
+    packed: bool = False,
+    constants: bool = False,
+) -> Swap:
+    """`program` with every weight replaced by what `weights` holds for it, and with `constants` every constant that it
+    holds too.
+
+    Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
+    allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
+    tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other.
+    """
+    target = _target(program)
+    chosen = chosen_constants(program, weights) if constants else {}
+    taken = {key for source in chosen.values() for key in ex.refs(source)}
+    rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
+    feed = feed_by_keys(target, rest) if names is None else feed_by_model(target, rest, names, form)
+    feed.sources.update(chosen)
+    wanted = (*target.tensors, *(entry for entry in constants_of(program) if entry.key in chosen))
+    fitted, misfits = fit_all(wanted, feed.sources, weights.by_key(), cast, packed)
+    problems = [*feed.problems, *misfits]
+    for section in program.sections:
+        problems += _untied(section, fitted, weights, feed.twins if section is target else ())
+    if problems:
+        hint = _hint(program, names, problems)
+        raise Refused(f"the weights do not fit the program: {len(problems)} problems", hint=hint, problems=problems)
+    sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
+    return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
+
+
+def to_json(swapped: Swap, program: str, weights: str, output: str) -> dict[str, object]:
+    """The `swap-weights` object of the contract."""
+    container = swapped.program.container
+    return {
+        "schema": "ckpttool.swap/1",
+        "program": program,
+        "weights": weights,
+        "output": output,
+        "swapped": len(swapped.sources),
+        "kept": [],
+        "constants": list(swapped.constants),
+        "layout": container.layout if isinstance(container, Program) else swapped.program.format,
+        "from": swapped.form,
+        "ignored": list(swapped.ignored),
+    }
+
+
+def _target(program: Checkpoint) -> Section:
+    """The program's state dict. Raises `Refused` where the file holds none that could be replaced."""
+    if not program.sections:
+        raise Refused(f"{program.source} is compiled code that holds its weights itself", hint=OUTSIDE)
+    return program.section("")
+
+
+def _untied(
+    target: Section, fitted: Mapping[str, TensorEntry], weights: Section, twins: Sequence[tuple[str, str]]
+) -> list[Problem]:
+    """Names of one tensor that would get different values: the program's own ties, and those of the model."""
+    have = weights.by_key()
+    pairs = [(key, first, fitted.get(key), fitted.get(first)) for key, first in target.aliases().items()]
+    tensors = {key: entry for key, entry in have.items() if isinstance(entry, TensorEntry)}
+    pairs += [(key, twin, tensors.get(key), tensors.get(twin)) for key, twin in twins]
+    return [
+        Problem(f"tied to {first}, and its new value is another one", key)
+        for key, first, left, right in pairs
+        if left is not None and right is not None and not same_values(left, right)
+    ]
+
+
+def _hint(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> str:
+    text = " ".join(problem.problem for problem in problems)
+    if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
+        return "some of them are constants of the program: --constants swaps these too"
+    if isinstance(program.container, Program) and program.container.compiled and "left over" in text:
+        return INSIDE
+    if names is None and ("left over" in text or "no weight" in text):
+        return (
+            "state_dict hooks may rename keys when a model is saved: pass the model's definition, --model file.py:build"
+        )
+    if "dtype" in text and "shape" not in text and "left over" not in text and "no weight" not in text:
+        return "--cast converts them to the program's dtypes"
+    return "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may belong to another version of the model"

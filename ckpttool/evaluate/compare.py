@@ -1,0 +1,99 @@
+"""Compares the values of two tensors where their bytes lie, streamed; torch is needed only for views and tolerances."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
+from ckpttool.errors import Problem
+from ckpttool.io.pieces import Piece
+from ckpttool.io.ranges import same_data, stream
+
+
+def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
+    """Whether two entries have the same dtype, shape and bytes. What is no dense tensor is compared by kind only."""
+    if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
+        return type(left) is type(right)
+    if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
+        return False
+    if left.storage is None or right.storage is None or left.identity == right.identity:
+        return True
+    mine, yours = _in_order(left), _in_order(right)
+    if mine is not None and yours is not None:
+        return same_data(mine, yours)
+    from ckpttool.evaluate import with_torch
+
+    return with_torch.same_bits(with_torch.load(left), with_torch.load(right))
+
+
+def _in_order(entry: TensorEntry) -> Span | Lazy | None:
+    """The tensor's elements in row-major order, or None where they have to be gathered."""
+    if entry.span is not None or entry.storage is None:
+        return entry.span
+    whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
+    return entry.storage.data if whole else None
+
+
+def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> str | None:
+    """How the values of two tensors of one dtype and shape differ, or None where they are the same.
+
+    Bitwise where both tolerances are 0, else ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
+    """
+    if same_values(left, right):
+        return None
+    if left.storage is None or right.storage is None:
+        return "not dense tensors: not compared"
+    from ckpttool.evaluate import with_torch
+
+    return with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)
+
+
+Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
+
+
+def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
+    """What a checkpoint holds, without its files: by section and key the dtype, the shape and a hash of the bytes."""
+    return {at: _fingerprint(entry) for at, entry in _entries(checkpoint).items()}
+
+
+def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
+    if isinstance(entry, ExtraEntry):
+        return ()
+    if entry.storage is None:
+        return entry.dtype, entry.shape, entry.layout
+    digest = hashlib.blake2b()
+    data = _in_order(entry)
+    if data is not None:
+        for chunk in stream([Piece(data)]):
+            digest.update(chunk)
+    else:
+        from ckpttool.evaluate import with_torch
+
+        digest.update(with_torch.to_bytes(with_torch.load(entry)))
+    return entry.dtype, entry.shape, entry.layout, digest.digest()
+
+
+def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:
+    """What of `expected` the file that was `written` does not hold: every key, dtype, shape and byte is compared.
+
+    Fingerprints stand for a checkpoint whose own files are no longer there: they were replaced.
+    """
+    have = _entries(written)
+    if isinstance(expected, Checkpoint):
+        want: Mapping[tuple[str, str], object] = _entries(expected)
+        differ = [at for at, entry in _entries(expected).items() if at in have and not same_values(entry, have[at])]
+    else:
+        want = expected
+        differ = [at for at, entry in expected.items() if at in have and _fingerprint(have[at]) != entry]
+    problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
+    problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
+    return problems + [Problem("other bytes in the output", _place(*at)) for at in differ]
+
+
+def _entries(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
+    return {(section.path, key): entry for section in checkpoint.sections for key, entry in section.by_key().items()}
+
+
+def _place(section: str, key: str) -> str:
+    return ".".join(filter(None, (section, key)))

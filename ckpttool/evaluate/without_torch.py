@@ -1,0 +1,81 @@
+"""Expressions that only put bytes elsewhere, evaluated on the index: such outputs are copied, and torch is not needed.
+
+`apply` asks here first; what is not answered is computed by `compute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from ckpttool.checkpoint import ExtraEntry, TensorEntry, contiguous_stride
+from ckpttool.evaluate.parts import joined, window
+from ckpttool.expression import Argument, Expression, Op, Ref, Special
+
+ROW_MAJOR = (("memory_format", Special("memory_format", "contiguous_format")),)
+
+Entries = Mapping[str, TensorEntry | ExtraEntry]
+
+
+def entry_of(key: str, source: Expression, have: Entries) -> TensorEntry | None:
+    """The entry `key` whose value is `source`: as in torch a view where it is one, else bytes that are laid end to end.
+
+    None where a value has to be computed, or an operator does not fit its arguments.
+    """
+    made = _entry(source, have)
+    return None if made is None else replace(made, key=key, payload=None)
+
+
+def _entry(node: Argument, have: Entries) -> TensorEntry | None:
+    match node:
+        case Ref(key):
+            entry = have[key]
+            return entry if isinstance(entry, TensorEntry) and entry.storage is not None else None
+        case Op("aten.narrow.default", (of, int(dim), int(start), int(length)), ()):
+            return _narrow(_entry(of, have), dim, start, length)
+        case Op("aten.reshape.default", (of, tuple(shape)), ()):
+            return _reshape(_entry(of, have), shape)
+        case Op("aten.clone.default", (of,), () | (("memory_format", Special("memory_format", "contiguous_format")),)):
+            return _clone(_entry(of, have))
+        case Op("aten.cat.default", (tuple(parts), int(dim)), ()):
+            return _cat([_entry(part, have) for part in parts], dim)
+    return None
+
+
+def _narrow(entry: TensorEntry | None, dim: int, start: int, length: int) -> TensorEntry | None:
+    if entry is None or not 0 <= dim < len(entry.shape):
+        return None
+    if start < 0 or length < 0 or start + length > entry.shape[dim]:
+        return None
+    shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
+    return replace(entry, shape=shape, offset=entry.offset + start * entry.stride[dim])
+
+
+def _reshape(entry: TensorEntry | None, shape: tuple[Argument, ...]) -> TensorEntry | None:
+    sizes = tuple(size for size in shape if isinstance(size, int) and size >= 0)
+    if entry is None or not entry.is_contiguous or len(sizes) < len(shape) or prod(sizes) != entry.numel:
+        return None
+    return replace(entry, shape=sizes, stride=contiguous_stride(sizes))
+
+
+def _clone(entry: TensorEntry | None) -> TensorEntry | None:
+    if entry is None or not entry.is_contiguous:
+        return None
+    storage = joined([window(entry, 0, entry.numel)])
+    return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
+
+
+def _cat(entries: list[TensorEntry | None], dim: int) -> TensorEntry | None:
+    """Contiguous tensors end to end: dimensions before `dim` have to be 1."""
+    parts = [entry for entry in entries if entry is not None and entry.is_contiguous]
+    if len(parts) < len(entries) or not parts or not 0 <= dim < len(parts[0].shape):
+        return None
+    first = parts[0]
+    head, tail = first.shape[:dim], first.shape[dim + 1 :]
+    alike = {(part.dtype, part.shape[:dim], part.shape[dim + 1 :], len(part.shape)) for part in parts}
+    if len(alike) > 1 or prod(head) != 1:
+        return None
+    shape = (*head, sum(part.shape[dim] for part in parts), *tail)
+    storage = joined([window(part, 0, part.numel) for part in parts])
+    return replace(first, shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)

@@ -1,0 +1,30 @@
+"""A pickle as a tree of inert nodes: read without executing it, and written again as it was.
+
+Scalars, str, bytes, bytearray, tuple, list and dict are Python's own; whatever a pickle would call or import is a node.
+What the pickle shares through its memo is one object in the tree, so cycles are possible.
+"""
+
+from ckpttool.formats.containers.pickle_tree.nodes import (
+    ABSENT,
+    ByteString,
+    Call,
+    Global,
+    Persistent,
+    Pickle,
+    PickledSet,
+)
+from ckpttool.formats.containers.pickle_tree.reader import Limits, loads
+from ckpttool.formats.containers.pickle_tree.writer import dumps
+
+__all__ = [
+    "ABSENT",
+    "ByteString",
+    "Call",
+    "Global",
+    "Limits",
+    "Persistent",
+    "Pickle",
+    "PickledSet",
+    "dumps",
+    "loads",
+]

@@ -1,0 +1,328 @@
+"""Folders of torch.distributed.checkpoint (DCP): ``.metadata`` describes the items, ``*.distcp`` files hold them.
+
+Read to the tree that torch.save would have written, with the chunks of each tensor put together when they are needed. A
+rename writes ``.metadata`` alone: every item that is still the same stays in its file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpttool import dtypes
+from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.formats.containers.many_objects import many_objects
+from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps
+from ckpttool.formats.dcp.chunks import saved, tensor_data
+from ckpttool.formats.dcp.flat_keys import flattened, nested
+from ckpttool.formats.dcp.metadata import BytesItem, Chunk, Item, Metadata, Place, TensorItem, parse, spelled
+from ckpttool.formats.dcp.safetensors_shards import located, read_shards
+from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD
+from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.rebuild import Rebuilder
+from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
+from ckpttool.formats.torch.tree import find_sections
+from ckpttool.formats.torch.write_tree import changed_root, fresh_root
+from ckpttool.io.files import exists, is_file, names_in, opened, size
+from ckpttool.io.paths import join
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.ranges import read_span
+from ckpttool.io.safe_path import safe_path
+
+FORMAT = "dcp"
+MAX_METADATA = 1 << 30  # bytes of .metadata; a tensor takes about 300, and 80 for each chunk
+
+_MAX_VALUE = 1 << 24  # bytes of an item that is no tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Container(torch_zip.Container):
+    """What the writer needs of the folder that was read, as the tree of a torch file.
+
+    `items` are the tensors, and the objects that hold some, by the id of their node in the tree. `values` are the
+    places of all other objects by their pickle and flat key, and once more without the key. `names` are the data files
+    in the folder `home`.
+    """
+
+    home: str = ""
+    items: Mapping[int, Item] = field(default_factory=dict)
+    values: Mapping[tuple[bytes, str], Place] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+# Reading
+
+
+@many_objects()
+def read(path: str) -> Checkpoint:
+    """The index of the folder at `path`. Reads ``.metadata`` and the objects that are no tensors; runs no pickle.
+
+    Raises `CkptError`, all problems at once, where ``.metadata`` and the data files do not fit.
+    """
+    metadata, nbytes = _read_metadata(path)
+    sizes = _check_files(path, metadata)
+    metadata = located(path, metadata)
+    reader = _Reader(path)
+    leaves = {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
+    root = nested(leaves)
+    storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key])
+    for key, storage in reader.rebuilder.storages.items():
+        storages.get(key, storage.nbytes)  # also those that no tensor looks at: the writer needs them all
+    tree = find_sections(root, storages)
+    return Checkpoint(
+        source=path,
+        format=FORMAT,
+        nbytes=nbytes + sum(sizes.values()),
+        sections=tuple(place.section for place in tree.places.values()),
+        others=tuple(tree.others),
+        globals=_foreign([*metadata.globals, *reader.globals]),
+        container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
+    )
+
+
+def _read_metadata(path: str) -> tuple[Metadata, int]:
+    """The folder's metadata and the size of its file in bytes; `HuggingFaceStorageWriter` writes no such file."""
+    source = join(path, DCP_METADATA)
+    shards = sorted(name for name in names_in(path) if HF_SHARD.fullmatch(name))
+    if shards and not exists(source):
+        return read_shards(path, shards), 0
+    with opened(source) as file:
+        data = file.read(MAX_METADATA + 1)
+    if len(data) > MAX_METADATA:
+        raise CkptError(f"{source} is longer than {MAX_METADATA:,} bytes", hint="copy it again: it is damaged")
+    return parse(data, source), len(data)
+
+
+def _foreign(globals: list[Global]) -> tuple[str, ...]:
+    """Without the path that torch notes as the checkpoint's own."""
+    return tuple(name for name in torch_zip.foreign(globals) if not name.startswith("pathlib."))
+
+
+def _places(item: Item) -> list[Place]:
+    return [item.place] if isinstance(item, BytesItem) else [chunk.place for chunk in item.chunks]
+
+
+def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
+    """The data files and their sizes in bytes. Raises `CkptError`, all problems at once, where items do not fit."""
+    places = {place: key for key, item in metadata.items.items() for place in _places(item)}
+    sizes, problems = _sizes(folder, dict.fromkeys(place.name for place in places))
+    for place, key in places.items():
+        if place.name in sizes and place.offset + place.length > sizes[place.name]:
+            problems.append(Problem(f"{place.name} ends at byte {sizes[place.name]:,}, before its data", key))
+        if place.transforms:
+            problems.append(Problem(f"went through an extension: {', '.join(place.transforms)}", key))
+    taken = Counter[str]()
+    for place in places:
+        taken[place.name] += place.length
+    if not problems:
+        problems += [Problem("its items overlap", name) for name in sizes if taken[name] > sizes[name]]
+    if problems:
+        raise CkptError(
+            f"{folder}: {DCP_METADATA} and the data files do not fit",
+            hint="copy the folder again; what went through an extension has to be saved again without it",
+            problems=problems,
+        )
+    return sizes
+
+
+def _sizes(folder: str, names: Iterable[str]) -> tuple[dict[str, int], list[Problem]]:
+    sizes, problems = {}, []
+    for name in names:
+        path = safe_path(folder, name)
+        if path is None:
+            problems.append(Problem("leads out of the folder", name))
+        elif not is_file(path):
+            problems.append(Problem("the data file is missing", name))
+        else:
+            sizes[name] = size(path)
+    return sizes, problems
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """Makes the nodes of a folder's items; what several items share, also the same place in a file, is one."""
+
+    folder: str
+    rebuilder: Rebuilder = field(default_factory=Rebuilder)
+    items: dict[int, Item] = field(default_factory=dict)
+    values: dict[tuple[bytes, str], Place] = field(default_factory=dict)
+    globals: list[Global] = field(default_factory=list)
+    storages: dict[TensorItem, Storage] = field(default_factory=dict)
+    known: dict[bytes, tuple[Any, bytes]] = field(default_factory=dict)
+
+    def node(self, key: str, item: Item) -> Any:
+        if isinstance(item, BytesItem):
+            return self._value(key, item.place)
+        storage = self.storages.get(item)
+        if storage is None:
+            storage = self.storages[item] = Storage(tensor_data(self.folder, key, item))
+        entry = TensorEntry(key, item.dtype, item.shape, contiguous_stride(item.shape), 0, storage)
+        node = self.rebuilder.node(entry)
+        if not any(chunk.place.raw for chunk in item.chunks):
+            self.items[id(node)] = item
+        return node
+
+    def _value(self, key: str, place: Place) -> Any:
+        """The root of the object that torch.save wrote at `place`. Equal bytes are read once."""
+        if place.length > _MAX_VALUE:
+            raise CkptError(f"{self.folder}: {key} is {place.length:,} bytes and no tensor", hint="it is damaged")
+        raw = bytes(read_span(Span(join(self.folder, place.name), place.offset, place.length)))
+        digest = hashlib.sha256(raw).digest()
+        if digest not in self.known:
+            try:
+                self.known[digest] = self._read_value(place)
+            except CkptError as error:
+                problem = Problem(error.message, key)
+                raise CkptError(
+                    f"{self.folder}: {key} is not as torch.save writes it", hint=error.hint, problems=[problem]
+                ) from error
+        node, spelling = self.known[digest]
+        if spelling:
+            self.values[spelling, key] = place
+            self.values.setdefault((spelling, ""), place)
+        else:
+            self.items[id(node)] = BytesItem(place)
+        return node
+
+    def _read_value(self, place: Place) -> tuple[Any, bytes]:
+        """The object's node, and its pickle; the latter is empty for an object that holds tensors."""
+        container = saved(self.folder, place).container
+        assert isinstance(container, torch_zip.Container)
+        self.globals += container.pickle.globals
+        node = container.pickle.root
+        references: list[Persistent] = []
+        spelling = dumps(Pickle(node, 2), references)
+        if references:
+            return self.rebuilder.transplant(Carried(node, container.tree.storages)), b""
+        return node, spelling
+
+
+# Writing
+
+
+@many_objects()
+def layout_files(
+    checkpoint: Checkpoint, kind: str = FORMAT, name: str = "", max_shard_size: int | None = None
+) -> Files:
+    """The files of the folder, ``.metadata`` last. Items that the source's folder holds are taken over in their files.
+
+    Raises `Refused`, all problems at once, for what torch.distributed.checkpoint cannot hold.
+    """
+    rebuilder = Rebuilder()
+    source = checkpoint.container if isinstance(checkpoint.container, Container) else None
+    leaves = flattened(_root(checkpoint, rebuilder))
+    writer = _Writer(rebuilder, _storages(checkpoint, rebuilder), source, _free_name(source))
+    items = {key: writer.item(key, node) for key, (_, node) in leaves.items()}
+    if writer.problems:
+        raise Refused(
+            "torch.distributed.checkpoint cannot hold these entries",
+            hint="leave them out with --drop PATTERN",
+            problems=writer.problems,
+        )
+    used = dict.fromkeys(place.name for item in items.values() for place in _places(item))
+    files: dict[str, Pieces | Link] = {}
+    for data in used:
+        files[data] = writer.pieces if data == writer.name else Link(join(source.home, data) if source else "")
+    files[DCP_METADATA] = [Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))]
+    return files
+
+
+def _root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
+    """The tree that torch.save would write."""
+    container = checkpoint.container
+    if not isinstance(container, torch_zip.Container):
+        return fresh_root(checkpoint, rebuilder)
+    rebuilder.learn(container.tree.storages)
+    return changed_root(checkpoint, container.pickle.root, container.tree, rebuilder)
+
+
+def _storages(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Storages:
+    """Every storage that the tree refers to: those of its tensors, and those that only other objects hold."""
+    container = checkpoint.container
+
+    def find(key: str, nbytes: int) -> Storage:
+        if key not in rebuilder.storages and isinstance(container, torch_zip.Container):
+            rebuilder.adopt(container.tree.storages.get(key, nbytes), key)
+        return rebuilder.storages[key]
+
+    return Storages(find)
+
+
+def _free_name(source: Container | None) -> str:
+    taken = set(source.names) if source is not None else set()
+    number = 0
+    while f"__0_{number}.distcp" in taken:
+        number += 1
+    return f"__0_{number}.distcp"
+
+
+@dataclass(slots=True, eq=False)
+class _Writer:
+    """Finds or makes the item of each leaf; what is new goes to the end of the file `name`."""
+
+    rebuilder: Rebuilder
+    storages: Storages
+    source: Container | None
+    name: str
+    pieces: list[Piece] = field(default_factory=list)
+    end: int = 0
+    tensors: dict[object, TensorItem] = field(default_factory=dict)
+    values: dict[tuple[bytes, str], Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def item(self, key: str, node: Any) -> Item:
+        known = self.source.items.get(id(node)) if self.source is not None else None
+        if known is not None:
+            return known
+        if is_tensor(node):
+            return self._tensor(key, node)
+        references: list[Persistent] = []
+        spelling = dumps(Pickle(node, 2), references)
+        place = self._known(spelling, key)
+        if place is None:
+            for reference in references:
+                typed_storage(reference, self.storages)
+            place = self.values[spelling, ""] = self._append(torch_zip.new_archive(node, 2, self.rebuilder))
+        return BytesItem(place)
+
+    def _tensor(self, key: str, node: Any) -> Item:
+        entry = entry_of(key, node, self.storages)
+        if entry.storage is None:
+            self.problems.append(Problem(f"a {entry.layout} tensor has no place in the format", key))
+            return BytesItem(Place("", 0, 0))
+        item = self.tensors.get(entry.identity)
+        if item is None:
+            alone = Rebuilder()
+            place = self._append(torch_zip.new_archive(alone.node(_trimmed(entry)), 2, alone))
+            chunk = Chunk((0,) * len(entry.shape), entry.shape, place)
+            item = self.tensors[entry.identity] = TensorItem(entry.dtype, entry.shape, (chunk,))
+        return item
+
+    def _known(self, spelling: bytes, key: str) -> Place | None:
+        """A place that holds this object: the one it was read from, or any other."""
+        source = self.source.values if self.source is not None else {}
+        return source.get((spelling, key)) or source.get((spelling, "")) or self.values.get((spelling, ""))
+
+    def _append(self, pieces: Pieces) -> Place:
+        place = Place(self.name, self.end, sum(piece.nbytes for piece in pieces))
+        self.pieces += pieces
+        self.end += place.length
+        return place
+
+
+def _trimmed(entry: TensorEntry) -> TensorEntry:
+    """The same tensor on a storage of its own that holds no more than it spans."""
+    assert entry.storage is not None
+    data = entry.storage.data
+    if isinstance(data, Lazy) and entry.nbytes == data.length:
+        return entry
+    size = dtypes.itemsize(entry.dtype)
+    last = sum((count - 1) * step for count, step in zip(entry.shape, entry.stride)) + 1 if entry.numel else 0
+    if isinstance(data, Span):
+        span = Span(data.path, data.offset + entry.offset * size, last * size)
+        return replace(entry, offset=0, storage=Storage(span))
+    return entry

@@ -1,0 +1,114 @@
+"""Chunks that torch.distributed.checkpoint keeps in safetensors: in ``.distcp`` files beside a ``.metadata``, or in the
+shards of `HuggingFaceStorageWriter` (``save_distributed``), which have no index but say their offsets themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, Span, TensorEntry
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.containers import json_text
+from ckpttool.formats.dcp.metadata import Chunk, Metadata, Place, TensorItem, cover_problem
+from ckpttool.formats.safetensors import single as safetensors
+from ckpttool.io.files import opened
+from ckpttool.io.paths import join
+
+_INFO = "DCP_SHARDING_INFO"
+
+
+def located(folder: str, metadata: Metadata) -> Metadata:
+    """`metadata` with the places of those chunks that lie in safetensors files: ``.metadata`` does not know them."""
+    files: dict[str, dict[str, TensorEntry] | None] = {}
+    items = dict(metadata.items)
+    for key, item in metadata.items.items():
+        if isinstance(item, TensorItem):
+            for chunk in item.chunks:
+                if chunk.place.name not in files:
+                    files[chunk.place.name] = _tensors(join(folder, chunk.place.name))
+            if any(files[chunk.place.name] is not None for chunk in item.chunks):
+                chunks = tuple(_moved(folder, key, item, chunk, files[chunk.place.name]) for chunk in item.chunks)
+                items[key] = replace(item, chunks=chunks)
+    return replace(metadata, items=items)
+
+
+def _tensors(path: str) -> dict[str, TensorEntry] | None:
+    """The tensors of a safetensors file; None for any other file."""
+    with opened(path) as file:
+        head = file.read(9)
+    if head[8:] != b"{" or head.startswith(b"PK"):
+        return None
+    return {entry.key: entry for entry in safetensors.read(path).sections[0].tensors}
+
+
+def _moved(folder: str, key: str, item: TensorItem, chunk: Chunk, tensors: Mapping[str, TensorEntry] | None) -> Chunk:
+    if tensors is None:
+        return chunk
+    entry = tensors.get(key)
+    if entry is None or entry.span is None or (entry.dtype, entry.shape) != (item.dtype, chunk.sizes):
+        raise CkptError(
+            f"{join(folder, chunk.place.name)} has no chunk of {key} as .metadata says",
+            hint="the folder holds files of two checkpoints, or is damaged: copy it again",
+        )
+    return Chunk(chunk.offsets, chunk.sizes, _place(chunk.place.name, entry.span))
+
+
+def _place(name: str, span: Span) -> Place:
+    return Place(name, span.offset, span.length, raw=True)
+
+
+def read_shards(folder: str, names: list[str]) -> Metadata:
+    """The chunks of these safetensors files, put together by the offsets that each notes in its ``__metadata__``.
+
+    Raises `CkptError`, all problems at once, where they do not make up whole tensors.
+    """
+    chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
+    dtypes: dict[str, set[str]] = {}
+    problems: list[Problem] = []
+    for name in names:
+        shard = safetensors.read(join(folder, name))
+        offsets = _offsets(shard)
+        for entry in shard.sections[0].tensors:
+            at = offsets.get(entry.key)
+            if at is None or len(at) != len(entry.shape) or entry.span is None:
+                problems.append(Problem(f"{name} does not say where in the tensor it lies", entry.key))
+                continue
+            chunks.setdefault(entry.key, {})[at] = Chunk(at, entry.shape, _place(name, entry.span))
+            dtypes.setdefault(entry.key, set()).add(entry.dtype)
+    items = {key: _whole(min(dtypes[key]), list(parts.values())) for key, parts in chunks.items()}
+    problems += [
+        Problem(f"chunks of {' and '.join(sorted(found))}", key) for key, found in dtypes.items() if len(found) > 1
+    ]
+    problems += [
+        Problem(problem, key)
+        for key, item in items.items()
+        if (problem := cover_problem(item.shape, [(chunk.offsets, chunk.sizes) for chunk in item.chunks]))
+    ]
+    if problems:
+        raise CkptError(
+            f"{folder}: its shards do not make up whole tensors",
+            hint="copy the shards of all ranks into one folder",
+            problems=problems,
+        )
+    return Metadata(items, {key: (key,) for key in items})
+
+
+def _offsets(shard: Checkpoint) -> dict[str, tuple[int, ...]]:
+    try:
+        info: Any = json_text.loads(shard.metadata.get(_INFO, "{}"))
+    except ValueError:
+        return {}
+    found = {}
+    for key, value in info.items() if isinstance(info, dict) else ():
+        offsets = value.get("saved_offsets") if isinstance(value, dict) else None
+        if isinstance(offsets, list) and all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets):
+            found[key] = tuple(offsets)
+    return found
+
+
+def _whole(dtype: str, chunks: list[Chunk]) -> TensorItem:
+    ends = [[at + size for at, size in zip(chunk.offsets, chunk.sizes)] for chunk in chunks]
+    dims = min(len(end) for end in ends)
+    return TensorItem(dtype, tuple(max(end[dim] for end in ends) for dim in range(dims)), tuple(chunks))

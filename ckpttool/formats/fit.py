@@ -1,0 +1,108 @@
+"""Makes a checkpoint fit the format that it is to be written in: what that cannot hold is rewritten without loss, or
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.parts import row_major
+from ckpttool.formats.form_mark import put_on
+from ckpttool.formats.table import FORMATS, Format
+
+
+def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
+    """Raises `Refused` where a checkpoint replaced by itself in the format `target` would lose what else is in it."""
+    own = FORMATS[checkpoint.format]
+    if own is not target and not (own.pickled and target.pickled):
+        raise Refused(
+            f"{checkpoint.source} is in another format ({own.title}) than what would replace it ({target.title})",
+            hint="write what can be converted to another file: -o OUT",
+        )
+
+
+def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -> Checkpoint:
+    """`checkpoint` as `target` can hold it, with the same keys and values.
+
+    Raises `Refused`, all problems at once, on what the format has no place for.
+    """
+    fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
+    fitted = put_on(fitted, tensors_only=target.tensors_only)
+    same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
+    return fitted if same else replace(fitted, container=None)
+
+
+def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpoint:
+    """The one state dict of the checkpoint at the root, each tensor dense and under one name."""
+    problems = _not_flat(checkpoint)
+    if problems:
+        raise Refused(
+            f"{target.title} holds tensors only, and one state dict", hint=_narrower(checkpoint), problems=problems
+        )
+    (section,) = checkpoint.sections
+    aliases = {} if target.aliases else section.aliases()
+    if aliases and not keep_aliases:
+        raise Refused(
+            f"{target.title} cannot hold one tensor under two names",
+            hint="--keep-aliases keeps the first name and records the others in __metadata__",
+            problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
+        )
+    dense = tuple(entry if target.aliases else row_major(entry) for entry in section.tensors)
+    section = replace(section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None)
+    return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
+
+
+def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
+    """The checkpoint with the names that ``--keep-aliases`` recorded in ``__metadata__``, which `target` has not."""
+    if not checkpoint.metadata or checkpoint.format == target.name:
+        return checkpoint
+    (section,) = checkpoint.sections
+    have = {entry.key: entry for entry in section.tensors}
+    again = [replace(have[first], key=key) for key, first in _recorded_aliases(checkpoint, have).items()]
+    metadata = {name: value for name, value in checkpoint.metadata.items() if value not in have or name in have}
+    return replace(checkpoint, sections=(replace(section, tensors=(*section.tensors, *again)),), metadata=metadata)
+
+
+def _recorded_aliases(checkpoint: Checkpoint, have: Collection[str]) -> dict[str, str]:
+    return {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
+
+
+def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
+    """What of the checkpoint is no tensor of its one state dict."""
+    main = next((s for s in checkpoint.sections if s.kind == "state_dict"), None)
+    problems = [
+        Problem(f"a second section ({s.kind})", s.path or "(root)") for s in checkpoint.sections if s is not main
+    ]
+    problems += [Problem("not a tensor", path) for path in checkpoint.others]
+    if main is not None:
+        problems += [Problem("not a tensor", ".".join(filter(None, (main.path, e.key)))) for e in main.extras]
+    else:
+        problems += [Problem("no state dict", checkpoint.source)]
+    return problems
+
+
+def _narrower(checkpoint: Checkpoint) -> str:
+    """The hint that names the shortest way to a checkpoint that fits."""
+    main = [s for s in checkpoint.sections if s.kind == "state_dict" and s.path]
+    others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
+    if main and others and "::" not in checkpoint.source:
+        return f"take the section alone: {checkpoint.source}::{main[0].path}, or leave the rest out with --drop PATTERN"
+    return "leave them out with --drop PATTERN, or choose an output that ends in .pt"
+
+
+def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
+    """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
+    notes = []
+    if checkpoint.format == "torch_legacy" and target.name == "torch_zip":
+        notes.append("written in the format of torch 1.6 and later")
+    if checkpoint.format == "torchscript":
+        notes.append("the state dict alone: the code of the TorchScript archive is left out")
+    versions = any(section.modules is not None for section in checkpoint.sections)
+    if versions and (target.tensors_only or target.name == "dcp"):
+        notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
+    if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:
+        notes.append(f"__metadata__ is left out: {target.title} has no place for it")
+    return notes

@@ -1,0 +1,1 @@
+"""Sharded checkpoints with an index, as Hugging Face writes them."""

@@ -1,0 +1,250 @@
+"""Sharded checkpoints in the layout of Hugging Face: an index (``*.index.json``) and the shards it names.
+
+Read to one state dict; each tensor's span says in which file it lies. Written with every tensor in the shard it came
+from, or sharded afresh.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.huggingface.index_file import read_index
+from ckpttool.formats.huggingface.plan_shards import DEFAULT_SIZE, Item, plan_shards, shard_names
+from ckpttool.formats.safetensors import single as safetensors
+from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.io.files import is_file
+from ckpttool.io.paths import name as name_of
+from ckpttool.io.paths import parent
+from ckpttool.io.pieces import Files, Piece, Pieces
+from ckpttool.io.safe_path import safe_path
+
+SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
+
+_KINDS = {"safetensors": SAFETENSORS, "torch_zip": BIN}
+_LAYOUT = {SAFETENSORS: ("model", ".safetensors", safetensors.layout), BIN: ("pytorch_model", ".bin", torch_zip.layout)}
+_REPAIR = "download or copy all files again; or name the shards one by one"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """The container of this format: the name of the index, its text and value, and each shard's own index by name."""
+
+    name: str
+    text: str
+    index: Mapping[str, Any]
+    shards: Mapping[str, Checkpoint]
+
+
+# Reading
+
+
+def read(path: str) -> Checkpoint:
+    """The index of the checkpoint whose ``*.index.json`` is at `path`: one section, its keys in the index's order.
+
+    Raises `CkptError`, with every disagreement between index and shards, where they do not fit.
+    """
+    text, index = read_index(path)
+    weight_map: dict[str, str] = index["weight_map"]
+    folder = parent(path)
+    problems: list[Problem] = []
+    shards: dict[str, Checkpoint] = {}
+    for name in dict.fromkeys(weight_map.values()):
+        found = _read_shard(folder, name)
+        if isinstance(found, Checkpoint):
+            shards[name] = found
+        else:
+            problems += found
+    problems += _disagreements(weight_map, shards) + _kind_problems(shards)
+    if problems:
+        raise CkptError(f"{path} and its shards disagree", hint=_REPAIR, problems=problems)
+    entries = {name: shard.sections[0].by_key() for name, shard in shards.items()}
+    tensors = tuple(entry for key, name in weight_map.items() if isinstance(entry := entries[name][key], TensorEntry))
+    extras = tuple(entry for key, name in weight_map.items() if isinstance(entry := entries[name][key], ExtraEntry))
+    return Checkpoint(
+        path,
+        _KINDS[next(iter(shards.values())).format],
+        len(text.encode()) + sum(shard.nbytes for shard in shards.values()),
+        (Section("", "state_dict", tensors, extras),),
+        globals=tuple(sorted({name for shard in shards.values() for name in shard.globals})),
+        metadata=_common([shard.metadata for shard in shards.values()]),
+        container=Shards(name_of(path), text, index, shards),
+        notes=_size_notes(index, tensors),
+    )
+
+
+def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
+    """The index of one shard, or what makes it none."""
+    from ckpttool.formats.recognise_file import sniff
+    from ckpttool.formats.table import FORMATS
+
+    path = safe_path(folder, name)
+    if path is None:
+        return [Problem("the index leads out of its folder", name)]
+    if not is_file(path):
+        return [Problem("the shard is missing", name)]
+    try:
+        kind = sniff(path)
+        shard = FORMATS[kind].read(path) if kind in _KINDS else None
+    except CkptError as error:
+        return [Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems] or [
+            Problem(error.message.removeprefix(f"{path}: "), name)
+        ]
+    if shard is None or [section.path for section in shard.sections] not in ([""], []) or shard.others:
+        return [Problem("holds something else than one state dict", name)]
+    return shard if shard.sections else replace(shard, sections=(Section("", "state_dict", ()),))
+
+
+def _disagreements(weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]) -> list[Problem]:
+    """Keys that the index looks for in a shard that has them not, and keys of shards that the index does not know."""
+    keys = {name: shard.sections[0].by_key() for name, shard in shards.items()}
+    problems = [
+        Problem(f"not in {name}, where the index looks for it", key)
+        for key, name in weight_map.items()
+        if name in keys and key not in keys[name]
+    ]
+    return problems + [
+        Problem(f"in {name}, which the index does not know", key)
+        for name, have in keys.items()
+        for key in have
+        if weight_map.get(key) != name
+    ]
+
+
+def _kind_problems(shards: Mapping[str, Checkpoint]) -> list[Problem]:
+    kinds = dict.fromkeys(shard.format for shard in shards.values())
+    if len(kinds) < 2:
+        return []
+    return [Problem(f"a {shard.format} file among others", name) for name, shard in shards.items()]
+
+
+def _size_notes(index: Mapping[str, Any], tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
+    """What to say of a wrong ``total_size``. No reader needs it, and many published indexes have it wrong."""
+    said = index.get("metadata", {}).get("total_size")
+    if said is None or said in (_total_size(tensors), sum(entry.nbytes for entry in tensors)):
+        return ()
+    return (f"the index says total_size {said!r:.40}, the tensors are {_total_size(tensors)} bytes",)
+
+
+def _total_size(tensors: Iterable[TensorEntry]) -> int:
+    """Bytes of the tensors, each counted once whatever number of names it has."""
+    return sum({entry.identity: entry.nbytes for entry in tensors}.values())
+
+
+def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What the shards say of themselves without contradicting each other."""
+    values: dict[str, set[str]] = {}
+    for metadata in metadatas:
+        for name, value in metadata.items():
+            values.setdefault(name, set()).add(value)
+    return {name: value.pop() for name, value in values.items() if len(value) == 1}
+
+
+# Writing
+
+
+def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_size: int | None = None) -> Files:
+    """The files of the sharded checkpoint, shards first and the index last.
+
+    `kind` is `SAFETENSORS` or `BIN`. Tensors stay in their shards, or with `max_shard_size` (bytes), or where they come
+    from no shards, are sharded afresh; what then fits into one shard gets no index, unless one is asked for by `name`.
+    Raises `Refused` for what the shards' format cannot hold.
+    """
+    source = checkpoint.container if isinstance(checkpoint.container, Shards) else None
+    stem, ending, layout = _LAYOUT[kind]
+    if source is not None and max_shard_size is None:
+        shards = _kept(checkpoint, source)
+    else:
+        stem = name.partition(f"{ending}.index")[0] or stem
+        shards = _afresh(checkpoint, stem, ending, max_shard_size or DEFAULT_SIZE, bool(name))
+    files: dict[str, Pieces] = {shard: layout(content) for shard, content in shards.items()}
+    if list(shards) == [stem + ending]:
+        return files
+    weight_map = {key: shard for shard, content in shards.items() for key in content.sections[0].by_key()}
+    ordered = {key: weight_map[key] for key in checkpoint.sections[0].by_key()}
+    index_name = name or (source.name if source is not None else f"{stem}{ending}.index.json")
+    files[index_name] = [Piece(_index(ordered, _total_size(checkpoint.sections[0].tensors), source))]
+    return files
+
+
+def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
+    """The shards with the entries that lay in them; what was computed lies with the entry before it."""
+    home = {_origin(e): name for name, shard in source.shards.items() for e in shard.sections[0].by_key().values()}
+    content: dict[str, list[TensorEntry | ExtraEntry]] = {name: [] for name in source.shards}
+    name = next(iter(content))
+    for entry in checkpoint.sections[0].by_key().values():
+        name = home.get(_origin(entry), name)
+        content[name].append(entry)
+    new = {key: value for key, value in checkpoint.metadata.items() if key not in _common_of(source)}
+    return {
+        name: replace(_shard(source.shards[name], entries), metadata={**source.shards[name].metadata, **new})
+        for name, entries in content.items()
+        if entries
+    }
+
+
+def _origin(entry: TensorEntry | ExtraEntry) -> int:
+    storage = entry.storage if isinstance(entry, TensorEntry) else None
+    return id(entry.payload if storage is None else storage)
+
+
+def _common_of(source: Shards) -> dict[str, str]:
+    return _common([shard.metadata for shard in source.shards.values()])
+
+
+def _shard(whole: Checkpoint, entries: Iterable[TensorEntry | ExtraEntry]) -> Checkpoint:
+    """`whole` with these entries only, as a file of its own."""
+    entries = list(entries)
+    tensors = tuple(entry for entry in entries if isinstance(entry, TensorEntry))
+    extras = tuple(entry for entry in entries if isinstance(entry, ExtraEntry))
+    return replace(whole, sections=(replace(whole.sections[0], tensors=tensors, extras=extras),))
+
+
+def _afresh(checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool) -> dict[str, Checkpoint]:
+    have = checkpoint.sections[0].by_key()
+    items = [
+        Item(key, entry.nbytes if isinstance(entry, TensorEntry) else 0, _origin(entry)) for key, entry in have.items()
+    ]
+    plan = plan_shards(items, limit)
+    names = shard_names(stem, ending, len(plan)) if len(plan) > 1 or indexed else [stem + ending]
+    # transformers takes __metadata__ without a format for another framework's
+    metadata = {"format": "pt", **checkpoint.metadata} if ending == ".safetensors" else checkpoint.metadata
+    whole = replace(checkpoint, container=None, metadata=metadata)
+    return {name: _shard(whole, (have[key] for key in keys)) for name, keys in zip(names, plan)}
+
+
+def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -> bytes:
+    """The text of the index, in the style of the source's; what it says beside sizes and places is kept."""
+    old: Mapping[str, Any] = source.index if source is not None else {}
+    metadata = dict(old.get("metadata", {}))
+    if source is None or total_size != _source_size(source):
+        metadata.pop("total_parameters", None)
+        metadata["total_size"] = total_size
+    else:
+        metadata.setdefault("total_size", total_size)
+    before = list(old.get("weight_map", {}))
+    if before == sorted(before):
+        weight_map = dict(sorted(weight_map.items()))
+    index = {**({} if "metadata" in old else {"metadata": metadata}), **old}
+    index |= {"metadata": metadata, "weight_map": weight_map}
+    return _spelled(index, source).encode()
+
+
+def _source_size(source: Shards) -> int:
+    return _total_size(entry for shard in source.shards.values() for entry in shard.sections[0].tensors)
+
+
+_STYLES = [(indent, ascii, end) for indent in (2, 4, None) for ascii in (True, False) for end in ("\n", "")]
+
+
+def _spelled(index: Mapping[str, Any], source: Shards | None) -> str:
+    """`index` as JSON, spelled like the source's text; by default as transformers spells it."""
+    if source is not None:
+        for indent, ascii, end in _STYLES:
+            if json.dumps(source.index, indent=indent, ensure_ascii=ascii) + end == source.text:
+                return json.dumps(index, indent=indent, ensure_ascii=ascii) + end
+    return json.dumps(index, indent=2) + "\n"

@@ -1,0 +1,35 @@
+"""From a path to its checkpoint: a file is recognised by its content, a folder by its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.formats.table import FORMATS
+from ckpttool.io import files, paths
+
+
+def open_checkpoint(path: str) -> Checkpoint:
+    """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
+    from ckpttool.formats.remarks import remarks
+
+    if paths.is_url(path):
+        from ckpttool.io.remote.read import forget
+
+        forget(path)
+    checkpoint = _open(path)
+    return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)))
+
+
+def _open(path: str) -> Checkpoint:
+    from ckpttool.formats.recognise_file import sniff
+    from ckpttool.formats.recognise_folder import DCP_METADATA, locate
+
+    if files.is_glob(path):
+        return FORMATS["rank_files"].read(path)
+    if paths.name(path) == DCP_METADATA:
+        path = paths.parent(path)
+    if not files.is_dir(path):
+        return FORMATS[sniff(path)].read(path)
+    found = locate(path)
+    return replace(FORMATS[found.format].read(found.path), source=path)

@@ -1,0 +1,1 @@
+"""Exported programs and compiled packages: `.pt2`, a layout for each range of torch versions."""

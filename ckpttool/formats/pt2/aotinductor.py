@@ -1,0 +1,112 @@
+"""AOTInductor packages: compiled code, and its weights beside it where it was packaged so.
+
+``NAME/data/aotinductor/M/weights_config.json`` says of each weight its record ``NAME/data/weights/weight_N`` (a torch
+zip of one tensor, perhaps with several weights in it) and its geometry there; models share records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpttool.checkpoint import Section, Storage, TensorEntry
+from ckpttool.dtypes import itemsize
+from ckpttool.formats.containers.zip_archive import Archive
+from ckpttool.formats.pt2.program import Home, Payload, Program, damaged, read_json
+from ckpttool.formats.pt2.since_2_9 import element_reach, plain_sizes
+from ckpttool.formats.pt2.until_2_8 import open_record, payload_of
+from ckpttool.formats.torch.tensors import entry_of, is_tensor
+
+FOLDER = "data/aotinductor/"
+LAYOUT = "AOTInductor"
+OUTSIDE = (
+    "compile it again with its weights outside: torch._inductor.aoti_compile_and_package(program, package_path=..., "
+    "inductor_configs={'aot_inductor.package_constants_in_so': False, "
+    "'aot_inductor.package_constants_on_disk_format': 'pickle_weights'})"
+)
+INSIDE = (
+    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it again for new ones; "
+    "leave out weights that it does not use: ckpttool remap NEW --drop KEY -o OUT"
+)
+
+_CONFIG = "weights_config.json"
+
+
+def models(archive: Archive, root: str) -> list[str]:
+    """The names of the compiled models in the file."""
+    start = root + FOLDER
+    inside = [r.name.removeprefix(start) for r in archive.records if r.name.startswith(start)]
+    return list(dict.fromkeys(name.partition("/")[0] for name in inside if "/" in name))
+
+
+def read(archive: Archive, root: str, name: str) -> Program:
+    """The compiled model `name` of the file; without sections where its weights are inside the code."""
+    files = [r.name for r in archive.records if r.name.startswith(f"{root}{FOLDER}{name}/")]
+    config = f"{root}{FOLDER}{name}/{_CONFIG}"
+    if config not in files:
+        return Program(archive, name, LAYOUT, "", (), notes=(_without(files, name),))
+    entries, homes = _entries(archive, root, config)
+    section = Section("", "state_dict", entries)
+    note = (
+        f"{name} is compiled code: weights that it does not use are not in the file, and small ones "
+        "(up to 8 elements in one dimension) are in the code itself"
+    )
+    return Program(archive, name, LAYOUT, "", (section,), homes, _shared(archive, root, name), (note,))
+
+
+def _without(files: list[str], name: str) -> str:
+    if any(file.endswith((".blob", "_weights.bin")) for file in files):
+        return f"the weights of {name} are one block of bytes without names: {OUTSIDE}"
+    return f"the weights of {name} are compiled into its shared library, or left out of the package: {OUTSIDE}"
+
+
+def _entries(archive: Archive, root: str, config: str) -> tuple[tuple[TensorEntry, ...], dict[Storage, Home]]:
+    found: list[TensorEntry] = []
+    homes: dict[Storage, Home] = {}
+    complete: dict[str, tuple[TensorEntry, Payload]] = {}
+    try:
+        for fqn, (file, *geometry) in read_json(archive, config).items():
+            record = f"{root}data/weights/{file}"
+            if record not in complete:
+                complete[record] = _complete(archive, record, homes)
+            whole, payload = complete[record]
+            found.append(_view(fqn, whole, geometry, payload))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise damaged(archive.path, f"{config} is not as torch writes it: {error!r}") from error
+    return tuple(found), homes
+
+
+def _complete(archive: Archive, record: str, homes: dict[Storage, Home]) -> tuple[TensorEntry, Payload]:
+    """The tensor that the record holds."""
+    pickle, storages, inner = open_record(archive, record)
+    if not is_tensor(pickle.root):
+        raise damaged(archive.path, f"its record {record} is no tensor")
+    whole = entry_of(record, pickle.root, storages)
+    homes.update((storage, Home(record, inner, key)) for key, storage in storages.found.items())
+    return whole, payload_of(record, pickle.root)
+
+
+def _view(fqn: str, whole: TensorEntry, geometry: list[Any], payload: Payload) -> TensorEntry:
+    """The weight as ``whole.as_strided(*geometry)``."""
+    shape, stride, (offset,) = plain_sizes(geometry[0]), plain_sizes(geometry[1]), plain_sizes(geometry[2:])
+    if len(shape) != len(stride):
+        raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
+    storage = whole.storage
+    reach = element_reach(shape, stride, offset) * itemsize(whole.dtype)
+    if storage is not None and reach > storage.nbytes:
+        raise ValueError(f"{fqn} needs {reach} bytes, its storage has {storage.nbytes}")
+    return TensorEntry(fqn, whole.dtype, shape, stride, offset, storage, whole.layout, whole.packed_bytes, payload)
+
+
+def _shared(archive: Archive, root: str, name: str) -> Mapping[str, list[str]]:
+    """Record -> the other models whose weights are in it."""
+    found: dict[str, list[str]] = {}
+    for other in models(archive, root):
+        config = f"{root}{FOLDER}{other}/{_CONFIG}"
+        if other == name or config not in archive.by_name:
+            continue
+        value = read_json(archive, config)
+        entries = value.values() if isinstance(value, dict) else ()
+        for file in {entry[0] for entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], str)}:
+            found.setdefault(f"{root}data/weights/{file}", []).append(other)
+    return found

@@ -1,0 +1,257 @@
+"""Exported programs (``.pt2``): reader and writer of their weights, in the layouts of every torch.
+
+The graph is never deserialised: a program of operators that are not installed reads and writes like any other. Each
+layout has its reader in a file of its own; what it hands over is written back in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from shlex import quote
+
+from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, TensorEntry
+from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.pt2 import aotinductor as pt2_compiled
+from ckpttool.formats.pt2 import since_2_9 as pt2_raw
+from ckpttool.formats.pt2 import until_2_8 as pt2_nested
+from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, root_of
+from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.tensors import Carried
+from ckpttool.io.pieces import Pieces
+from ckpttool.io.ranges import stream
+
+FORMAT = "pt2"
+
+_ONLY = "model"  # what the only program of a file is called, where the file does not say
+_Reader = Callable[[Archive, str, str], Program]
+
+
+# Reading
+
+
+def read(path: str) -> Checkpoint:
+    """The index of every program of the file, graph and tensors left alone.
+
+    Section ``""`` is a program's state dict, section ``constants`` its constants; where the file holds several programs
+    they are ``NAME`` and ``NAME.constants``. Raises `CkptError` for other files.
+    """
+    archive = read_archive(path)
+    found = _programs(archive)
+    if len(found) == 1:
+        return _checkpoint(path, archive, _read(archive, found, next(iter(found))))
+    programs = [_read(archive, found, name) for name in found]
+    sections = tuple(
+        replace(section, path=".".join(filter(None, (program.name, section.path))))
+        for program in programs
+        for section in program.sections
+    )
+    notes = (f"{len(found)} programs: {', '.join(found)}", *(note for program in programs for note in program.notes))
+    return Checkpoint(path, FORMAT, archive.length, sections, notes=notes)
+
+
+def read_program(path: str, name: str | None = None) -> Checkpoint:
+    """The index of the program `name` of the file (default: its only one), alone.
+
+    Raises `CkptError` where there is no such program, and where there are several and none is named.
+    """
+    archive = read_archive(path)
+    found = _programs(archive)
+    if name is None and len(found) > 1:
+        raise CkptError(
+            f"{path} holds {len(found)} programs: {', '.join(found)}",
+            hint=f"name one: --program {quote(next(iter(found)))}",
+        )
+    name = next(iter(found)) if name is None else name
+    if name not in found:
+        raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(found)}")
+    return _checkpoint(path, archive, _read(archive, found, name))
+
+
+def _checkpoint(path: str, archive: Archive, program: Program) -> Checkpoint:
+    return Checkpoint(path, FORMAT, archive.length, program.sections, container=program, notes=program.notes)
+
+
+def _programs(archive: Archive) -> dict[str, _Reader]:
+    """Name -> reader of each program of the file, in its order. Raises `CkptError` where there is none."""
+    root = root_of(archive)
+    if pt2_nested.GRAPH in archive.by_name:
+        return {_ONLY: lambda archive, root, name: pt2_nested.read_up_to_2_7(archive, "", name)}
+    found: dict[str, _Reader] = {}
+    for record in archive.records:
+        match = re.fullmatch(r"models/(.+)\.json", record.name.removeprefix(root))
+        if match is not None:
+            nested = f"{root}data/weights/{match[1]}.pt" in archive.by_name
+            found[match[1]] = pt2_nested.read_2_8 if nested else pt2_raw.read
+    for name in pt2_compiled.models(archive, root):
+        found.setdefault(name, pt2_compiled.read)
+    if not found:
+        raise CkptError(f"{archive.path} holds no exported program", hint="name a file that torch.export.save wrote")
+    return found
+
+
+def _read(archive: Archive, found: Mapping[str, _Reader], name: str) -> Program:
+    root = root_of(archive)
+    _check_byte_order(archive, root)
+    return found[name](archive, root, name)
+
+
+def _check_byte_order(archive: Archive, root: str) -> None:
+    record = archive.by_name.get(f"{root}byteorder")
+    if record is not None and read_record(archive, record, 64) != b"little":
+        raise CkptError(
+            f"{archive.path} was written on a big-endian machine, its weights are not as they lie in memory here",
+            hint="export it again on the machine where it is used",
+        )
+
+
+# Writing
+
+
+def layout(checkpoint: Checkpoint) -> Pieces:
+    """The program with the tensors of the checkpoint, as pieces; records that do not change are copied as they are.
+
+    A storage is replaced where it is no longer the source's. Raises `Refused`, with every problem, where the checkpoint
+    is not that program's: other FQNs, dtypes, shapes, strides, or tied weights with two storages.
+    """
+    program = checkpoint.container
+    if not isinstance(program, Program):
+        raise Refused(
+            "weights alone are no exported program",
+            hint="put them into a program: ckpttool swap-weights PROGRAM.pt2 WEIGHTS -o OUT.pt2",
+        )
+    changed, problems = _changed(program, checkpoint.sections)
+    if problems:
+        raise Refused(
+            f"these weights cannot be put into {program.archive.path}",
+            hint="ckpttool swap-weights PROGRAM.pt2 WEIGHTS -o OUT.pt2 finds what belongs where",
+            problems=problems,
+        )
+    records = [NewRecord(r.name, changed[r.name]) if r.name in changed else r for r in program.archive.records]
+    return layout_archive(program.archive, records)
+
+
+def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, Span | Lazy], list[Problem]]:
+    """The new bytes of each record that changes, and everything in which `sections` do not fit the program."""
+    if [section.path for section in sections] != [section.path for section in program.sections]:
+        return {}, [Problem("not the sections of the program", section.path or "(root)") for section in sections]
+    problems: list[Problem] = []
+    pairs: list[tuple[TensorEntry, TensorEntry]] = []
+    for old_section, new_section in zip(program.sections, sections):
+        fitting, found = _paired(old_section, new_section)
+        pairs += fitting
+        problems += found
+    data, found = _by_home(program, pairs)
+    records = _by_record(data) | _pickled(pairs)
+    return records, problems + found + _stale(program, records)
+
+
+def _paired(old: Section, new: Section) -> tuple[list[tuple[TensorEntry, TensorEntry]], list[Problem]]:
+    """Each of the program's tensors with the one that is to take its place, and what does not fit."""
+    have = {entry.key: entry for entry in new.tensors}
+    known = {entry.key for entry in old.tensors}
+    problems = [Problem("stands twice", key) for key, n in Counter(e.key for e in new.tensors).items() if n > 1]
+    problems += [Problem("the program has no such tensor", key) for key in have if key not in known]
+    problems += [Problem("missing", entry.key) for entry in old.tensors if entry.key not in have]
+    if old.extras != new.extras:
+        problems.append(Problem("its objects that are no tensors cannot be changed", old.path or "(root)"))
+    pairs = [(entry, have[entry.key]) for entry in old.tensors if entry.key in have]
+    misfits = [(entry, _misfit(entry, other)) for entry, other in pairs]
+    problems += [Problem(problem, entry.key) for entry, problem in misfits if problem]
+    return [pair for pair, (_, problem) in zip(pairs, misfits) if not problem], problems
+
+
+def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
+    """Why `new` cannot take the place of `old`, its storage left aside."""
+    for what in ("dtype", "shape", "stride", "offset"):
+        ours, theirs = getattr(new, what), getattr(old, what)
+        if ours != theirs:
+            return f"{what} {_shown(ours)}, the program has {_shown(theirs)}"
+    if old.storage is None and new.payload is not old.payload and not replaceable(old, new):
+        return f"a {old.layout} tensor in the program, which cannot be replaced"
+    if old.storage is not None and new.storage is None:
+        return f"a {new.layout} tensor, the program has a strided one"
+    return None
+
+
+def replaceable(old: TensorEntry, new: TensorEntry) -> bool:
+    """Whether `old`, no strided tensor, is pickled by itself, and `new` is pickled as the same kind of tensor."""
+    alone = isinstance(old.payload, Payload) and old.payload.alone
+    return alone and isinstance(new.payload, Carried) and new.layout == old.layout
+
+
+def _shown(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _by_home(
+    program: Program, pairs: Sequence[tuple[TensorEntry, TensorEntry]]
+) -> tuple[dict[Home, Span | Lazy], list[Problem]]:
+    """The new bytes of each storage that changes. Tensors that share a storage must go on sharing one."""
+    first: dict[Home, tuple[str, Span | Lazy]] = {}
+    changed: dict[Home, Span | Lazy] = {}
+    problems: list[Problem] = []
+    for old, new in pairs:
+        if old.storage is None or new.storage is None or not old.numel:
+            continue
+        was, now, home = old.storage.data, new.storage.data, program.homes[old.storage]
+        key, data = first.setdefault(home, (old.key, now))
+        if data != now:
+            problems.append(Problem(f"shares its storage with {key} in the program, but not here", old.key))
+        elif now.length != was.length:
+            problems.append(Problem(f"a storage of {now.length} bytes, the program's has {was.length}", old.key))
+        elif now != was:
+            changed[home] = now
+    return changed, problems
+
+
+def _by_record(data: Mapping[Home, Span | Lazy]) -> dict[str, Span | Lazy]:
+    """The new bytes of each record: a storage's own, or a torch zip's with some storages replaced."""
+    records: dict[str, Span | Lazy] = {}
+    inside: defaultdict[tuple[str, Inner], dict[str, Span | Lazy]] = defaultdict(dict)
+    for home, new in data.items():
+        if home.inner is None:
+            records[home.record] = new
+        else:
+            inside[home.record, home.inner][home.key] = new
+    for (record, inner), storages in inside.items():
+        records[record] = _lazy(torch_zip.with_storages(inner.archive, inner.folder, storages))
+    return records
+
+
+def _pickled(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> dict[str, Span | Lazy]:
+    """The new records of tensors that are pickled by themselves."""
+    records: dict[str, Span | Lazy] = {}
+    for old, new in pairs:
+        role = old.payload
+        if isinstance(role, Payload) and isinstance(new.payload, Carried) and old.storage is None:
+            records[role.record] = _lazy(torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad))
+    return records
+
+
+def _lazy(pieces: Pieces) -> Lazy:
+    return Lazy(sum(piece.nbytes for piece in pieces), partial(stream, pieces))
+
+
+def _stale(program: Program, records: Mapping[str, Span | Lazy]) -> list[Problem]:
+    """Who else in the file would keep the old weights, or get new ones unasked."""
+    if not records:
+        return []
+    root = root_of(program.archive)
+    problems = [
+        Problem(f"the weights of {', '.join(program.shared[record])} too", record)
+        for record in records
+        if record in program.shared
+    ]
+    if program.compiled and any(r.name.startswith(f"{root}models/") for r in program.archive.records):
+        problems.append(Problem("the exported program in the file holds the old weights too", f"{root}models"))
+    if not program.compiled and pt2_compiled.models(program.archive, root):
+        problems.append(
+            Problem("compiled code in the file (AOTInductor) holds the old weights too", "data/aotinductor")
+        )
+    return problems

@@ -1,0 +1,103 @@
+"""One program of a ``.pt2`` file, as the readers of all layouts hand it over: tensors, and the home of each storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from shlex import quote
+from typing import Any
+
+from ckpttool.checkpoint import Section, Storage
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers import json_text
+from ckpttool.formats.containers.zip_archive import Archive, read_record
+
+CONSTANTS = "constants"  # path of the section of constants; the state dict's is the root
+
+_JSON_LIMIT = 1 << 30  # bytes of one JSON record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """What the file says of one tensor beyond its geometry: the record that holds it, and its role.
+
+    `alone`: the record is a torch file of this tensor and nothing else, which another one can take the place of.
+    """
+
+    record: str
+    is_param: bool
+    requires_grad: bool
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inner:
+    """A torch zip that is a record of the file; all its records but the storages are in `folder`."""
+
+    archive: Archive
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a storage lies: it is the record itself, or storage `key` of the torch zip in the record."""
+
+    record: str
+    inner: Inner | None = None
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """The file itself, `Checkpoint.container` of this format.
+
+    `layout` says which torch wrote it, `model` is the record of the graph (empty for compiled code), `sections` are the
+    state dict and the constants as the file holds them. `shared` are records that other programs use too, with these.
+    `compiled` is True where the program is code that AOTInductor compiled.
+    """
+
+    archive: Archive
+    name: str
+    layout: str
+    model: str
+    sections: tuple[Section, ...]
+    homes: Mapping[Storage, Home] = field(default_factory=dict)
+    shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def compiled(self) -> bool:
+        return not self.model
+
+
+def root_of(archive: Archive) -> str:
+    """The folder that all records lie in, with its slash; empty where there is none."""
+    first = archive.records[0].name if archive.records else ""
+    return first[: first.find("/") + 1]
+
+
+def read_json(archive: Archive, name: str) -> Any:
+    """The JSON value of a record. Raises `CkptError` where it is missing, damaged or no JSON."""
+    if name not in archive.by_name:
+        raise damaged(archive.path, f"its record {name} is missing")
+    try:
+        return json_text.loads(read_record(archive, archive.by_name[name], _JSON_LIMIT).decode())
+    except ValueError as error:
+        raise damaged(archive.path, f"its record {name} is not valid JSON: {error}") from error
+
+
+def damaged(path: str, problem: str) -> CkptError:
+    """The error for a program that contradicts itself."""
+    return CkptError(f"{path} is not a program that can be read: {problem}", hint="copy it or export it again")
+
+
+def compressed(path: str, record: str) -> CkptError:
+    """The error for a record whose bytes do not lie in the file as they are."""
+    code = "import torch, sys; torch.export.save(torch.export.load(sys.argv[1]), sys.argv[2])"
+    hint = f'load and save it again with torch: python -c "{code}" {quote(path)} OUT.pt2'
+    return CkptError(f"{path} is compressed (record {record}), which torch never does", hint=hint)
+
+
+def program_sections(weights: Section, constants: Section) -> tuple[Section, ...]:
+    """The sections of a program; that of its constants is left out where it has none."""
+    return (weights, constants) if constants.tensors or constants.extras else (weights,)

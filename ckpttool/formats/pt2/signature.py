@@ -1,0 +1,88 @@
+"""What an exported program says of its own tensors: parameter or buffer, persistent, trainable, in which order.
+
+Read from the graph's signature in ``models/M.json``; the graph itself is not interpreted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, TensorEntry
+from ckpttool.formats.pt2.program import Payload, Program, damaged, read_json
+
+_KINDS = {"parameter": "parameter", "buffer": "buffer", "tensor_constant": "constant"}
+_RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """A tensor of the program by its FQN. `kind` is ``parameter``, ``buffer`` or ``constant`` (lifted out of the code).
+
+    `shape` counts elements; `alias_of` is the first FQN of the same tensor, None where this one is the first.
+    """
+
+    fqn: str
+    kind: str
+    persistent: bool
+    trainable: bool
+    dtype: str
+    shape: tuple[int, ...]
+    alias_of: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """`torch` is the version that exported the program; parameters come first, then buffers, then constants."""
+
+    torch: str
+    inputs: tuple[ProgramInput, ...]
+
+
+def signature(checkpoint: Checkpoint) -> Signature:
+    """Every parameter, buffer and constant of the program that `pt2.read` has read, in the order of the graph's inputs.
+
+    Raises `CkptError` where the file's graph has no signature that can be read.
+    """
+    program = checkpoint.container
+    if not isinstance(program, Program):
+        raise TypeError("not a program: its container is missing")
+    model = read_json(program.archive, program.model)
+    try:
+        graph, version = _graph_inputs(model), str(model["torch_version"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise damaged(checkpoint.source, f"{program.model} is not as torch.export.save writes it: {error!r}") from error
+    return Signature(version, _inputs(checkpoint, graph))
+
+
+def _graph_inputs(model: Any) -> dict[str, str]:
+    """FQN -> kind of each tensor that the graph takes from the program, in its order."""
+    found: dict[str, str] = {}
+    for spec in model["graph_module"]["signature"]["input_specs"]:
+        ((kind, content),) = spec.items()
+        if kind in _KINDS:
+            found[content[f"{kind}_name"]] = _KINDS[kind]
+    return found
+
+
+def _inputs(checkpoint: Checkpoint, graph: dict[str, str]) -> tuple[ProgramInput, ...]:
+    entries = [(entry, section.path == "") for section in checkpoint.sections for entry in section.tensors]
+    kinds = {entry.key: graph.get(entry.key) or _kind(entry, persistent) for entry, persistent in entries}
+    order = {fqn: position for position, fqn in enumerate(graph)}
+    entries.sort(key=lambda item: (_RANKS[kinds[item[0].key]], order.get(item[0].key, len(order))))
+    first: dict[object, str] = {}
+    found: list[ProgramInput] = []
+    for entry, persistent in entries:
+        fqn, kind, payload = entry.key, kinds[entry.key], entry.payload
+        trainable = kind == "parameter" and isinstance(payload, Payload) and payload.requires_grad
+        root = first.setdefault(entry.identity, fqn)
+        alias_of = None if root == fqn else root
+        found.append(ProgramInput(fqn, kind, persistent, trainable, entry.dtype, entry.shape, alias_of))
+    return tuple(found)
+
+
+def _kind(entry: TensorEntry, persistent: bool) -> str:
+    """The kind of a tensor that the graph does not take: one of a module that is never called, or a tied name."""
+    if isinstance(entry.payload, Payload) and entry.payload.is_param:
+        return "parameter"
+    return "buffer" if persistent else "constant"

@@ -1,0 +1,118 @@
+"""Exported programs as torch 2.9 and later write them: every storage a record of its own, and their geometry in JSON.
+
+``NAME/data/weights/M_weights_config.json`` and ``weight_N`` (one record a storage), constants likewise, tensor
+subclasses pickled; see torch/export/pt2_archive/_package.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpttool.checkpoint import ExtraEntry, Section, Storage, TensorEntry
+from ckpttool.dtypes import BY_PT2, itemsize
+from ckpttool.formats.containers.zip_archive import STORED, Archive, Record
+from ckpttool.formats.pt2.program import (
+    CONSTANTS,
+    Home,
+    Payload,
+    Program,
+    compressed,
+    damaged,
+    program_sections,
+    read_json,
+)
+
+LAYOUT = "torch>=2.9"
+
+_LAYOUTS = {
+    1: "sparse_coo",
+    2: "sparse_csr",
+    3: "sparse_csc",
+    4: "sparse_bsr",
+    5: "sparse_bsc",
+    6: "mkldnn",
+    7: "strided",
+}
+
+
+def read(archive: Archive, root: str, name: str) -> Program:
+    """The program `name` of the file. Raises `CkptError` where its configs are not as torch.export.save writes them."""
+    homes: dict[Storage, Home] = {}
+    weights = Section("", "state_dict", *_payloads(archive, root, name, "weights", homes))
+    constants = Section(CONSTANTS, "other", *_payloads(archive, root, name, "constants", homes))
+    sections = program_sections(weights, constants)
+    return Program(archive, name, LAYOUT, f"{root}models/{name}.json", sections, homes)
+
+
+def _payloads(
+    archive: Archive, root: str, name: str, kind: str, homes: dict[Storage, Home]
+) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
+    """The tensors and the other objects that the config of `kind` (``weights`` or ``constants``) lists."""
+    config = f"{root}data/{kind}/{name}_{kind}_config.json"
+    value = read_json(archive, config)
+    tensors: list[TensorEntry] = []
+    objects: list[ExtraEntry] = []
+    storages: dict[str, Storage] = {}
+    try:
+        for fqn, meta in value["config"].items():
+            record = archive.by_name.get(f"{root}data/{kind}/{meta['path_name']}")
+            if record is None:
+                raise damaged(archive.path, f"the record {meta['path_name']} of {fqn} is missing")
+            if meta["tensor_meta"] is None:
+                objects.append(ExtraEntry(fqn, meta["path_name"]))
+            else:
+                tensors.append(_tensor(archive, record, fqn, meta, storages))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise damaged(archive.path, f"{config} is not as torch.export.save writes it: {error!r}") from error
+    homes.update((storage, Home(record)) for record, storage in storages.items())
+    return tuple(tensors), tuple(objects)
+
+
+def _tensor(
+    archive: Archive, record: Record, fqn: str, meta: Mapping[str, Any], storages: dict[str, Storage]
+) -> TensorEntry:
+    tensor = meta["tensor_meta"]
+    if tensor["dtype"] not in BY_PT2:
+        raise damaged(archive.path, f"{fqn} has the dtype number {tensor['dtype']!r}, which ckpttool does not know")
+    dtype = BY_PT2[tensor["dtype"]].name
+    shape, stride = _sizes(tensor["sizes"]), _sizes(tensor["strides"])
+    (offset,) = _sizes([tensor["storage_offset"]])
+    if len(shape) != len(stride):
+        raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
+    pickled = bool(meta["use_pickle"])
+    payload = Payload(record.name, meta["is_param"] is True, tensor["requires_grad"] is True, pickled)
+    layout = "subclass" if pickled else _LAYOUTS.get(tensor["layout"], "unknown")
+    reach = element_reach(shape, stride, offset) * itemsize(dtype)
+    if layout == "strided" and reach and not record.nbytes:
+        layout = "meta"  # exported with fake weights: no values were saved
+    if layout != "strided":
+        return TensorEntry(fqn, dtype, shape, stride, offset, None, layout, record.nbytes, payload)
+    if reach > record.nbytes:
+        raise damaged(archive.path, f"{fqn} needs {reach} bytes, its record {record.name} has {record.nbytes}")
+    if record.method != STORED:
+        raise compressed(archive.path, record.name)
+    # tensors without elements may share a record without sharing anything
+    new = Storage(archive.span(record))
+    storage = storages.setdefault(record.name, new) if reach else new
+    return TensorEntry(fqn, dtype, shape, stride, offset, storage, payload=payload)
+
+
+def _sizes(values: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Sizes, strides or offsets; a weight has no symbolic ones."""
+    return plain_sizes([value["as_int"] for value in values])
+
+
+def plain_sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    """`values` as sizes, strides or offsets. Raises ValueError where they are none."""
+    found = tuple(values)
+    if not all(type(size) is int and 0 <= size < 2**63 for size in found):
+        raise ValueError(f"not sizes: {found}")
+    return found
+
+
+def element_reach(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> int:
+    """How many elements of the storage lie before the end of the tensor's last element; 0 for no elements."""
+    if 0 in shape:
+        return 0
+    return offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride))

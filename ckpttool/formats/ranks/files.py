@@ -1,0 +1,250 @@
+"""The files that the ranks of one run wrote, each its own, read as one checkpoint: a quoted glob names them.
+
+A tensor that is cut over the ranks becomes one entry whose storage lies in several files. Of every other tensor all
+ranks' entries are kept, since only the model's shapes tell a part of a tensor from a copy of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from typing import Any, TypeVar
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
+from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.parts import across, joined
+from ckpttool.formats.ranks import sharded_tensor
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.io.files import glob
+from ckpttool.keys import is_flat
+
+NAME = "rank_files"  # in the table of formats
+_ALL = "name the files of all ranks and no others, as in 'rank_*.pt'"
+_MOST_MISSING = 20  # ranks that are listed: a hostile file may speak of millions
+_ABSENT = object()
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnRanks:
+    """The payload of an entry: what each rank holds under its key, by rank.
+
+    `whole`: the parts, one after another, are the entry. Else it is the first of them, and they may be copies of one
+    tensor or parts of one.
+    """
+
+    parts: tuple[TensorEntry | None, ...]
+    whole: bool
+
+
+def read(pattern: str) -> Checkpoint:
+    """The one checkpoint that the files matching `pattern` are together.
+
+    Raises `CkptError`, all problems at once, where a rank's file is missing or there twice, where the files are of runs
+    with other numbers of ranks, or where one is no file of torch.save.
+    """
+    paths = glob(pattern)
+    if not paths:
+        raise CkptError(
+            f"no file matches {pattern}", hint="check the path; quote the pattern, so that the shell keeps it"
+        )
+    files = {path: _read_file(path) for path in paths}
+    said = {path: _said(file) for path, file in files.items()}
+    if len(paths) == 1 and said[paths[0]] is None:
+        return replace(files[paths[0]], source=pattern)
+    ordered, notes = _in_rank_order(pattern, said)
+    ranks = [files[path] for path in ordered]
+    merge = _Merge()
+    sections = tuple(merge.section(path, [_section(rank, path) for rank in ranks]) for path in _union(ranks))
+    notes.append(f"the files of {len(ordered)} ranks: {_some(ordered)}")
+    if merge.problems:
+        raise CkptError(
+            f"the files of {pattern} are not the parts of one checkpoint", hint=_ALL, problems=merge.problems
+        )
+    return Checkpoint(
+        pattern,
+        NAME,
+        sum(rank.nbytes for rank in ranks),
+        sections,
+        others=ranks[0].others,
+        globals=tuple(sorted({name for rank in ranks for name in rank.globals})),
+        notes=(*notes, *merge.notes),
+    )
+
+
+def _some(paths: Sequence[str]) -> str:
+    shown = ", ".join(f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(paths[:8]))
+    return shown if len(paths) <= 8 else f"{shown} and {len(paths) - 8} more"
+
+
+def _read_file(path: str) -> Checkpoint:
+    kind = sniff(path)
+    if kind != "torch_zip":
+        raise CkptError(
+            f"{path} is no file of torch.save, and a glob names the files that the ranks of one run saved",
+            hint="name the one checkpoint that is meant",
+        )
+    return torch_zip.read(path)
+
+
+# Ranks
+
+
+def _said(file: Checkpoint) -> tuple[int, int] | None:
+    """Rank and number of ranks as the first sharded tensor of the file gives them; None where it holds none."""
+    for section in file.sections:
+        for entry in section.by_key().values():
+            if sharded_tensor.is_sharded(entry):
+                part = sharded_tensor.local_part(entry)
+                return part.rank, part.world_size
+    return None
+
+
+def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> tuple[list[str], list[str]]:
+    """The files from rank 0 on, and what is odd about their names."""
+    numbers = _numbers(list(said))
+    ranks = {path: numbers[path] if own is None else own[0] for path, own in said.items()}
+    sizes = {own[1] for own in said.values() if own is not None} or {max(len(said), 1 + max(ranks.values()))}
+    problems = []
+    if len(sizes) > 1:
+        problems += [Problem(f"is of a run of {own[1]} ranks", path) for path, own in said.items() if own is not None]
+    else:
+        count = Counter(ranks.values())
+        problems += [Problem(f"is rank {rank}, as another file is", p) for p, rank in ranks.items() if count[rank] > 1]
+        missing = islice((rank for rank in range(sizes.pop()) if rank not in count), _MOST_MISSING)
+        problems += [Problem("no file is of this rank", f"rank {rank}") for rank in missing]
+    if len({own is None for own in said.values()}) > 1:
+        problems += [
+            Problem("does not say its rank, other files do", path) for path, own in said.items() if own is None
+        ]
+    if problems:
+        raise CkptError(f"{pattern} does not name the files of all ranks of one run", hint=_ALL, problems=problems)
+    wrong = [path for path, own in said.items() if own is not None and numbers[path] != own[0]]
+    notes = [f"{path} was saved by rank {ranks[path]}, whatever its name says" for path in wrong]
+    return sorted(ranks, key=lambda path: ranks[path]), notes
+
+
+def _numbers(paths: Sequence[str]) -> dict[str, int]:
+    """The number in each file's name that tells it from the others; its place in the list where there is none."""
+    digits = [[int(found) for found in re.findall(r"\d{1,9}", os.path.basename(path))] for path in paths]
+    lengths = {len(found) for found in digits}
+    if len(lengths) == 1 and len(paths) > 1:
+        varying = [column for column in zip(*digits) if len(set(column)) > 1]
+        if len(varying) == 1:
+            return dict(zip(paths, varying[0]))
+    return {path: own[-1] if len(paths) == 1 and own else at for at, (path, own) in enumerate(zip(paths, digits))}
+
+
+# One checkpoint of many
+
+
+def _union(ranks: Sequence[Checkpoint]) -> list[str]:
+    return list(dict.fromkeys(section.path for rank in ranks for section in rank.sections))
+
+
+def _section(rank: Checkpoint, path: str) -> Section | None:
+    return next((section for section in rank.sections if section.path == path), None)
+
+
+class _Merge:
+    """Makes one section of those of all ranks, and gathers what stands against it."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+
+    def section(self, path: str, own: Sequence[Section | None]) -> Section:
+        first = next(section for section in own if section is not None)
+        if first.kind == "optimizer" and first.mapping is not None:
+            found: list[TensorEntry] = []
+            mapping = self._value([_ABSENT if s is None else s.mapping for s in own], found)
+            return replace(first, tensors=tuple(found), mapping=mapping)
+        by_key = [{} if section is None else section.by_key() for section in own]
+        keys = dict.fromkeys(key for entries in by_key for key in entries)
+        entries = [self._entry([entries.get(key) for entries in by_key]) for key in keys]
+        return replace(
+            first,
+            tensors=tuple(entry for entry in entries if isinstance(entry, TensorEntry)),
+            extras=tuple(entry for entry in entries if isinstance(entry, ExtraEntry)),
+        )
+
+    def _value(self, values: Sequence[Any], found: list[TensorEntry]) -> Any:
+        """One value of an optimizer's state dict, of those of all ranks; its tensors are added to `found`."""
+        have = [value for value in values if value is not _ABSENT]
+        first = have[0]
+        if isinstance(first, TensorEntry):
+            entry = self._entry([value if isinstance(value, TensorEntry) else None for value in values])
+            found.extend([entry] if isinstance(entry, TensorEntry) else [])
+            return entry
+        if isinstance(first, Mapping):
+            maps = [value if isinstance(value, Mapping) else {} for value in values]
+            keys = dict.fromkeys(key for own in maps for key in own)
+            return {key: self._value([own.get(key, _ABSENT) for own in maps], found) for key in keys}
+        if isinstance(first, (list, tuple)) and all(type(v) is type(first) and len(v) == len(first) for v in have):
+            columns = [[v[at] if v is not _ABSENT else v for v in values] for at in range(len(first))]
+            return type(first)(self._value(column, found) for column in columns)
+        return first
+
+    def _entry(self, own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry | ExtraEntry:
+        first = next(entry for entry in own if entry is not None)
+        if any(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
+            return self._tried(self._sharded, own, first)
+        if sharded_tensor.is_dtensor(first):
+            self.problems.append(Problem("is a DTensor: save it with torch.distributed.checkpoint", first.key))
+        parts = tuple(entry if isinstance(entry, TensorEntry) else None for entry in own)
+        if not isinstance(first, TensorEntry) or any(part is not None and part.storage is None for part in parts):
+            return first
+        if is_flat(first.key):
+            return self._tried(_laid_end_to_end, parts, first)
+        return replace(first, payload=OnRanks(parts, whole=False))
+
+    def _tried(self, make: Callable[[Any], T], own: Any, first: T) -> T:
+        try:
+            return make(own)
+        except CkptError as error:
+            self.problems += error.problems or [Problem(error.message, getattr(first, "key", ""))]
+            return first
+
+    def _sharded(self, own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
+        key = next(entry.key for entry in own if entry is not None)
+        if not all(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
+            raise _unfit("a sharded tensor on some ranks, and not on all", key)
+        found = [sharded_tensor.local_part(entry) for entry in own if entry is not None]
+        if len({(part.shape, part.dtype) for part in found}) > 1:
+            raise _unfit("has another shape or dtype on other ranks", key)
+        shape, at = found[0].shape, 0
+        for part in found:
+            if part.local is not None and part.offset != at:
+                raise _unfit("is not cut along its first dimension, rank by rank", key)
+            at += 0 if part.local is None else part.local.numel
+        if at != prod(shape):
+            raise _unfit(f"its parts hold {at:,} of {prod(shape):,} elements", key)
+        return _whole(key, shape, tuple(part.local for part in found))
+
+
+def _laid_end_to_end(parts: Sequence[TensorEntry | None]) -> TensorEntry:
+    """A flat parameter of which every rank holds a plain tensor."""
+    have = [part for part in parts if part is not None]
+    if any(len(part.shape) != 1 or part.dtype != have[0].dtype for part in have):
+        raise _unfit("is called a flat parameter, and is not one-dimensional or not of one dtype", have[0].key)
+    return _whole(have[0].key, (sum(part.numel for part in have),), tuple(parts))
+
+
+def _whole(key: str, shape: tuple[int, ...], parts: tuple[TensorEntry | None, ...]) -> TensorEntry:
+    """The entry of `shape` that the parts are when they are laid end to end."""
+    have = [part for part in parts if part is not None]
+    if not all(part.is_contiguous for part in have):
+        raise _unfit("a part of it is a strided view", key)
+    dtype = have[0].dtype if have else "float32"
+    storage = joined(across(have, 0, prod(shape)))
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=OnRanks(parts, whole=True))
+
+
+def _unfit(message: str, key: str) -> CkptError:
+    return CkptError(message, hint=_ALL, problems=[Problem(message, key)])

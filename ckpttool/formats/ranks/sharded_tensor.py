@@ -1,0 +1,207 @@
+"""A ``ShardedTensor`` in a rank's torch file: which part of the whole tensor the file holds, and such a part anew.
+
+The class needs a process group to be unpickled; here it stays a node. Its state is the local shards, the metadata of
+all shards, the process group's ranks and the sharding spec (``torch/distributed/_shard/sharded_tensor/api.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool import dtypes
+from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
+from ckpttool.formats.torch.tensors import Carried, Geometry, Storages, entry_of, is_tensor, malformed
+
+_SHARD = "torch.distributed._shard"
+_CLASS = Global(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPart:
+    """What one rank holds of a sharded tensor of `shape`: `local` from element `offset` on, or nothing.
+
+    `rank` and `world_size` are those of the process group that the tensor is sharded over. `offset` is None where the
+    parts do not lie one after another: only a tensor that is cut along its first dimension is a row of parts.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    rank: int
+    world_size: int
+    local: TensorEntry | None
+    offset: int | None
+
+
+def is_sharded(entry: TensorEntry | ExtraEntry) -> bool:
+    """Whether the entry is a ``ShardedTensor``."""
+    return _state(entry) is not None
+
+
+def _state(entry: TensorEntry | ExtraEntry) -> Any:
+    """The state of a ``ShardedTensor``: as a tensor subclass (torch 2.0 and later), or as the plain object it was."""
+    node = entry.payload.node if isinstance(entry.payload, Carried) else None
+    if type(node) is not Call or type(node.args) is not tuple:
+        return None
+    if type(node.func) is Global and node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4:
+        return node.args[3] if node.args[1] == _CLASS else None
+    return node.state if node.func == _CLASS and node.state is not ABSENT else None
+
+
+def is_dtensor(entry: TensorEntry | ExtraEntry) -> bool:
+    """Whether the entry is a ``DTensor``, whose parts only its device mesh tells how to put together."""
+    node = entry.payload.node if isinstance(entry.payload, Carried) else None
+    args = node.args if type(node) is Call and type(node.args) is tuple else ()
+    return any(type(arg) is Global and arg.name == "DTensor" for arg in args)
+
+
+def local_part(entry: TensorEntry | ExtraEntry) -> LocalPart:
+    """What the file of `entry`, a ``ShardedTensor``, holds of it. Raises `CkptError` where it is damaged."""
+    assert isinstance(entry.payload, Carried)
+    try:
+        return _local_part(entry.key, _state(entry), entry.payload.storages)
+    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+        problem = malformed(f"the sharded tensor {entry.key}: {error!r}")
+    raise problem
+
+
+def _local_part(key: str, state: Any, storages: Storages) -> LocalPart:
+    shards, metadata, group = state[0], _attributes(state[1]), _attributes(state[2])
+    shape, dtype = _sizes(metadata["size"]), str(_properties(metadata["tensor_properties"]))
+    if dtype not in dtypes.BY_NAME or type(shards) is not list:
+        raise ValueError("no dtype or no list of shards")
+    rank, world_size = group["local_rank"], group["local_world_size"]
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise ValueError("no rank of a process group")
+    if len(shards) > 1:
+        raise CkptError(
+            f"rank {rank} holds {len(shards)} shards of {key}, and only one a rank can be put together",
+            hint="save it with StateDictType.FULL_STATE_DICT, or with torch.distributed.checkpoint",
+        )
+    if not shards:
+        return LocalPart(shape, dtype, rank, world_size, None, None)
+    shard = _attributes(shards[0])
+    if not is_tensor(shard["tensor"]):
+        raise ValueError("a shard without a tensor")
+    local = entry_of(key, shard["tensor"], storages)
+    offsets = _sizes(_attributes(shard["metadata"])["shard_offsets"])
+    in_rows = len(offsets) == len(shape) > 0 and not any(offsets[1:]) and local.shape[1:] == shape[1:]
+    inside = in_rows and offsets[0] + local.shape[0] <= shape[0] and local.dtype == dtype
+    row = local.numel // local.shape[0] if inside and local.shape[0] else 0
+    return LocalPart(shape, dtype, rank, world_size, local, offsets[0] * row if inside else None)
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """The attributes of an object; one with slots has them as the second of two states."""
+    state = node.state
+    found = state[1] if type(state) is tuple else state
+    if type(found) is not dict:
+        raise ValueError("an object without attributes")
+    return found
+
+
+def _properties(node: Any) -> str:
+    """The dtype in ``TensorProperties``, whose state is a tuple."""
+    dtype = node.state[0] if type(node.state) is tuple else node.state["dtype"]
+    return str(dtype.name)
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    sizes = node.args[0] if type(node) is Call else node
+    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("no sizes")
+    return tuple(sizes)
+
+
+# Writing
+
+
+def sharded(key: str, storage: Storage, dtype: str, sizes: Sequence[int], rank: int) -> TensorEntry:
+    """The entry of a flat ``ShardedTensor`` of which every rank holds `sizes` elements, and this `rank` has `storage`.
+
+    It can be written to a torch file only. A rank without elements holds no shard.
+    """
+    storages = Storages(_none_else, {"0": storage})
+    total = sum(sizes)
+    node = Call(
+        Global("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Global("torch._utils", "_rebuild_wrapper_subclass"),
+            _CLASS,
+            (_CLASS, Global("torch", dtype), (total,), (1,), 0, _strided(), _cpu(), True),
+            _new_state(dtype, sizes, rank),
+        ),
+    )
+    geometry = Geometry(dtype, (total,), (1,), 0, None, "subclass", storage.nbytes)
+    return TensorEntry(key, *geometry, payload=Carried(node, storages, geometry))
+
+
+def _none_else(key: str, nbytes: int) -> Storage:
+    raise malformed(f"storage {key} was not made")
+
+
+def _new_state(dtype: str, sizes: Sequence[int], rank: int) -> tuple[Any, ...]:
+    placements = [_object(Global("torch.distributed.remote_device", "_remote_device"), _placed(r)) for r in _all(sizes)]
+    shards = {r: _shard_metadata(sizes, r, placements[r]) for r in _all(sizes) if sizes[r]}
+    local = []
+    if sizes[rank]:
+        attributes = (None, {"tensor": _tensor(dtype, sizes[rank]), "metadata": shards[rank]})
+        local.append(_object(Global(f"{_SHARD}.sharded_tensor.shard", "Shard"), attributes))
+    home = f"{_SHARD}.sharded_tensor.metadata"
+    encoding = Call(Global(home, "MEM_FORMAT_ENCODING"), (0,))
+    properties = _object(Global(home, "TensorProperties"), (Global("torch", dtype), _strided(), True, encoding, False))
+    size = Call(Global("torch", "Size"), ((sum(sizes),),))
+    metadata = {"shards_metadata": list(shards.values()), "size": size, "tensor_properties": properties}
+    ranks = dict.fromkeys(("local_rank", "global_rank"), rank) | dict.fromkeys(
+        ("local_world_size", "global_world_size"), len(sizes)
+    )
+    group = Call(Global("__builtin__", "getattr"), (_CLASS, "ProcessGroupState"))
+    spec = Global(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
+    return (
+        local,
+        _object(Global(home, "ShardedTensorMetadata"), metadata),
+        _object(group, ranks),
+        _object(spec, {"dim": 0, "placements": placements}),
+        False,
+    )
+
+
+def _all(sizes: Sequence[int]) -> range:
+    return range(len(sizes))
+
+
+def _object(kind: Any, state: Any) -> Call:
+    made = Call(kind, (), "NEWOBJ")
+    made.state = state
+    return made
+
+
+def _placed(rank: int) -> dict[str, Any]:
+    return {"_worker_name": None, "_rank": rank, "_device": _cpu()}
+
+
+def _shard_metadata(sizes: Sequence[int], rank: int, placement: Call) -> Call:
+    attributes = {"shard_offsets": [sum(sizes[:rank])], "shard_sizes": [sizes[rank]], "placement": placement}
+    return _object(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, attributes))
+
+
+def _tensor(dtype: str, numel: int) -> Call:
+    row = dtypes.BY_NAME[dtype]
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    kind = Global("torch", row.storage) if row.storage else Global("torch.storage", "UntypedStorage")
+    count = numel if row.storage else numel * row.itemsize
+    args = (Persistent(("storage", kind, "0", "cpu", count)), 0, (numel,), (1,), False, hooks)
+    if row.storage:
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype)))
+
+
+def _strided() -> Call:
+    return Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+
+
+def _cpu() -> Call:
+    return Call(Global("torch", "device"), ("cpu",))

@@ -1,0 +1,148 @@
+"""What a folder holds: the one checkpoint in it, or by name what it is where it holds none or several.
+
+The counterpart of `recognise_file` for folders, by the names of the files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from shlex import quote
+from typing import NamedTuple
+
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.huggingface.index_file import read_index
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.io.files import is_dir, is_file, names_in
+from ckpttool.io.paths import join
+from ckpttool.io.safe_path import safe_path
+
+INDEX = re.compile(r"(?P<stem>.+)\.(?P<kind>safetensors|bin)\.index(\.[\w-]+)?\.json")
+DCP_METADATA = ".metadata"
+
+HF_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of one rank, by torch's own writer
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
+_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
+_OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
+# What a trainer saves beside the weights; never meant where there is anything else.
+_BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
+_DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
+
+
+class Found(NamedTuple):
+    """A checkpoint in a folder: the name of its format and the path to read it by."""
+
+    format: str
+    path: str
+
+
+def locate(folder: str) -> Found:
+    """The one checkpoint in `folder`.
+
+    Raises `CkptError` where there is none, or more than one: `problems` lists them.
+    """
+    names = names_in(folder)
+    found = _candidates(folder, names)
+    if len(found) > 1:
+        raise CkptError(
+            f"{folder} holds several checkpoints",
+            hint=f"name one of them: {quote(found[0].path)}",
+            problems=[Problem(_title(candidate), os.path.basename(candidate.path)) for candidate in found],
+        )
+    if found:
+        return found[0] if found[0].format else Found(sniff(found[0].path), found[0].path)
+    raise _nothing(folder, names)
+
+
+def _candidates(folder: str, names: list[str]) -> list[Found]:
+    """Every checkpoint in the folder; a single file's format is left to its content."""
+    files = [name for name in names if is_file(join(folder, name))]
+    if DCP_METADATA in files or any(HF_SHARD.fullmatch(name) for name in files):
+        return [Found("dcp", folder)]
+    if _is_deepspeed(folder, names):
+        raise _deepspeed(folder, names)
+    found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
+    shards = {shard for index in found for shard in _shards_of(index.path)}
+    single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
+    single = [name for name in single if not _BESIDE.fullmatch(name)] or ([] if found else single)
+    return found + [Found("", join(folder, name)) for name in single]
+
+
+def _shards_of(index: str) -> set[str]:
+    try:
+        return set(read_index(index)[1]["weight_map"].values())
+    except CkptError:
+        return set()  # its reader says what is wrong with it
+
+
+def _title(found: Found) -> str:
+    return "a sharded checkpoint" if found.format == "sharded" else "a file"
+
+
+def _is_deepspeed(folder: str, names: list[str]) -> bool:
+    return any(_DEEPSPEED.fullmatch(name) for name in names) or (
+        "latest" in names and any(re.fullmatch(r"global_step\d+", name) for name in names)
+    )
+
+
+def _deepspeed(folder: str, names: list[str]) -> CkptError:
+    home = folder if "latest" in names else os.path.dirname(os.path.abspath(folder))
+    out = quote(os.path.join(home, "fp32"))
+    return CkptError(
+        f"{folder} is a DeepSpeed ZeRO checkpoint: every rank's file holds its part of the flattened parameters",
+        hint=f"gather them first: python {quote(os.path.join(home, 'zero_to_fp32.py'))} {quote(home)} {out}",
+    )
+
+
+def _nothing(folder: str, names: list[str]) -> CkptError:
+    shards = [name for name in names if _SHARD.fullmatch(name)]
+    if shards:
+        return CkptError(
+            f"{folder} holds {len(shards)} shards without their index",
+            hint="download or copy the *.index.json too, or name one shard: " + quote(join(folder, shards[0])),
+        )
+    if any(re.fullmatch(r"__\d+\.metadata", name) for name in names):
+        return CkptError(
+            f"{folder} is a torch.distributed.checkpoint folder without collectives: each rank has its own index",
+            hint="load it with as many ranks and save it again with use_collectives=True",
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return CkptError(
+            f"{folder} is a torch.distributed.checkpoint folder without its {DCP_METADATA}",
+            hint="it was not saved to its end, or copied without hidden files: copy it again",
+        )
+    inside = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
+    hint = f"name one of its folders: {quote(join(folder, inside[-1]))}" if inside else "check the path"
+    what = "a model's configuration but no weights" if "config.json" in names else "no checkpoint"
+    return CkptError(f"{folder} holds {what if names else 'nothing'}", hint=hint)
+
+
+def companions(folder: str) -> dict[str, str]:
+    """Name -> path of the files that belong to a model beside its weights: configuration, tokenizer, model card.
+
+    Hidden files, subfolders and whatever holds tensors are left out.
+    """
+    found = {}
+    for name in names_in(folder):
+        weights = name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) or INDEX.fullmatch(name)
+        path = None if name.startswith(".") or weights else safe_path(folder, name)
+        if path is not None and is_file(path):
+            found[name] = path
+    return found
+
+
+def checkpoint_files(folder: str, like: str) -> set[str]:
+    """The files in `folder` that make up a checkpoint like the one whose complete-making file is called `like`.
+
+    A new checkpoint takes their place: an index or a single file that stays would be found instead of it.
+    """
+    names = set(names_in(folder)) if is_dir(folder) else set()
+    if like == DCP_METADATA:
+        return {name for name in names if name == DCP_METADATA or name.endswith(".distcp")}
+    kind = ".bin" if ".bin" in like else ".safetensors"
+    single = {"model.safetensors", "pytorch_model.bin"}
+    return {
+        name
+        for name in names
+        if ((INDEX.fullmatch(name) or _SHARD.fullmatch(name)) and kind in name) or (name in single and kind in name)
+    }

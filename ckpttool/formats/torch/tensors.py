@@ -1,0 +1,313 @@
+"""Tensors as torch pickles them: from the node that rebuilds a tensor to its entry in the index.
+
+Which function rebuilds a tensor, and in which order it takes its arguments, stands in ``torch/_utils.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool import dtypes
+from ckpttool.checkpoint import Storage, TensorEntry
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent
+
+MAX_DIMS = 64  # torch's own limit
+_MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
+_MAX_PARTS = 2_000_000  # nodes looked at to find the tensors inside other tensors, in a whole file
+
+
+@dataclass(slots=True, eq=False)
+class Storages:
+    """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once.
+
+    `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
+    """
+
+    find: Callable[[str, int], Storage]
+    found: dict[str, Storage] = field(default_factory=dict)
+    carried: dict[int, Carried] = field(default_factory=dict)
+    parts_left: int = _MAX_PARTS
+
+    def get(self, key: str, nbytes: int) -> Storage:
+        """The storage under `key`, of which the pickle says that it holds `nbytes`."""
+        storage = self.found.get(key)
+        if storage is None:
+            storage = self.found[key] = self.find(key, nbytes)
+        elif nbytes > storage.nbytes:
+            raise malformed(f"storage {key} is {storage.nbytes} bytes, not {nbytes}")
+        return storage
+
+
+class Geometry(NamedTuple):
+    """What makes an entry the tensor that it is, without its name: fields as in `TensorEntry`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage: Storage | None
+    layout: str = "strided"
+    packed_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed_bytes if self.storage is None else prod(self.shape) * dtypes.itemsize(self.dtype)
+
+    def packed(self, layout: str, nbytes: int | None = None) -> Geometry:
+        """The same tensor as one that is no strided block of bytes."""
+        return self._replace(storage=None, layout=layout, packed_bytes=self.nbytes if nbytes is None else nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """The payload of an entry: its node, the storages that the node refers to, and the geometry that it rebuilds."""
+
+    node: Any
+    storages: Storages
+    geometry: Geometry | None = None
+
+    def describes(self, entry: TensorEntry) -> bool:
+        """True where the entry is still the tensor that the node rebuilds."""
+        now = (entry.dtype, entry.shape, entry.stride, entry.offset, entry.storage, entry.layout, entry.packed_bytes)
+        return self.geometry == now
+
+
+def malformed(message: str) -> CkptError:
+    return CkptError(
+        f"not as torch.save writes it: {message}",
+        hint="the file is damaged, or needs a newer ckpttool: pip install -U ckpttool",
+    )
+
+
+def is_tensor(node: Any) -> bool:
+    """True for a node that rebuilds a tensor."""
+    return type(node) is Call and type(node.func) is Global and node.func.name in _REBUILD and is_torch(node.func)
+
+
+def is_torch(name: Global) -> bool:
+    return name.module == "torch" or name.module.startswith("torch.")
+
+
+def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
+    """The index entry of a tensor's node. Raises `CkptError` where its geometry does not fit its storage."""
+    carried = storages.carried.get(id(node))
+    if carried is None:
+        carried = storages.carried[id(node)] = Carried(node, storages, _geometry_of(key, node, storages))
+    assert carried.geometry is not None
+    return TensorEntry(key, *carried.geometry, payload=carried)
+
+
+def _geometry_of(key: str, node: Call, storages: Storages) -> Geometry:
+    try:
+        return _read(node, storages, 0)
+    except CkptError as error:
+        problem = error
+    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+        problem = malformed(f"the arguments of {node.func}: {error}")
+    raise CkptError(problem.message, hint=problem.hint, problems=[Problem(problem.message, key)])
+
+
+def _parts(root: Any, storages: Storages) -> Iterator[Any]:
+    """Every node inside `root`, each once, in no order; Python's scalars are left out."""
+    todo, seen = [root], set[int]()
+    while todo:
+        part = todo.pop()
+        kind = type(part)
+        if kind not in HOLDS or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        inside = HOLDS[kind](part)
+        storages.parts_left -= 1 + len(inside)
+        if storages.parts_left < 0:
+            raise malformed("tensors are made of too many parts")
+        todo.extend(inside)
+
+
+HOLDS: dict[type, Callable[[Any], Any]] = {
+    tuple: lambda node: node,
+    list: lambda node: node,
+    dict: lambda node: [*node.keys(), *node.values()],
+    Persistent: lambda node: (node.id,),
+    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state),
+}
+
+
+# Reading. One function for each way to rebuild; each gets the arguments, the storages, and how deep it is called.
+
+
+def _read(node: Any, storages: Storages, depth: int) -> Geometry:
+    if not is_tensor(node) or depth > _MAX_WRAPPERS:
+        raise malformed(f"{type(node).__name__} where a tensor has to be")
+    return _REBUILD[node.func.name](node.args, storages, depth)
+
+
+def _tensor(args: Any, storages: Storages, depth: int) -> Geometry:
+    dtype, storage = typed_storage(args[0], storages)
+    return _flagged(_view(dtype, storage, args[1:4]), args[6:])
+
+
+def _tensor_v3(args: Any, storages: Storages, depth: int) -> Geometry:
+    _, storage = typed_storage(args[0], storages)
+    return _flagged(_view(_dtype(args[6]), storage, args[1:4]), args[7:])
+
+
+def _view(dtype: str, storage: Storage, args: Any) -> Geometry:
+    offset, size, stride = args
+    shape, stride = _sizes(size), _sizes(stride)
+    if type(offset) is not int or offset < 0 or len(shape) != len(stride):
+        raise malformed(f"offset {offset!r}, shape {shape}, strides {stride}")
+    last = offset + sum((count - 1) * step for count, step in zip(shape, stride))
+    available = storage.nbytes // dtypes.itemsize(dtype)
+    if 0 not in shape and last >= available:
+        raise malformed(f"a tensor reaches element {last} of a storage of {available}")
+    return Geometry(dtype, shape, stride, offset, storage)
+
+
+def _flagged(view: Geometry, metadata: Any) -> Geometry:
+    """A lazily conjugated or negated tensor: its bytes are not its values."""
+    flags = metadata[0] if metadata else {}
+    for flag in ("conj", "neg"):
+        if flags.get(flag):
+            return view.packed(flag)
+    return view
+
+
+def _parameter(args: Any, storages: Storages, depth: int) -> Geometry:
+    return _read(args[0], storages, depth + 1)
+
+
+_PLAIN_TYPES = ("Tensor", "Parameter", "Buffer")
+
+
+def _from_type(args: Any, storages: Storages, depth: int) -> Geometry:
+    func, kind, inner = args[:3]
+    call = Call(func, inner)
+    parts = _inner(args[2:], storages, depth)
+    nbytes = sum(part.nbytes for part in parts)
+    if not is_tensor(call):  # a class with a function of its own: of its geometry only the dtype is known
+        return Geometry(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
+    found = _read(call, storages, depth + 1)
+    if is_torch(kind) and kind.name in _PLAIN_TYPES:
+        return found
+    return found.packed("subclass", max(found.nbytes, nbytes))
+
+
+def _wrapper_subclass(args: Any, storages: Storages, depth: int) -> Geometry:
+    _, dtype, size, stride, offset = args[:5]
+    return Geometry(_dtype(dtype), _sizes(size), _sizes(stride), offset, None, "subclass")
+
+
+def _sparse(args: Any, storages: Storages, depth: int) -> Geometry:
+    kind, data = args
+    values, size = (data[1], data[2]) if len(data) == 3 or type(data[3]) is bool else (data[2], data[3])
+    layout = kind.args[0] if type(kind) is Call else kind.name
+    found = _read(values, storages, depth + 1)
+    nbytes = _inner_bytes(data, storages, depth)
+    return Geometry(found.dtype, _sizes(size), (), 0, None, layout.removeprefix("torch."), nbytes)
+
+
+def _quantized(args: Any, storages: Storages, depth: int) -> Geometry:
+    dtype, storage = typed_storage(args[0], storages)
+    view = _view(dtype, storage, args[1:4])
+    return view.packed("quantized", view.nbytes + _inner_bytes(args[4], storages, depth))
+
+
+def _nested(args: Any, storages: Storages, depth: int) -> Geometry:
+    """The sizes of a nested tensor are a tensor themselves; the shape here is the number of its components."""
+    found = _read(args[0], storages, depth + 1)
+    sizes = _read(args[1], storages, depth + 1)
+    return Geometry(found.dtype, sizes.shape[:1], (), 0, None, "nested", _inner_bytes(args, storages, depth))
+
+
+def _meta(args: Any, storages: Storages, depth: int) -> Geometry:
+    dtype, size, stride = args[:3]
+    return Geometry(_dtype(dtype), _sizes(size), _sizes(stride), 0, None, "meta")
+
+
+def _device(args: Any, storages: Storages, depth: int) -> Geometry:
+    """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when it is loaded."""
+    data, dtype = args[:2]
+    shape: tuple[int, ...] = ()
+    if is_tensor(data):
+        shape = _read(data, storages, depth + 1).shape
+    elif type(data.state) is tuple:  # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
+        shape = _sizes(data.state[1])
+    return Geometry(_dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype)))
+
+
+def _uninitialized(args: Any, storages: Storages, depth: int) -> Geometry:
+    return Geometry("float32", (), (), 0, None, "uninitialized")
+
+
+_REBUILD: dict[str, Callable[[Any, Storages, int], Geometry]] = {
+    "_rebuild_tensor": _tensor,
+    "_rebuild_tensor_v2": _tensor,
+    "_rebuild_tensor_v3": _tensor_v3,
+    "_rebuild_parameter": _parameter,
+    "_rebuild_parameter_with_state": _parameter,
+    "_rebuild_from_type": _from_type,
+    "_rebuild_from_type_v2": _from_type,
+    "_rebuild_wrapper_subclass": _wrapper_subclass,
+    "_rebuild_sparse_tensor": _sparse,
+    "_rebuild_sparse_csr_tensor": _sparse,
+    "_rebuild_qtensor": _quantized,
+    "_rebuild_nested_tensor": _nested,
+    "_rebuild_meta_tensor_no_storage": _meta,
+    "_rebuild_device_tensor_from_cpu_tensor": _device,
+    "_rebuild_device_tensor_from_numpy": _device,
+    "_rebuild_xla_tensor": _device,
+    "UninitializedParameter": _uninitialized,
+    "UninitializedBuffer": _uninitialized,
+}
+
+
+_INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+
+
+def _inner(node: Any, storages: Storages, depth: int) -> list[Geometry]:
+    """The tensors that a packed tensor is made of."""
+    found = (part for part in _parts(node, storages) if is_tensor(part) and part.func.name in _INNERMOST)
+    return [_read(part, storages, depth + 1) for part in found]
+
+
+def _inner_bytes(node: Any, storages: Storages, depth: int) -> int:
+    return sum(part.nbytes for part in _inner(node, storages, depth))
+
+
+def storage_key(node: Any) -> str:
+    """The key in a reference ``("storage", class, key, location, number of elements)``; `CkptError` on any other."""
+    if type(node) is Persistent and type(node.id) is tuple and len(node.id) >= 5:
+        word, kind, key, _, numel = node.id[:5]
+        if word == "storage" and type(kind) is Global and type(key) is str and type(numel) is int and numel >= 0:
+            return key
+    raise malformed("a storage reference")
+
+
+def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
+    """Dtype and storage of a storage reference."""
+    key = storage_key(node)
+    kind, numel = node.id[1].name, node.id[4]
+    if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
+        raise malformed(f"a storage of class {kind}")
+    dtype = "uint8" if kind == "UntypedStorage" else dtypes.BY_STORAGE[kind].name
+    return dtype, storages.get(key, numel * dtypes.itemsize(dtype))
+
+
+def _dtype(node: Any) -> str:
+    if not is_torch(node) or node.name not in dtypes.BY_NAME:
+        raise malformed(f"{node!s} where a dtype has to be")
+    return str(node.name)
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
+    if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
+        raise malformed(f"{type(sizes).__name__} where sizes have to be")
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise malformed(f"sizes {sizes!r}")
+    return tuple(sizes)

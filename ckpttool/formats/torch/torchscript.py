@@ -1,0 +1,121 @@
+"""TorchScript archives (torch.jit.save): the parameters and buffers of their modules, under the keys of `state_dict()`.
+
+Reading only. The code in the archive calls every tensor by its attribute, so it would not find one that was renamed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.errors import CkptError, Refused
+from ckpttool.formats.containers.many_objects import many_objects
+from ckpttool.formats.containers.pickle_tree import Call, Global, loads
+from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
+from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
+from ckpttool.formats.torch.zip_file import MAX_PICKLE, check_byteorder, find_storage
+from ckpttool.io.pieces import Pieces
+
+_MAX_CODE = 1 << 28  # bytes of one file of code
+_MAX_DEPTH = 200  # modules inside each other
+_MAX_MODULES = 1_000_000  # a pickle shares nodes: a small one can hold a tree without end
+
+_CLASS = re.compile(
+    r"^class (\w+)\(Module\):\n(?:  __parameters__ = \[(.*)\]\n)?(?:  __buffers__ = \[(.*)\]\n)?", re.MULTILINE
+)
+_STRING = re.compile(r'"([^"]*)"')
+
+
+@many_objects()
+def read(path: str) -> Checkpoint:
+    """The index of the archive at `path`, its code not run. Raises `CkptError` on what is truncated or corrupt."""
+    archive = read_archive(path)
+    folder = _folder(archive)
+    check_byteorder(archive, folder)
+    root = loads(read_record(archive, archive.by_name[folder + "data.pkl"], MAX_PICKLE)).root
+    storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
+    reader = _Reader(_Code(archive, folder), storages)
+    tensors = tuple(reader.tensors(root))
+    constants = sum(record.name.startswith(folder + "constants/") for record in archive.records)
+    left = reader.attributes + constants
+    notes = (f"{left} more tensors are plain attributes or constants of its code",) if left else ()
+    return Checkpoint(path, "torchscript", archive.length, (Section("", "state_dict", tensors),), notes=notes)
+
+
+def layout(checkpoint: Checkpoint) -> Pieces:
+    """Raises `Refused`: nothing can be written in this format."""
+    raise Refused(
+        "a TorchScript archive cannot be written: its code calls every tensor by its attribute",
+        hint="write its state dict to a .pt or .safetensors file, or change the model and torch.jit.save it again",
+    )
+
+
+def _folder(archive: Archive) -> str:
+    found = [name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise CkptError(
+            f"{archive.path}: not as torch.jit.save writes it: {len(found)} records are called NAME/data.pkl, not one",
+            hint="save it again with torch.jit.save",
+        )
+    return found[0].removesuffix("data.pkl")
+
+
+@dataclass(slots=True, eq=False)
+class _Code:
+    """What the classes in the archive's code say of their attributes, read file by file when it is asked for."""
+
+    archive: Archive
+    folder: str
+    files: dict[str, dict[str, tuple[list[str], list[str]]]] = field(default_factory=dict)
+
+    def slots(self, name: Global) -> tuple[list[str], list[str]] | None:
+        """The names of the class's parameters and buffers, in order; None for a class that is no module."""
+        record = f"{self.folder}code/{name.module.replace('.', '/')}.py"
+        if record not in self.files:
+            self.files[record] = self._classes(record)
+        return self.files[record].get(name.name)
+
+    def _classes(self, record: str) -> dict[str, tuple[list[str], list[str]]]:
+        if record not in self.archive.by_name:
+            raise CkptError(f"{self.archive.path}: its record {record} is missing", hint="download or save it again")
+        text = read_record(self.archive, self.archive.by_name[record], _MAX_CODE).decode(errors="replace")
+        return {name: (_STRING.findall(own), _STRING.findall(buffers)) for name, own, buffers in _CLASS.findall(text)}
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """Walks the modules of the pickle as `state_dict()` does; `attributes` counts the tensors that it passes over."""
+
+    code: _Code
+    storages: Storages
+    attributes: int = 0
+
+    def tensors(self, root: Any) -> Iterator[TensorEntry]:
+        todo: list[tuple[tuple[str, ...], Any]] = [((), root)]
+        left = _MAX_MODULES
+        while todo:
+            path, node = todo.pop()
+            left -= 1
+            if left < 0 or len(path) > _MAX_DEPTH:
+                raise CkptError("a TorchScript module holds too many others", hint="the file is damaged or hostile")
+            slots = self.code.slots(node.func) if _is_object(node) else None
+            if slots is None:
+                continue
+            own = [name for kind in slots for name in kind]
+            for name in own:
+                if is_tensor(node.state.get(name)):
+                    yield entry_of(".".join((*path, name)), node.state[name], self.storages)
+            rest = [(name, value) for name, value in node.state.items() if type(name) is str and name not in own]
+            self.attributes += sum(is_tensor(value) for _, value in rest)
+            todo += [((*path, name), value) for name, value in reversed(rest) if _is_object(value)]
+
+
+def _is_object(node: Any) -> bool:
+    """True for an object of a class in the archive's code, with attributes; torch's own classes have no code there."""
+    if type(node) is not Call or type(node.func) is not Global or type(node.state) is not dict:
+        return False
+    module = f"{node.func.module}."
+    return module.startswith("__torch__.") and not module.startswith("__torch__.torch.classes.")

@@ -1,0 +1,295 @@
+"""The sections of a torch file: where state dicts stand in the tree of its pickle, and how a changed one is put back.
+
+A place in the tree is a tuple of steps from the root. Changes copy the nodes on their way and share all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.torch.optimizer_mapping import mapping_of
+from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed
+from ckpttool.optimizer_state import looks_flat
+
+_MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
+
+Step = tuple[str, Any]  # ("item", key or index), ("arg", index) or ("state", None)
+Steps = tuple[Step, ...]
+
+REMOVE = object()  # an edit that takes a node out of its container
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a section stands: the steps to its node, and for one that is no state dict those to each of its tensors."""
+
+    section: Section
+    steps: Steps
+    node: Any = None
+    tensors: Mapping[str, Steps] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Tree:
+    """What was found in the tree of a pickle: places by section path, and the steps to everything else by path."""
+
+    storages: Storages
+    places: dict[str, Place] = field(default_factory=dict)
+    others: dict[str, Steps] = field(default_factory=dict)
+    loose: list[TensorEntry] = field(default_factory=list)
+    loose_steps: dict[str, Steps] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
+    plain_left: int = 1_000_000  # nodes that may still be turned into plain values
+
+
+def find_sections(root: Any, storages: Storages) -> Tree:
+    """The sections of the tree, tensors outside of all as a last one (``other``). Raises `CkptError` on bad tensors."""
+    tree = Tree(storages)
+    if not _walk(tree, root, (), (), foreign=False) and not tree.others:
+        tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(root, (), ()))
+    if tree.loose:
+        path = "" if "" not in tree.places else "(other)"
+        tree.places[path] = Place(Section(path, "other", tuple(tree.loose)), (), None, tree.loose_steps)
+    return tree
+
+
+def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+    """Finds the sections and tensors in `node`; False where there are none. `foreign`: inside a pickled object."""
+    if is_tensor(node):
+        key = _free(".".join(path), tree.loose_steps)
+        tree.loose.append(entry_of(key, node, tree.storages))
+        tree.loose_steps[key] = steps
+        return True
+    if len(steps) > _MAX_DEPTH or id(node) in tree.seen or not isinstance(node, (dict, list, tuple, Call)):
+        return False
+    tree.seen.add(id(node))
+    if _is_optimizer(node):
+        _add_optimizer(tree, node, path, steps)
+        return True
+    if _is_state_dict(tree, node, foreign):
+        _add_state_dict(tree, node, path, steps)
+        return True
+    inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
+    rest: list[tuple[tuple[str, ...], Steps]] = []
+    found = False
+    for child_path, child_steps, child in _named_children(node, path, steps):
+        if _walk(tree, child, child_path, child_steps, inside):
+            found = True
+        elif not inside:
+            rest.append((child_path, child_steps))
+    if found:
+        for child_path, child_steps in rest:
+            tree.others[_free(".".join(child_path), tree.others)] = child_steps
+    return found
+
+
+def _free(path: str, taken: Mapping[str, object]) -> str:
+    """`path`, or where it is taken (keys may hold dots themselves) the first `path@1`, `path@2`, ... that is free."""
+    number, free = 0, path
+    while free in taken:
+        number += 1
+        free = f"{path}@{number}"
+    return free
+
+
+def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[tuple[tuple[str, ...], Steps, Any]]:
+    """The nodes inside `node`. A pickled object's state is looked through: its attributes are its children."""
+    pairs = pairs_of(node)
+    if pairs is not None:
+        for key, value in pairs.items():
+            yield (*path, str(key)), (*steps, ("item", key)), value
+    if isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield (*path, str(index)), (*steps, ("item", index)), value
+    elif isinstance(node, Call):
+        if pairs is None:
+            for index, value in enumerate(node.args):
+                yield (*path, str(index)), (*steps, ("arg", index)), value
+        for index, value in enumerate(node.items or ()):
+            yield (*path, str(index)), (*steps, ("element", index)), value
+        if node.state is not ABSENT:
+            yield path, (*steps, ("state", None)), node.state
+
+
+# State dicts
+
+_MAPPINGS = frozenset(
+    Global(module, name)
+    for module, name in (
+        ("collections", "OrderedDict"),
+        ("collections", "defaultdict"),
+        ("collections", "Counter"),
+        ("builtins", "dict"),
+        ("__builtin__", "dict"),
+    )
+)
+
+
+def pairs_of(node: Any) -> dict[Any, Any] | None:
+    """The keys and values of a mapping; None for a node that is none."""
+    if type(node) is dict:
+        return node
+    if type(node) is Call and (node.pairs is not None or (type(node.func) is Global and node.func in _MAPPINGS)):
+        return {} if node.pairs is None else node.pairs
+    return None
+
+
+def metadata_of(node: Any) -> dict[Any, Any] | None:
+    """The ``_metadata`` attribute of a state dict: module path -> its payload; None where it has none."""
+    if type(node) is Call and type(node.state) is dict and "_metadata" in node.state:
+        return pairs_of(node.state["_metadata"])
+    return None
+
+
+def _is_optimizer(node: Any) -> bool:
+    pairs = pairs_of(node)
+    if pairs is None or looks_flat(list(pairs)):
+        return pairs is not None
+    return pairs_of(pairs.get("state")) is not None and type(pairs.get("param_groups")) is list
+
+
+def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
+    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no mapping of tensors."""
+    pairs = pairs_of(node)
+    if pairs is None or not all(type(key) is str for key in pairs):
+        return False
+    if metadata_of(node) is not None:
+        return True
+    if foreign or not any(is_tensor(value) for value in pairs.values()):
+        return False
+    return not any(_holds_tensors(tree, value) for key, value in pairs.items() if not key.endswith("_extra_state"))
+
+
+def _holds_tensors(tree: Tree, node: Any) -> bool:
+    if id(node) not in tree.of_tensors:
+        pairs = pairs_of(node)
+        if pairs is None:
+            return False
+        tree.of_tensors[id(node)] = any(is_tensor(value) for value in pairs.values())
+    return tree.of_tensors[id(node)]
+
+
+def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+    tensors, extras = [], []
+    for key, value in (pairs_of(node) or {}).items():
+        if is_tensor(value):
+            tensors.append(entry_of(key, value, tree.storages))
+        else:
+            extras.append(ExtraEntry(key, Carried(value, tree.storages), _plain(tree, value)))
+    name = _free(".".join(path), tree.places)
+    modules = metadata_of(node)
+    section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
+    tree.places[name] = Place(section, steps, node)
+
+
+def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+    inner = Tree(tree.storages, seen=tree.seen)
+    for child_path, child_steps, child in _named_children(node, (), steps):
+        _walk_tensors(inner, child, child_path, child_steps)
+    name = _free(".".join(path), tree.places)
+    mapping = mapping_of(node, inner.loose, tree.storages)
+    section = Section(name, "optimizer", tuple(inner.loose), mapping=mapping)
+    tree.places[name] = Place(section, steps, node, inner.loose_steps)
+
+
+def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+    """Finds all tensors below `node`, whatever they stand in."""
+    if is_tensor(node):
+        key = _free(".".join(path), tree.loose_steps)
+        tree.loose.append(entry_of(key, node, tree.storages))
+        tree.loose_steps[key] = steps
+    elif len(steps) <= _MAX_DEPTH and id(node) not in tree.seen and isinstance(node, (dict, list, tuple, Call)):
+        tree.seen.add(id(node))
+        for child_path, child_steps, child in _named_children(node, path, steps):
+            _walk_tensors(tree, child, child_path, child_steps)
+
+
+_PLAIN_DEPTH = 16
+
+
+def _plain(tree: Tree, node: Any) -> object:
+    """The Python value of a node that is numbers, strings, and lists and dicts of such; None for any other."""
+
+    def convert(node: Any, depth: int) -> object:
+        tree.plain_left -= 1
+        if depth > _PLAIN_DEPTH or tree.plain_left < 0:
+            raise ValueError
+        if node is None or type(node) in (bool, int, float, str):
+            return node
+        if type(node) in (list, tuple):
+            return [convert(part, depth + 1) for part in node]
+        pairs = pairs_of(node)
+        if pairs is None or not all(type(key) is str for key in pairs):
+            raise ValueError
+        return {key: convert(value, depth + 1) for key, value in pairs.items()}
+
+    try:
+        return convert(node, 0)
+    except ValueError:
+        return None
+
+
+# Changes
+
+
+def edited(root: Any, edits: Mapping[Steps, Any]) -> Any:
+    """The tree with the node at each of the steps replaced, or taken out (`REMOVE`)."""
+    trie: dict[Any, Any] = {}
+    for steps, node in edits.items():
+        if not steps:
+            return node
+        level = trie
+        for step in steps[:-1]:
+            level = level.setdefault(step, {})
+        level[steps[-1]] = _Edit(node)
+    return _edit(root, trie)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edit:
+    node: Any
+
+
+def _edit(node: Any, trie: Mapping[Step, Any]) -> Any:
+    def changed(step: Step, child: Any) -> Any:
+        edit = trie.get(step)
+        if edit is None:
+            return child
+        return edit.node if isinstance(edit, _Edit) else _edit(child, edit)
+
+    def sequence(kind: str, children: Any) -> list[Any]:
+        parts = [changed((kind, index), child) for index, child in enumerate(children)]
+        return [part for part in parts if part is not REMOVE]
+
+    def mapping(pairs: dict[Any, Any]) -> dict[Any, Any]:
+        parts = {key: changed(("item", key), value) for key, value in pairs.items()}
+        return {key: part for key, part in parts.items() if part is not REMOVE}
+
+    if type(node) is dict:
+        return mapping(node)
+    if type(node) is list:
+        return sequence("item", node)
+    if type(node) is tuple:
+        return tuple(sequence("item", node))
+    if type(node) is not Call:
+        raise malformed("a change below what holds nothing")
+    made = clone(node)
+    made.args = tuple(sequence("arg", node.args))
+    made.items = None if node.items is None else sequence("element", node.items)
+    made.pairs = None if node.pairs is None else mapping(node.pairs)
+    if node.state is not ABSENT:
+        state = changed(("state", None), node.state)
+        made.state = ABSENT if state is REMOVE else state
+    return made
+
+
+def clone(node: Call) -> Call:
+    """A second node of the same call."""
+    made = Call(node.func, node.args, node.how, node.kwargs)
+    made.items, made.pairs, made.state, made.setter = node.items, node.pairs, node.state, node.setter
+    return made

@@ -1,0 +1,202 @@
+"""The pickle that a checkpoint is written as: the tree that it was read from with its changes, or a fresh one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.errors import Problem, Refused
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.torch.optimizer_mapping import node_of
+from ckpttool.formats.torch.rebuild import Rebuilder
+from ckpttool.formats.torch.tensors import Carried, Storages
+from ckpttool.formats.torch.tree import REMOVE, Place, Steps, Tree, clone, edited, metadata_of, pairs_of
+from ckpttool.optimizer_state import kept
+
+_HINT = "leave it out with --drop PATTERN"
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_PLAIN = (type(None), bool, int, float, str, list, dict)
+
+
+def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebuilder) -> Any:
+    """`root` with the changes that `checkpoint` makes to what `tree` found in it; `root` itself where it makes none.
+
+    Raises `Refused` for sections that the tree has no place for, and for keys that cannot be renamed where they are.
+    """
+    nodes = _Nodes(checkpoint, rebuilder, tree.storages)
+    now = {section.path: section for section in checkpoint.sections}
+    unknown = [Problem("the file has no such section", path or "(root)") for path in now if path not in tree.places]
+    if unknown:
+        raise Refused("sections cannot be added to this file", hint="write them to a new file", problems=unknown)
+    edits: dict[Steps, Any] = {}
+    for path, place in tree.places.items():
+        section = now.get(path)
+        if section is None:
+            edits.update(_removal(place))
+        elif section.mapping is not place.section.mapping:
+            edits[place.steps] = node_of(section.mapping, nodes.of)
+        elif section is not place.section:
+            change = _state_dict_edits if section.kind == "state_dict" else _tensor_edits
+            edits.update(change(section, place, nodes))
+    kept = set(checkpoint.others)
+    edits.update((steps, REMOVE) for path, steps in tree.others.items() if path not in kept)
+    return edited(root, edits) if edits else root
+
+
+def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
+    """What torch.save would be given: the state dict itself, or a dict of the sections.
+
+    Raises `Refused` for what has no place in a new file.
+    """
+    problems = [Problem("belongs to the file that it was read from", path) for path in checkpoint.others]
+    problems += [
+        Problem("an optimizer's state cannot be written to a new file", section.path or "(root)")
+        for section in checkpoint.sections
+        if section.kind == "optimizer" and section.mapping is None
+    ]
+    if problems:
+        raise Refused("not everything fits into a new file", hint=_HINT, problems=problems)
+    nodes = _Nodes(checkpoint, rebuilder, None)
+    if len(checkpoint.sections) == 1 and not checkpoint.sections[0].path:
+        return _fresh_state_dict(checkpoint.sections[0], nodes)
+    root: dict[Any, Any] = {}
+    for section in checkpoint.sections:
+        if section.path:
+            root[section.path] = _fresh_state_dict(section, nodes)
+        else:
+            root.update((entry.key, nodes.of(entry)) for entry in _entries(section))
+    return root
+
+
+def _fresh_state_dict(section: Section, nodes: _Nodes) -> Any:
+    if section.mapping is not None:
+        return node_of(kept(section.mapping, {entry.key for entry in section.tensors}), nodes.of)
+    made = Call(nodes.ordered_dict, ())
+    made.pairs = {entry.key: nodes.of(entry) for entry in _entries(section)}
+    if section.modules is not None:
+        made.state = {"_metadata": _modules(section.modules, nodes)}
+    return made
+
+
+def _modules(modules: Mapping[str, object], nodes: _Nodes) -> Call:
+    made = Call(nodes.ordered_dict, ())
+    made.pairs = {path: {} if payload is None else payload for path, payload in modules.items()}
+    return made
+
+
+def _entries(section: Section) -> Iterator[TensorEntry | ExtraEntry]:
+    yield from section.tensors
+    yield from section.extras
+
+
+class _Nodes:
+    """The nodes of a checkpoint's entries: those they were read from as long as they describe them, else new ones."""
+
+    def __init__(self, checkpoint: Checkpoint, rebuilder: Rebuilder, storages: Storages | None) -> None:
+        self.rebuilder = rebuilder
+        self.storages = storages  # of the file whose tree is changed: its own nodes stay as they are
+        self.ordered_dict = rebuilder.globals.setdefault(str(_ORDERED_DICT), _ORDERED_DICT)
+        self.mixed = _mixed_storages(checkpoint)
+
+    def of(self, entry: TensorEntry | ExtraEntry) -> Any:
+        payload = entry.payload
+        if isinstance(entry, TensorEntry):
+            if isinstance(payload, Carried) and payload.describes(entry):
+                return self._carried(payload)
+            if entry.storage is None:
+                raise Refused(f"a {entry.layout} tensor of another format cannot be written @ {entry.key}", hint=_HINT)
+            return self.rebuilder.node(entry, id(entry.storage) in self.mixed)
+        if isinstance(payload, Carried):
+            return self._carried(payload)
+        if payload is not None or not isinstance(entry.value, _PLAIN):
+            raise Refused(f"an object of another format cannot be written @ {entry.key}", hint=_HINT)
+        return entry.value
+
+    def _carried(self, payload: Carried) -> Any:
+        return payload.node if payload.storages is self.storages else self.rebuilder.transplant(payload)
+
+
+def _mixed_storages(checkpoint: Checkpoint) -> set[int]:
+    """The ids of storages that tensors of more than one dtype look at."""
+    first: dict[int, str] = {}
+    entries = (entry for section in checkpoint.sections for entry in section.tensors if entry.storage is not None)
+    return {id(e.storage) for e in entries if first.setdefault(id(e.storage), e.dtype) != e.dtype}
+
+
+# Changes of what was read
+
+
+def _removal(place: Place) -> dict[Steps, Any]:
+    if place.section.kind == "other":
+        return dict.fromkeys(place.tensors.values(), REMOVE)
+    if not place.steps:
+        raise Refused("the file is this one state dict, nothing would be left", hint="keep some of it")
+    return {place.steps: REMOVE}
+
+
+def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
+    """For an optimizer and for loose tensors: each keeps its place, with its own or another value."""
+    moved = [
+        Problem("cannot be renamed here", entry.key) for entry in section.tensors if entry.key not in place.tensors
+    ]
+    if moved:
+        raise Refused("only the keys of state dicts can be renamed", hint=_HINT, problems=moved)
+    now = {entry.key: entry for entry in section.tensors}
+    edits: dict[Steps, Any] = {}
+    for entry in place.section.tensors:
+        steps = place.tensors[entry.key]
+        if entry.key not in now:
+            edits[steps] = REMOVE
+        elif now[entry.key] is not entry and (node := nodes.of(now[entry.key])) is not _node(entry):
+            edits[steps] = node
+    return edits
+
+
+def _node(entry: TensorEntry | ExtraEntry) -> Any:
+    return entry.payload.node if isinstance(entry.payload, Carried) else None
+
+
+def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
+    was = pairs_of(place.node) or {}
+    entries = _in_place_order(section, place, was)
+    pairs = {entry.key: nodes.of(entry) for entry in entries}
+    same_pairs = list(pairs) == list(was) and all(pairs[key] is was[key] for key in was)
+    modules = metadata_of(place.node)
+    same_modules = _same_modules(section.modules, modules)
+    if same_pairs and same_modules:
+        return {}
+    if type(place.node) is dict and same_modules:
+        return {place.steps: pairs}
+    made = clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
+    made.pairs = pairs
+    if not same_modules:
+        made.state = _state_with(made.state, section.modules, nodes)
+    return {place.steps: made}
+
+
+def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | None) -> bool:
+    if now is None or was is None:
+        return now is was
+    return list(now) == list(was) and all(now[path] is was[path] for path in was)
+
+
+def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes) -> Any:
+    """The attributes of a state dict with other ``_metadata``."""
+    rest = {} if state is ABSENT else {name: value for name, value in state.items() if name != "_metadata"}
+    if modules is None:
+        return rest or ABSENT
+    was = None if state is ABSENT else state.get("_metadata")
+    made = clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
+    made.pairs = _modules(modules, nodes).pairs
+    return {**rest, "_metadata": made}
+
+
+def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> Sequence[TensorEntry | ExtraEntry]:
+    """The entries in their order, what is no tensor between the tensors that it stood between."""
+    if not section.extras:
+        return section.tensors
+    tensors = {entry.key for entry in place.section.tensors}
+    queues: dict[bool, Iterator[TensorEntry | ExtraEntry]] = {True: iter(section.tensors), False: iter(section.extras)}
+    ordered = [next(queues[key in tensors], None) for key in was]
+    return [entry for entry in (*ordered, *queues[True], *queues[False]) if entry is not None]

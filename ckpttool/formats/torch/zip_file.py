@@ -1,0 +1,228 @@
+"""The format of torch.save since torch 1.6: a zip archive of ``NAME/data.pkl`` and a record for each storage.
+
+Reading indexes the tensors of the pickle without executing it. Writing changes the tree of the pickle and moves the
+storages as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.many_objects import many_objects
+from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
+from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
+from ckpttool.formats.containers.zip_layout import ALIGNMENT, NewRecord, layout_archive
+from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
+from ckpttool.formats.torch.records import changed_records, dumped, key_of
+from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
+from ckpttool.formats.torch.tree import Tree, find_sections
+from ckpttool.formats.torch.write_tree import changed_root, fresh_root
+from ckpttool.io.pieces import Pieces
+
+MAX_PICKLE = 1 << 29  # bytes of data.pkl; a tensor takes about 110
+_MAX_NOTE = 64  # bytes of the records that hold a word or a number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Container:
+    """What the writer needs of the file that was read; `folder` is the prefix of all records, ``NAME/``.
+
+    `archive` is None for a file of the format before torch 1.6, which is written as a new archive.
+    """
+
+    archive: Archive | None
+    folder: str
+    pickle: Pickle
+    tree: Tree
+
+
+# Reading
+
+
+def read(path: str) -> Checkpoint:
+    """The index of the file at `path`. Raises `CkptError` on what is truncated, corrupt or not as torch.save writes."""
+    archive = read_archive(path)
+    return read_from(archive, path)
+
+
+@many_objects()
+def read_from(archive: Archive, source: str) -> Checkpoint:
+    """The index of an archive that torch.save wrote; `source` is what the user calls it."""
+    folder, pickle, storages = open_tree(archive)
+    tree = find_sections(pickle.root, storages)
+    return Checkpoint(
+        source=source,
+        format="torch_zip",
+        nbytes=archive.length,
+        sections=tuple(place.section for place in tree.places.values()),
+        others=tuple(tree.others),
+        globals=foreign(pickle.globals),
+        container=Container(archive, folder, pickle, tree),
+    )
+
+
+def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
+    """The folder of all records with its slash, the pickle, and the storages that its tensors refer to.
+
+    Raises `CkptError` for an archive that torch.save did not write.
+    """
+    folder = _folder(archive)
+    check_byteorder(archive, folder)
+    data = read_record(archive, archive.by_name[folder + "data.pkl"], MAX_PICKLE)
+    pickle = loads(data)
+    if pickle.end != len(data):
+        raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle")
+    return folder, pickle, Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
+
+
+def _folder(archive: Archive) -> str:
+    found = [name for name in archive.by_name if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise _unfit(archive, f"{len(found)} records are called NAME/data.pkl, not one")
+    folder = found[0].removesuffix("data.pkl")
+    if folder + "constants.pkl" in archive.by_name:
+        raise _unfit(archive, "it is a TorchScript archive")
+    return folder
+
+
+def check_byteorder(archive: Archive, folder: str) -> None:
+    """Raises `CkptError` where the file says that its storages are not little-endian."""
+    record = archive.by_name.get(folder + "byteorder")
+    if record is not None and read_record(archive, record, _MAX_NOTE) != b"little":
+        raise CkptError(
+            f"{archive.path}: its storages are not little-endian",
+            hint="load and save it with torch on the machine where it is used",
+        )
+
+
+def find_storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storage:
+    """The storage `key`, of which its tensors say that it holds `nbytes`. Raises `CkptError` where it does not."""
+    record = archive.by_name.get(f"{folder}data/{key}")
+    if record is None:
+        raise _unfit(archive, f"storage {key} is missing")
+    if record.method != STORED:
+        raise CkptError(
+            f"{archive.path}: storage {key} is compressed, so its tensors lie nowhere in the file",
+            hint="store it again uncompressed: unzip it to a folder, then zip -0 -r OUT.pt FOLDER",
+        )
+    if not 0 <= record.nbytes - nbytes < 16:  # a storage need not be a whole number of elements
+        raise _unfit(archive, f"storage {key} is {record.nbytes} bytes, its tensors say {nbytes}")
+    return Storage(archive.span(record))
+
+
+_CONTAINERS = frozenset(("set", "frozenset", "list", "dict", "tuple", "bytearray", "slice", "range", "xrange"))
+_SCALARS = frozenset(("int", "float", "str", "bytes", "complex", "bool", "unicode", "long"))
+_PYTHON = {
+    "collections": frozenset(("OrderedDict", "defaultdict", "Counter", "deque")),
+    "builtins": _CONTAINERS | _SCALARS,
+    "__builtin__": _CONTAINERS | _SCALARS,  # its name in pickles that Python 2 can read
+    "_codecs": frozenset(("encode",)),
+}
+
+
+def foreign(globals: Sequence[Global]) -> tuple[str, ...]:
+    """The names that are neither torch's nor of Python's own containers, sorted."""
+    return tuple(sorted({str(g) for g in globals if not is_torch(g) and g.name not in _PYTHON.get(g.module, ())}))
+
+
+def _unfit(archive: Archive, message: str) -> CkptError:
+    return CkptError(
+        f"{archive.path}: not as torch.save writes it: {message}",
+        hint="the file is damaged, or written by another program: save it again with torch.save",
+    )
+
+
+# Writing
+
+
+@many_objects()
+def layout(checkpoint: Checkpoint) -> Pieces:
+    """The bytes of the checkpoint's file: like the one it was read from (its `container`) but for what was changed.
+
+    Raises `Refused` for an entry that this format cannot hold, or cannot hold at its place.
+    """
+    if isinstance(checkpoint.container, Container):
+        return _changed(checkpoint, checkpoint.container)
+    return _fresh(checkpoint)
+
+
+def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
+    archive, folder, pickle = container.archive, container.folder, container.pickle
+    records = () if archive is None else archive.records
+    rebuilder = Rebuilder(taken={key for r in records if (key := key_of(r, folder)) is not None})
+    for found in reversed(pickle.globals):  # new nodes name a class by the node that the old ones have
+        rebuilder.globals[str(found)] = found
+    rebuilder.learn(container.tree.storages)
+    root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
+    if archive is None:
+        return new_archive(root, pickle.protocol, rebuilder)
+    if root is pickle.root:
+        return layout_archive(archive, archive.records)
+    entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder)
+    return layout_archive(archive, _without_version(entries, folder, keys), _alignment(archive, folder))
+
+
+def _without_version(entries: list[Record | NewRecord], folder: str, keys: dict[str, None]) -> list[Record | NewRecord]:
+    """The entries; without ``.format_version`` where a reader that trusts it would look for storages in wrong places.
+
+    From version 1 on torch computes where a storage lies from those read before it, if they are read in file order and
+    the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device).
+    """
+    stored = {index: key for index, entry in enumerate(entries) if (key := key_of(entry, folder)) is not None}
+    in_a_row = not stored or max(stored) - min(stored) == len(stored) - 1
+    if in_a_row and list(stored.values()) == list(keys) and list(keys)[:1] in ([], ["0"]):
+        return entries
+    return [entry for entry in entries if entry.name != folder + ".format_version"]
+
+
+def _alignment(archive: Archive, folder: str) -> int:
+    record = archive.by_name.get(folder + ".storage_alignment")
+    text = read_record(archive, record, _MAX_NOTE) if record is not None else b""
+    return int(text) if text.isdigit() and 0 < int(text) <= 1 << 16 else ALIGNMENT
+
+
+_FOLDER = "archive/"  # torch.save names it after the file, and "archive" where there is no name
+
+
+def _fresh(checkpoint: Checkpoint) -> Pieces:
+    rebuilder = Rebuilder()
+    return new_archive(fresh_root(checkpoint, rebuilder), 2, rebuilder)
+
+
+def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
+    data, keys = dumped(root, protocol)
+    serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
+    notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}
+    entries: list[Record | NewRecord] = [
+        NewRecord(_FOLDER + "data.pkl", data),
+        *(NewRecord(_FOLDER + name, note) for name, note in notes.items()),
+        *(_record(_FOLDER, key, rebuilder) for key in keys),
+        NewRecord(_FOLDER + "version", b"3\n"),
+        NewRecord(_FOLDER + ".data/serialization_id", b"%040d" % serialization_id),
+    ]
+    return layout_archive(None, _without_version(entries, _FOLDER, keys))
+
+
+def _record(folder: str, key: str, rebuilder: Rebuilder) -> NewRecord:
+    return NewRecord(f"{folder}data/{key}", rebuilder.storages[key].data)
+
+
+def with_storages(archive: Archive, folder: str, data: Mapping[str, Span | Lazy]) -> Pieces:
+    """The same file with other bytes in some of its storages, as many as they had, by their keys."""
+    new = {f"{folder}data/{key}": piece for key, piece in data.items()}
+    entries = [NewRecord(r.name, new[r.name]) if r.name in new else r for r in archive.records]
+    return layout_archive(archive, entries, _alignment(archive, folder))
+
+
+def of_tensor(carried: Carried, is_param: bool, requires_grad: bool) -> Pieces:
+    """A new file of one tensor of another file, as its node rebuilds it; a Parameter where `is_param` says so."""
+    rebuilder = Rebuilder()
+    root = rebuilder.transplant(carried)
+    if is_param and not is_parameter(root):
+        root = rebuilder.parameter(root, requires_grad)
+    return new_archive(root, 2, rebuilder)

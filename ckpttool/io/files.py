@@ -1,0 +1,152 @@
+"""Local paths and URLs alike: what the readers and writers ask of a file or a folder, before any format is known.
+
+This is the only place that tells the two apart. A path goes straight to the operating system, a URL (``s3://…``) to
+`remote`, which is imported when the first one comes.
+"""
+
+from __future__ import annotations
+
+import glob as local_glob
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ckpttool.errors import CkptError
+from ckpttool.io.paths import is_url
+from ckpttool.io.sources import streamed
+
+_HINT = "check the path and its permissions"
+
+_GLOB = re.compile(r"[*?[]")
+
+
+class Source(Protocol):
+    """A file that is open for reading."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+
+    def read(self, count: int = -1, /) -> bytes:
+        """The next `count` bytes (default: all), fewer at the end of the file."""
+
+    def seek(self, offset: int, /) -> int:
+        """Moves to byte `offset`."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """At most `count` bytes from byte `offset` on; empty only at the end of the file."""
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Says which ranges (offset, count) are read next, so that a remote file can be asked for all at once."""
+
+
+class LocalFile(io.BufferedReader):
+    """A file of this machine, as a `Source`."""
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fileno()).st_size
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        return os.pread(self.fileno(), count, offset)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        pass
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Source]:
+    """The file, open for reading. Raises `CkptError` where it cannot be opened or read."""
+    if "\0" in path:
+        raise CkptError(f"cannot read {path!r}: a null byte in the path", hint=_HINT)
+    if is_url(path):
+        from ckpttool.io.remote import read as remote
+
+        yield remote.open_file(path)
+        return
+    try:
+        with LocalFile(io.FileIO(path, "rb")) as file:
+            yield file
+    except OSError as error:
+        raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
+
+
+@contextmanager
+def sources_stay() -> Iterator[None]:
+    """Raises `CkptError` at its end where a URL that tensors were read from inside is no longer what its index says.
+
+    A local file that is replaced stays readable as it was; an object behind a URL does not.
+    """
+    streamed.clear()
+    yield
+    if streamed:
+        from ckpttool.io.remote import read as remote
+
+        remote.check_unchanged(streamed)
+
+
+def is_file(path: str) -> bool:
+    """Whether there is such a file. Raises `CkptError` where the store of a URL does not answer."""
+    if not is_url(path):
+        return os.path.isfile(path)
+    from ckpttool.io.remote import read as remote
+
+    found = remote.stat(path)
+    return found is not None and not found.folder
+
+
+def is_dir(path: str) -> bool:
+    """Whether there is such a folder; in an object store, anything under that name. Raises like `is_file`."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    from ckpttool.io.remote import read as remote
+
+    found = remote.stat(path)
+    return found is not None and found.folder
+
+
+def exists(path: str) -> bool:
+    """Whether there is such a file or folder. Raises like `is_file`."""
+    if not is_url(path):
+        return os.path.exists(path)
+    from ckpttool.io.remote import read as remote
+
+    return remote.stat(path) is not None
+
+
+def size(path: str) -> int:
+    """Bytes of the file. Raises OSError, or `CkptError` for a URL, where there is none."""
+    if not is_url(path):
+        return os.path.getsize(path)
+    from ckpttool.io.remote import read as remote
+
+    return remote.open_file(path).size
+
+
+def names_in(folder: str) -> list[str]:
+    """The names in the folder, sorted. Raises `CkptError` where it cannot be read."""
+    if is_url(folder):
+        from ckpttool.io.remote import read as remote
+
+        return remote.names_in(folder)
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise CkptError(f"cannot read {folder}: {error.strerror or error}", hint=_HINT) from error
+
+
+def is_glob(path: str) -> bool:
+    """Whether `path` names files by a pattern and is no file itself."""
+    return _GLOB.search(path) is not None and not exists(path)
+
+
+def glob(pattern: str) -> list[str]:
+    """The files that match the pattern, sorted."""
+    if not is_url(pattern):
+        return sorted(path for path in local_glob.glob(pattern) if os.path.isfile(path))
+    from ckpttool.io.remote import read as remote
+
+    return remote.glob(pattern)

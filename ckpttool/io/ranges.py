@@ -1,0 +1,193 @@
+"""Reads the bytes of spans and of pieces: whole, in chunks, or side by side. Between the formats and `execute`."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckpttool.checkpoint import Lazy, Span
+from ckpttool.errors import CkptError
+from ckpttool.io.paths import is_url
+from ckpttool.io.pieces import Piece, Pieces
+
+if TYPE_CHECKING:
+    from ckpttool.io.remote.read import Stream
+
+CHUNK = 1 << 20  # bytes a read; larger ones were no faster, and memory stays flat
+_GAP = 1 << 16  # bytes between two spans of a remote file that are fetched along rather than asked for apart
+
+
+class SpanReader:
+    """Reads spans in chunks through one reused buffer of `size` bytes; keeps the last file open."""
+
+    def __init__(self, size: int = CHUNK) -> None:
+        self._path = ""
+        self._descriptor = -1
+        self._remote: Stream | None = None
+        self.buffer = bytearray(max(1, min(size, CHUNK)))
+
+    def chunks(self, span: Span, until: int = 0) -> Iterator[memoryview]:
+        """The span's bytes; every chunk but the last fills the buffer, and is valid until the next one is asked for.
+
+        `until` is the byte of the same file up to which later spans go on: a remote file is fetched so far ahead.
+        Raises `CkptError` where the file cannot be read, or ends before the span does.
+        """
+        self._open(span.path)
+        view = memoryview(self.buffer)
+        for start in range(0, span.length, len(view)):
+            chunk = view[: min(len(view), span.length - start)]
+            self._fill(chunk, span, span.offset + start, until)
+            yield chunk
+
+    def _fill(self, chunk: memoryview, span: Span, offset: int, until: int) -> None:
+        filled = 0
+        while filled < len(chunk):
+            try:
+                if self._remote is None:
+                    count = os.preadv(self._descriptor, [chunk[filled:]], offset + filled)
+                else:
+                    end = max(until, span.offset + span.length)
+                    data = self._remote.read_at(offset + filled, len(chunk) - filled, end)
+                    count = len(data)
+                    chunk[filled : filled + count] = data
+            except OSError as error:
+                raise CkptError(f"{span.path}: {error.strerror}", hint="check the disk it is on") from error
+            if not count:
+                raise CkptError(
+                    f"{span.path} ends at byte {offset + filled:,}, it was longer when it was opened",
+                    hint="it was changed while it was read: copy it again",
+                )
+            filled += count
+
+    def _open(self, path: str) -> None:
+        if path == self._path:
+            return
+        self.close()
+        if is_url(path):
+            from ckpttool.io.remote.read import Stream
+
+            self._path, self._remote = path, Stream(path)
+            return
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CkptError(
+                f"{path}: {error.strerror}", hint="the source must stay where it is until all of it is read"
+            ) from error
+        self._path = path
+
+    def close(self) -> None:
+        """Closes the file that is open."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._path, self._descriptor, self._remote = "", -1, None
+
+
+def read_span(span: Span) -> bytearray:
+    """All bytes of the span. Raises `CkptError` where they cannot be read."""
+    whole, at = bytearray(span.length), 0
+    reader = SpanReader(span.length)
+    try:
+        for chunk in reader.chunks(span):
+            whole[at : at + len(chunk)] = chunk
+            at += len(chunk)
+    finally:
+        reader.close()
+    return whole
+
+
+def same_bytes(left: Span, right: Span) -> bool:
+    """Whether two spans hold the same bytes, streamed."""
+    if left == right:
+        return True
+    if left.length != right.length:
+        return False
+    a, b = SpanReader(left.length), SpanReader(right.length)
+    try:
+        # Full buffers are compared themselves: comparing views of them is a hundred times slower.
+        return all(
+            a.buffer == b.buffer if len(mine) == len(a.buffer) else bytes(mine) == bytes(theirs)
+            for mine, theirs in zip(a.chunks(left), b.chunks(right))
+        )
+    finally:
+        a.close()
+        b.close()
+
+
+def same_data(left: Span | Lazy, right: Span | Lazy) -> bool:
+    """Whether the two are the same bytes, streamed, also where they are still to be computed."""
+    if isinstance(left, Span) and isinstance(right, Span):
+        return same_bytes(left, right)
+    if left.length != right.length:
+        return False
+    ours, theirs = stream([Piece(left)]), stream([Piece(right)])
+    mine = yours = b""
+    while True:
+        mine, yours = mine or _next(ours), yours or _next(theirs)
+        count = min(len(mine), len(yours))
+        if not count:
+            return not mine and not yours
+        if mine[:count] != yours[:count]:
+            return False
+        mine, yours = mine[count:], yours[count:]
+
+
+def _next(chunks: Iterator[bytes | memoryview]) -> bytes:
+    """The next bytes that are any; none at the end."""
+    return next((bytes(chunk) for chunk in chunks if len(chunk)), b"")
+
+
+def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
+    """The bytes of the pieces, one after the other; each is valid until the next one is asked for.
+
+    Raises `CkptError` where a source cannot be read.
+    """
+    reader = SpanReader()
+    ends = _remote_ends(pieces)
+    try:
+        for number, piece in enumerate(pieces):
+            for data in _data(piece, reader, ends.get(number, 0)):
+                if piece.crc is not None:
+                    piece.crc.value = zlib.crc32(data, piece.crc.value)
+                yield data
+    finally:
+        reader.close()
+
+
+def _remote_ends(pieces: Pieces) -> dict[int, int]:
+    """Where the run of neighbours ends that each piece of a remote file is in, by the number of the piece."""
+    urls = set(filter(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)}))
+    ends: dict[int, int] = {}
+    if not urls:
+        return ends
+    following, end = Span("", 0, 0), 0
+    for number in reversed(range(len(pieces))):
+        span = pieces[number].data
+        if isinstance(span, Span) and span.path in urls:
+            last = span.offset + span.length
+            joined = span.path == following.path and 0 <= following.offset - last <= _GAP
+            following, end = span, end if joined else last
+            ends[number] = end
+    return ends
+
+
+def _data(piece: Piece, reader: SpanReader, until: int) -> Iterator[bytes | memoryview]:
+    if isinstance(piece.data, bytes):
+        yield piece.data
+    elif isinstance(piece.data, Span):
+        yield from reader.chunks(piece.data, until)
+    else:
+        yield from _computed(piece.data)
+
+
+def _computed(lazy: Lazy) -> Iterator[bytes | memoryview]:
+    written = 0
+    for data in lazy.produce():
+        written += len(data)
+        yield data
+    if written != lazy.length:
+        raise CkptError(
+            f"computed {written:,} bytes where {lazy.length:,} were planned", hint="this is a bug: report it"
+        )

@@ -1,0 +1,323 @@
+"""Files behind URLs, read through fsspec a range at a time. `files` is the way in, `upload` the way back.
+
+Small reads come in blocks that are kept, tensors in large ranges side by side. What a store has said and sent is kept
+until a checkpoint is opened anew (`forget`). The logger
+``ckpttool.io.remote.read`` has every request and the bytes in all.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import fsspec
+
+from ckpttool.errors import CkptError
+from ckpttool.io import paths
+from ckpttool.io.remote.errors import answered, is_failure
+from ckpttool.io.sources import note_streamed
+
+BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
+PART = 1 << 23  # bytes a request for large tensors
+PARALLEL = 4  # requests at a time for large tensors; `PART` times this is what is held in memory
+_MAX_BLOCKS = 128
+_MAX_RUN = 32  # blocks in one request, where one after the other is read
+_LARGE = 8 * BLOCK  # bytes of a tensor that is fetched by itself
+_MAX_AHEAD = 1 << 24  # bytes
+_SMALL_GAP = 1 << 10  # bytes: ranges that lie closer are asked for as one
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "created", "sha256")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What a store says of a URL: `size` in bytes, and by `version` a name and a value that change with the content."""
+
+    folder: bool
+    size: int | None
+    version: tuple[str, str] = ("", "")
+
+    def is_still(self, before: Stat) -> bool:
+        """Whether the content can be the one that it was. Listings and single answers may tell different versions."""
+        told = self.version == before.version or self.version[0] != before.version[0]
+        return told and (self.folder, self.size) == (before.folder, before.size)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What stores have said and sent.
+
+    `blocks` by URL and number; `runs`: the block that would follow the last request for some, and how many that asked
+    for; `ahead`: ranges that were asked for ahead, by URL their offsets and bytes.
+    """
+
+    stats: dict[str, Stat | None] = field(default_factory=dict)
+    blocks: OrderedDict[tuple[str, int], bytes] = field(default_factory=OrderedDict)
+    runs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ahead: dict[str, tuple[list[int], list[bytes]]] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
+    fetched: Counter[str] = field(default_factory=Counter)
+
+
+_kept = _Kept()
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """The fsspec file system of the URL and the path in it.
+
+    Raises `CkptError` that names the package to install where the driver is missing.
+    """
+    with answered(url):
+        fs, path = fsspec.core.url_to_fs(url)
+    return fs, path
+
+
+def stat(url: str) -> Stat | None:
+    """What the URL is, or None where there is nothing. Raises `CkptError` where the store does not answer."""
+    if url not in _kept.stats:
+        _kept.stats[url] = _ask(url)
+    return _kept.stats[url]
+
+
+def _ask(url: str) -> Stat | None:
+    fs, path = filesystem(url)
+    with answered(url):
+        try:
+            return _stat(fs.info(path))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if is_failure(error.__cause__):
+                raise error.__cause__ from None
+            return None
+
+
+def _stat(info: Mapping[str, Any]) -> Stat:
+    version = next(((name, _spelled(info[name])) for name in _VERSIONS if info.get(name)), ("", ""))
+    return Stat(info.get("type") == "directory", info.get("size"), version)
+
+
+def _spelled(value: Any) -> str:
+    return str(value.timestamp() if isinstance(value, datetime) else value)
+
+
+def names_in(url: str) -> list[str]:
+    """The names in the folder, sorted; what the listing says of each is kept."""
+    fs, path = filesystem(url)
+    with answered(url):
+        found = fs.ls(path, detail=True)
+    names = []
+    for info in found:
+        own = str(info["name"]).rstrip("/").rpartition("/")[2]
+        if own and str(info["name"]).strip("/") != path.strip("/"):
+            names.append(own)
+            _kept.stats[paths.join(url, own)] = _stat(info)
+    return sorted(names)
+
+
+def glob(pattern: str) -> list[str]:
+    """The URLs of the files that match the pattern, sorted."""
+    fs, path = filesystem(pattern)
+    with answered(pattern):
+        return sorted(fs.unstrip_protocol(found) for found in fs.glob(path) if fs.isfile(found))
+
+
+def forget(url: str) -> None:
+    """Asks the store anew from now on for everything at, under and above the URL."""
+    below = url.rstrip("/") + "/"
+
+    def gone(other: str) -> bool:
+        return other == url or other.startswith(below) or url.startswith(other)
+
+    _kept.stats = {other: found for other, found in _kept.stats.items() if not gone(other)}
+    _kept.blocks = OrderedDict((at, block) for at, block in _kept.blocks.items() if not gone(at[0]))
+    _kept.ahead = {other: found for other, found in _kept.ahead.items() if not gone(other)}
+    _kept.runs = {other: found for other, found in _kept.runs.items() if not gone(other)}
+    fs, path = filesystem(url)
+    with answered(url):
+        fs.invalidate_cache(path)
+
+
+def check_unchanged(urls: Iterable[str]) -> None:
+    """Raises `CkptError` where a file is no longer the one whose index was read."""
+    for url in urls:
+        before = _kept.stats.get(url)
+        forget(url)
+        now = stat(url)
+        if before is not None and (now is None or not now.is_still(before)):
+            raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")
+
+
+def fetched(prefix: str = "") -> int:
+    """Bytes fetched so far from the URLs that begin with `prefix`, in this process."""
+    return sum(count for url, count in _kept.fetched.items() if url.startswith(prefix))
+
+
+def log_fetched() -> None:
+    """Logs for every URL what was fetched from it."""
+    for url, count in _kept.fetched.items():
+        log.info("%s: %s bytes fetched in %d requests", url, f"{count:,}", _kept.requests[url])
+
+
+# Reading
+
+
+class RemoteFile:
+    """A file behind a URL, as a `files.Source` that is read in blocks."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self.url = url
+        self.size = size
+        self._at = 0
+
+    def read(self, count: int = -1, /) -> bytes:
+        data = self.read_at(self._at, self.size if count < 0 else count)
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, /) -> int:
+        self._at = offset
+        return offset
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """At most `count` bytes from byte `offset` on: all of them but at the end of the file."""
+        end = min(offset + count, self.size)
+        if end <= offset:
+            return b""
+        ahead = self._ahead(offset, end)
+        if ahead is not None:
+            return ahead
+        if end - offset > _MAX_RUN * BLOCK:
+            return b"".join(_fetch(self.url, _cut(offset, end)))
+        first, last = offset // BLOCK, (end - 1) // BLOCK
+        data = b"".join(self._blocks(first, last))
+        return data[offset - first * BLOCK : end - first * BLOCK]
+
+    def _ahead(self, offset: int, end: int) -> bytes | None:
+        starts, data = _kept.ahead.get(self.url, ([], []))
+        at = bisect_right(starts, offset) - 1
+        if at < 0 or end > starts[at] + len(data[at]):
+            return None
+        return data[at][offset - starts[at] : end - starts[at]]
+
+    def _blocks(self, first: int, last: int) -> list[bytes]:
+        """The blocks `first` to `last`. Those that are not kept are fetched, neighbours in one request."""
+        kept = _kept.blocks
+        missing = [number for number in range(first, last + 1) if (self.url, number) not in kept]
+        if missing:
+            low = missing[0]
+            high = self._end_of_run(low, missing[-1] + 1)
+            (data,) = _fetch(self.url, [(low * BLOCK, min(high * BLOCK, self.size))])
+            for number in range(low, high):
+                kept[self.url, number] = data[(number - low) * BLOCK : (number - low + 1) * BLOCK]
+        found = [kept[self.url, number] for number in range(first, last + 1)]
+        for number in range(first, last + 1):
+            kept.move_to_end((self.url, number))
+        while len(kept) > _MAX_BLOCKS:
+            kept.popitem(last=False)
+        return found
+
+    def _end_of_run(self, low: int, high: int) -> int:
+        """Where a request for the blocks `low` to `high` ends: each that goes on where the last one ended is longer."""
+        following, length = _kept.runs.get(self.url, (-1, 1))
+        length = min(length * 2, _MAX_RUN) if low == following else 1
+        high = min(max(high, low + length), -(-self.size // BLOCK))
+        _kept.runs[self.url] = (high, length)
+        return high
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetches these ranges (offset, count) side by side; they are kept as long as there is room."""
+        starts, data = _kept.ahead.get(self.url, ([], []))
+        wanted = self._missing(ranges)
+        found = dict(zip(starts, data)) if sum(map(len, data)) < _MAX_AHEAD else {}
+        found.update(zip((start for start, _ in wanted), _fetch(self.url, wanted)))
+        ordered = sorted(found)
+        _kept.ahead[self.url] = (ordered, [found[start] for start in ordered])
+
+    def _missing(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of the ranges (offset, count) that are not kept, as (start, end); those close to each other as one."""
+        wanted: list[tuple[int, int]] = []
+        for offset, count in sorted(ranges):
+            start, end = max(0, offset), min(offset + count, self.size)
+            if end <= start or self._ahead(start, end) is not None or self._has_blocks(start, end):
+                continue
+            if wanted and start - wanted[-1][1] <= _SMALL_GAP:
+                wanted[-1] = (wanted[-1][0], max(end, wanted[-1][1]))
+            else:
+                wanted.append((start, end))
+        return wanted
+
+    def _has_blocks(self, start: int, end: int) -> bool:
+        numbers = range(start // BLOCK, (end - 1) // BLOCK + 1)
+        return all((self.url, number) in _kept.blocks for number in numbers)
+
+
+def open_file(url: str) -> RemoteFile:
+    """The file at the URL. Raises `CkptError` where there is none, or its store cannot give a part of it."""
+    found = stat(url)
+    if found is None:
+        raise CkptError(f"no such file: {url}", hint="check the URL: scheme, bucket and key")
+    if found.folder:
+        raise CkptError(f"{url} is a folder, not a file", hint="name one of its files")
+    if found.size is None:
+        raise CkptError(f"{url}: its server does not say how long it is", hint="download it, and name the local file")
+    return RemoteFile(url, found.size)
+
+
+class Stream:
+    """Reads tensors front to back: large ones in large ranges, several at a time, of which it holds the last few."""
+
+    def __init__(self, url: str) -> None:
+        self._file = open_file(url)
+        note_streamed(url)
+        self._start = 0
+        self._parts: list[bytes] = []
+
+    def read_at(self, offset: int, count: int, until: int) -> bytes | memoryview:
+        """At most `count` bytes from byte `offset` on; the bytes up to `until` will be asked for next."""
+        data = self._held(offset)
+        if not data:
+            until = min(until, self._file.size)
+            if until - offset <= _LARGE:
+                return self._file.read_at(offset, min(count, until - offset))
+            self._parts = []  # before the next ones come, so that never both are in memory
+            self._parts = _fetch(self._file.url, _cut(offset, min(until, offset + PART * PARALLEL)))
+            self._start = offset
+            data = self._held(offset)
+        return data[:count]
+
+    def _held(self, offset: int) -> memoryview:
+        at = offset - self._start
+        for part in self._parts:
+            if 0 <= at < len(part):
+                return memoryview(part)[at:]
+            at -= len(part)
+        return memoryview(b"")
+
+
+def _cut(start: int, end: int) -> list[tuple[int, int]]:
+    return [(at, min(at + PART, end)) for at in range(start, end, PART)]
+
+
+def _fetch(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """The bytes of each range (start, end), fetched side by side where the driver can."""
+    if not ranges:
+        return []
+    fs, path = filesystem(url)
+    with answered(url):
+        found = fs.cat_ranges([path] * len(ranges), [a for a, _ in ranges], [b for _, b in ranges], on_error="raise")
+    total = sum(map(len, found))
+    _kept.requests[url] += len(ranges)
+    _kept.fetched[url] += total
+    log.debug("%s: %s bytes in %d requests, from byte %s", url, f"{total:,}", len(ranges), f"{ranges[0][0]:,}")
+    for (start, end), data in zip(ranges, found):
+        if len(data) != end - start:
+            raise CkptError(
+                f"{url}: asked for {end - start:,} bytes from byte {start:,}, got {len(data):,}",
+                hint="it was changed while it was read, or its server cannot send a part: download it first",
+            )
+    return list(found)

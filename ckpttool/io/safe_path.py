@@ -1,0 +1,28 @@
+"""Names inside a folder come from files of strangers: a path is made of them only where it stays in the folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from ckpttool.io.paths import is_url, join
+
+_IN_URLS = re.compile(r"[%?#*\[\]]|::|://")
+
+
+def safe_path(folder: str | Path, name: str) -> str | None:
+    """The path of the file that a stranger calls `name` in `folder`, or None where that leads out of the folder.
+
+    Symbolic links may lead out only into the ``blobs`` of a Hugging Face cache, whose ``snapshots`` hold nothing but
+    such links. Names under a URL may hold nothing that a URL gives a meaning to.
+    """
+    pure = PurePosixPath(name)
+    if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+        return None
+    if is_url(str(folder)):
+        return None if _IN_URLS.search(name) else join(str(folder), name)
+    home = Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(home / name))
+    blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
+    return os.path.join(folder, name) if any(real.is_relative_to(root) for root in (home, *blobs)) else None

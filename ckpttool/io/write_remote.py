@@ -1,0 +1,187 @@
+"""The byte mover for URLs: objects appear complete or not at all, a folder's last file makes it complete.
+
+What `execute` and `execute_folder` do on this machine's disks. An object store shows an upload when it is closed;
+elsewhere (sftp, hdfs, …) the bytes go to a temporary sibling that is then renamed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ckpttool.checkpoint import Span
+from ckpttool.errors import CkptError
+from ckpttool.io.files import size, sources_stay
+from ckpttool.io.paths import is_url, join, name, parent
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.ranges import stream
+from ckpttool.io.remote.errors import answered
+from ckpttool.io.remote.read import filesystem, forget, stat
+
+PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory
+
+_PARTS = 9_000  # a store takes 10,000
+_MIB = 1 << 20
+# Schemes of object stores, whose drivers show a file when it is closed, or never.
+_AT_CLOSE = frozenset("s3 s3a gs gcs abfs abfss az hf oss oci".split())  # noqa: SIM905 - read like a table
+_LOCAL = ("file", "local")
+
+
+def preflight(out: str, sources: Iterable[str], *, force: bool, in_place: bool) -> None:
+    """Raises `CkptError` where the URL `out` cannot or must not be written. Called before any work is done."""
+    _check_scheme(out, in_place)
+    found = stat(out)
+    if found is not None and found.folder:
+        raise CkptError(f"{out} is a folder", hint="name a file")
+    if any(_same(out, source) for source in sources):
+        raise CkptError(f"{out} is the source itself", hint="name another file")
+    if found is not None and not force:
+        raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
+
+
+def preflight_folder(out: str, present: Collection[str], source: str, *, force: bool, in_place: bool) -> None:
+    """Raises `CkptError` where a checkpoint cannot or must not be written into the folder `out`, a URL.
+
+    `present` are the files of a checkpoint that is there already, `source` the path that is read.
+    """
+    _check_scheme(out, in_place)
+    found = stat(out)
+    if found is not None and not found.folder:
+        raise CkptError(f"{out} is a file", hint="name a folder")
+    if _same(out, source) or (is_url(source) and _same(out, parent(source))):
+        raise CkptError(f"{out} is the folder of the source", hint="name another folder")
+    if present and not force:
+        raise CkptError(
+            f"{out} holds a checkpoint: {min(present)}", hint="pass --force to replace it, or name another folder"
+        )
+
+
+def _check_scheme(out: str, in_place: bool) -> None:
+    scheme, _, path = out.partition("://")
+    if in_place:
+        raise CkptError(
+            f"{out} cannot be changed in place: an object is only ever written anew, and its bytes would go over the"
+            " network twice",
+            hint="write it beside the old one with -o OUT, then remove that one",
+        )
+    if "::" in out:
+        raise CkptError(f"{out}: a chain of URLs is read, not written", hint="name the URL of the store alone")
+    if scheme in _LOCAL:
+        raise CkptError(f"{out} is written as a path of this machine", hint=f"-o {path}")
+    filesystem(out)  # raises where the driver is missing
+
+
+def _same(left: str, right: str) -> bool:
+    return left.rstrip("/") == right.rstrip("/")
+
+
+def write(pieces: Pieces, out: str, progress: Callable[[int], None] | None = None) -> int:
+    """Writes `pieces` to the URL, which appears complete or not at all; returns its size in bytes.
+
+    Raises `CkptError` on a source that changed while it was read, and where the store refuses; `out` is then as it was.
+    """
+    nbytes = sum(piece.nbytes for piece in pieces)
+    with _appearing(out, nbytes) as file, sources_stay():
+        for data in stream(pieces):
+            with answered(out):
+                file.write(data)
+            if progress is not None:
+                progress(len(data))
+    forget(out)
+    return nbytes
+
+
+@contextmanager
+def _appearing(url: str, nbytes: int) -> Iterator[Any]:
+    """A file of about `nbytes` that is at the URL once the block ends, and never where the block raises."""
+    fs, path = filesystem(url)
+    at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    place = path if at_close else join(fs._parent(path), f".{name(path)[:50]}.{secrets.token_hex(4)}.tmp")
+    with answered(url):
+        if not at_close:
+            fs.makedirs(fs._parent(path), exist_ok=True)
+        file = fs.open(place, "wb", block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
+    try:
+        yield file
+        with answered(url):
+            file.close()
+            if place != path:
+                fs.mv(place, path)
+    except BaseException:
+        _abandon(fs, file, None if at_close else place)
+        raise
+
+
+def _abandon(fs: Any, file: Any, temporary: str | None) -> None:
+    """Leaves nothing of the file behind. Closing it would complete it."""
+    with suppress(Exception):
+        file.discard()
+    with suppress(Exception):
+        file.closed = True  # or the driver closes it when it is collected
+    if temporary is not None:
+        with suppress(Exception):
+            fs.rm_file(temporary)
+
+
+# Folders
+
+
+def write_folder(
+    files: Files, out: str, stale: Collection[str], link: str, progress: Callable[[int], None] | None = None
+) -> int:
+    """Writes `files` into the folder `out`, a URL, the last one last, and returns their size in bytes.
+
+    Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
+    the one that makes it complete are removed, and the new ones moved in. Raises `CkptError`, and removes what it
+    wrote, on a source that changed while it was read and where the store refuses.
+    """
+    if link != "copy" and any(isinstance(content, Link) for content in files.values()):
+        raise CkptError(f"{out}: nothing in it can be linked ({link})", hint="--link copy works everywhere")
+    replaced = {*stale, *(own for own in files if stat(join(out, own)) is not None)}
+    home = join(out, f".{secrets.token_hex(4)}.tmp") if replaced else out
+    written: list[str] = []
+    try:
+        nbytes = 0
+        for own, content in files.items():
+            nbytes += _put(content, join(home, own), progress)
+            written.append(join(home, own))
+        if replaced:
+            _move_in(home, out, list(files), stale)
+    except BaseException:
+        _remove(written)
+        raise
+    forget(out)
+    return nbytes
+
+
+def _put(content: Pieces | Link, url: str, progress: Callable[[int], None] | None) -> int:
+    if not isinstance(content, Link):
+        return write(content, url, progress)
+    nbytes = size(content.path)
+    if is_url(content.path):
+        (fs, path), (target, place) = filesystem(content.path), filesystem(url)
+        if fs is target:  # the store copies by itself
+            with answered(url):
+                fs.cp_file(path, place)
+            return nbytes
+    return write([Piece(Span(content.path, 0, nbytes))], url, progress)
+
+
+def _move_in(home: str, out: str, names: list[str], stale: Collection[str]) -> None:
+    """The last of `names` makes the folder complete: its old self goes first, the new one comes last."""
+    fs, _ = filesystem(out)
+    with answered(out):
+        for own in {*stale}.difference(names[:-1]) | {names[-1]}:
+            if stat(join(out, own)) is not None:
+                fs.rm_file(filesystem(join(out, own))[1])
+        for own in names:
+            fs.mv(filesystem(join(home, own))[1], filesystem(join(out, own))[1])
+
+
+def _remove(urls: Iterable[str]) -> None:
+    for url in urls:
+        with suppress(Exception):
+            fs, path = filesystem(url)
+            fs.rm_file(path)

@@ -1,0 +1,13 @@
+"""The spelling of keys: which last segments are those of flat parameters."""
+
+from __future__ import annotations
+
+import re
+
+FLAT_PARAM = "_flat_param"  # FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
+_FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
+
+
+def is_flat(key: str) -> bool:
+    """Whether the last segment of `key` is one that flat parameters have."""
+    return _FLAT.fullmatch(key.rpartition(".")[2]) is not None

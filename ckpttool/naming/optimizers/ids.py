@@ -1,0 +1,240 @@
+"""Which parameter an optimizer's id is: by the names in its param groups, the optimizer's code, or the model's order.
+
+Whatever says so is checked against the shapes in the state. What cannot be told apart is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckpttool.errors import Problem, Refused
+from ckpttool.names import Names, RuntimeTensor
+from ckpttool.naming.match import match
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
+from ckpttool.optimizer_state import OptimizerState, Param
+
+_MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
+_SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The name of each parameter of an optimizer, and what it is known from."""
+
+    names: Mapping[Param, str]
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A model's parameters by canonical name, in ``model.parameters()`` order: tied ones once."""
+
+    names: Names
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape | None]:
+        """Canonical name -> shape, for every parameter."""
+        return {t.canonical: t.shape for t in self._first}
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The canonical names of the parameters that require a gradient."""
+        return tuple(t.canonical for t in self._first if t.trainable)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The canonical names in the groups of the model's optimizer, in its order; empty without an optimizer."""
+        count = max((p.group + 1 for p in self.names.optimizer), default=len(self.names.optimizer_groups))
+        count = max(count, len(self.names.optimizer_groups))
+        ordered = sorted(self.names.optimizer, key=lambda p: p.id)
+        return tuple(tuple(self.canonical[p.fqn] for p in ordered if p.group == group) for group in range(count))
+
+    @cached_property
+    def canonical(self) -> dict[str, str]:
+        """Every name of every parameter, canonical or not, -> the canonical name of its first FQN."""
+        first = {t.fqn: t for t in self.names.runtime if t.kind == "parameter"}
+        found = {t.canonical: first[t.alias_of or t.fqn].canonical for t in first.values()}
+        found.update((t.fqn, first[t.alias_of or t.fqn].canonical) for t in first.values())
+        return found
+
+    @cached_property
+    def _first(self) -> list[RuntimeTensor]:
+        return [t for t in self.names.runtime if t.kind == "parameter" and t.alias_of is None]
+
+
+def assign(state: OptimizerState, names: Names | None, where: str) -> Assignment:
+    """The canonical name of every id. Raises `Refused` where nothing says it, or the shapes speak against it."""
+    known = [group.param_names for group in state.groups if group.params]
+    if known and all(found is not None for found in known):
+        listed = {p: str(name) for g in state.groups for p, name in zip(g.params, g.param_names or ())}
+        if names is None:
+            return Assignment(_distinct(listed, where), "param_names")
+        return check(Assignment(_of_model(listed, names, where), "param_names"), state, names, where)
+    if names is None:
+        raise Refused(
+            f"{where}: nothing says which parameters the ids are",
+            hint="pass --model MODEL (and --optimizer O where it does not take model.parameters() in their order)",
+        )
+    if names.optimizer:
+        return check(_by_optimizer(state, Parameters(names), where), state, names, where)
+    return _by_order(state, Parameters(names), where)
+
+
+def resolve(state: OptimizerState, names: Names, where: str) -> Assignment:
+    """The canonical name of every parameter that has a name, wrapped or not. Raises `Refused` for unknown names."""
+    own = {param: str(param) for param in state.params}
+    return check(Assignment(_of_model(own, names, where), "names"), state, names, where)
+
+
+def check(found: Assignment, state: OptimizerState, names: Names, where: str) -> Assignment:
+    """`found`, if the shapes in the state do not speak against it; else raises `Refused`, all problems at once."""
+    shapes = Parameters(names).shapes
+    wrong = _Shapes(state, list(shapes.values()))
+    problems = []
+    for param, name in found.names.items():
+        reason = wrong.misfit(param, shapes[name])
+        if reason is not None:
+            problems.append(Problem(f"cannot be {name}: {reason}" if param != name else reason, str(param)))
+    if problems:
+        raise Refused(
+            f"{where}: by its {found.evidence} the parameters are others than by the shapes in its state",
+            hint=_SETTLE if found.evidence.startswith("model") else "is it another model, or another version of it?",
+            problems=problems,
+        )
+    return found
+
+
+def _of_model(listed: Mapping[Param, str], names: Names, where: str) -> dict[Param, str]:
+    """The canonical names of what the file calls runtime, serialized, or wrapped names."""
+    known = Parameters(names).canonical
+    keys = {key: known[fqn] for key, fqn in Relation(names).fqn_of.items() if fqn in known and key not in known}
+    found = match(list(dict.fromkeys(listed.values())), {name: name for name in (*known, *keys)})
+    problems = [Problem(f"no parameter of {names.model}", name) for name in found.unmatched] + list(found.problems)
+    if problems:
+        raise Refused(
+            f"{where} holds {len(problems)} parameters that the model has not",
+            hint="is it another model? ckpttool trace MODEL lists its names; --to-model leads to another model's names",
+            problems=problems,
+        )
+    reached = {param: found.names[name] for param, name in listed.items()}
+    return _distinct({param: known.get(name) or keys[name] for param, name in reached.items()}, where)
+
+
+def _distinct(listed: dict[Param, str], where: str) -> dict[Param, str]:
+    twice = [name for name, count in Counter(listed.values()).items() if count > 1]
+    if twice:
+        raise Refused(
+            f"{where}: several parameters have one name",
+            hint=_SETTLE,
+            problems=[Problem("the name of more than one parameter", name) for name in twice],
+        )
+    return listed
+
+
+def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> Assignment:
+    have, want = [len(group.params) for group in state.groups], [len(group) for group in parameters.groups]
+    if have != want:
+        raise Refused(
+            f"{where} was not saved by this optimizer: its groups have other sizes",
+            hint="pass the --model and --optimizer that saved it; --to-model and --to-optimizer name the new ones",
+            problems=[
+                Problem(f"{mine} parameters in the file, {theirs} in the optimizer", f"param_groups.{index}")
+                for index, (mine, theirs) in enumerate(_padded(have, want))
+                if mine != theirs
+            ],
+        )
+    names = {p: n for group, own in zip(state.groups, parameters.groups) for p, n in zip(group.params, own)}
+    return Assignment(names, "optimizer")
+
+
+def _padded(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
+    length = max(len(left), len(right))
+    return list(zip([*left, *[0] * (length - len(left))], [*right, *[0] * (length - len(right))]))
+
+
+def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Assignment:
+    """The ids of each group as parameters in the model's order, where there is exactly one way to do that."""
+    count, total = len(state.params), len(parameters.shapes)
+    candidates = [names for names in (tuple(parameters.shapes), parameters.trainable) if len(names) == count]
+    if not candidates:
+        raise Refused(
+            f"{where} has {count} parameters, and the model {total}, {len(parameters.trainable)} of them trainable",
+            hint=_SETTLE,
+        )
+    order = candidates[0]
+    wrong = _Shapes(state, [parameters.shapes[name] for name in order])
+    if len([group for group in state.groups if group.params]) < 2:
+        names = dict(zip(state.params, order))
+        return check(Assignment(names, "model.parameters() order"), state, parameters.names, where)
+    ways, found = _interleave([group.params for group in state.groups], order, parameters.shapes, wrong)
+    if ways != 1:
+        raise Refused(
+            f"{where} has {len(state.groups)} param groups, and "
+            + ("its shapes fit no order of the model's parameters" if ways == 0 else "its ids cannot be told apart"),
+            hint=_SETTLE,
+        )
+    return Assignment(found, "model.parameters() order within each group, the only one that the shapes allow")
+
+
+class _Shapes:
+    """Whether a parameter's state can be that of a parameter of some shape."""
+
+    def __init__(self, state: OptimizerState, shapes: Sequence[Shape | None]) -> None:
+        self.state = state
+        self.elementwise = ELEMENTWISE | _like_parameters(state, shapes)
+
+    def misfit(self, param: Param, shape: Shape | None) -> str | None:
+        """What speaks against it, in words."""
+        if shape is None:
+            return None
+        for name, found in self.state.shapes(param).items():
+            if not fits(name, found, shape) or (name in self.elementwise and found != shape):
+                return f"{name} is {list(found)}, the parameter {list(shape)}"
+        return None
+
+
+def _like_parameters(state: OptimizerState, shapes: Sequence[Shape | None]) -> set[str]:
+    """Names that no table knows, whose tensors together have shapes that the parameters have together."""
+    found: dict[str, Counter[Shape]] = {}
+    for param in state.state:
+        for name, shape in state.shapes(param).items():
+            found.setdefault(name, Counter())[shape] += 1
+    have = Counter(shape for shape in shapes if shape is not None)
+    return {name for name, count in found.items() if any(count) and count <= have}
+
+
+def _interleave(
+    groups: Sequence[Sequence[Param]], order: Sequence[str], shapes: Mapping[str, Shape | None], wrong: _Shapes
+) -> tuple[int, dict[Param, str]]:
+    """How many ways (0, 1, or 2 for more) there are to deal `order` out to the groups, and the way if there is one.
+
+    Each group takes its parameters in the order of the model; a step gives the next parameter to one of the groups.
+    """
+    start = tuple(0 for _ in groups)
+    layers: list[dict[tuple[int, ...], tuple[int, int]]] = [{start: (1, -1)}]  # places -> ways, the group that moved
+    for name in order:
+        layer: dict[tuple[int, ...], tuple[int, int]] = {}
+        for places, (ways, _) in layers[-1].items():
+            for index, group in enumerate(groups):
+                at = places[index]
+                if at < len(group) and wrong.misfit(group[at], shapes[name]) is None:
+                    after = (*places[:index], at + 1, *places[index + 1 :])
+                    layer[after] = (min(2, ways + layer.get(after, (0, 0))[0]), index)
+        if len(layer) > _MOST_STATES:
+            return 2, {}
+        layers.append(layer)
+    ways = sum(count for count, _ in layers[-1].values())
+    found: dict[Param, str] = {}
+    if ways == 1:
+        places = next(iter(layers[-1]))
+        for layer, name in zip(reversed(layers), reversed(order)):
+            index = layer[places][1]
+            places = (*places[:index], places[index] - 1, *places[index + 1 :])
+            found[groups[index][places[index]]] = name
+    return ways, found

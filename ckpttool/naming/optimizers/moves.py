@@ -1,0 +1,259 @@
+"""An optimizer's state under other parameters: moments follow their parameters into other names, orders and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.errors import Problem, Refused
+from ckpttool.expression import Expression, Op, Ref
+from ckpttool.names import Names
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.optimizers.classes import WHOLE
+from ckpttool.naming.optimizers.forms import same_option, same_options
+from ckpttool.naming.optimizers.ids import Parameters
+from ckpttool.optimizer_state import PARAM_NAMES, OptimizerState, Param, ParamGroup
+
+Sources = Mapping[str, Expression]  # new name of a parameter -> what it is of the old ones
+Shapes = Mapping[str, "tuple[int, ...] | None"]
+
+# Operators that put elements elsewhere and leave them as they are: what they make of a parameter they make of moments.
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("alias", "cat", "chunk", "clone", "concat", "contiguous", "detach", "expand", "flatten", "flip", "index"),
+        *("index_select", "movedim", "narrow", "permute", "reshape", "roll", "select", "slice", "split"),
+        *("split_with_sizes", "squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze"),
+        *("view", "_unsafe_view", "_reshape_alias"),
+    )
+)
+
+
+def identity(params: Sequence[Param]) -> dict[str, Expression]:
+    """Every parameter under its own name."""
+    return {str(param): Ref(str(param)) for param in params}
+
+
+def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Expression]:
+    """Each parameter of `new` as an expression over those of `old`; without those that they do not give.
+
+    `renamed` are the old parameters with what the user's rules call them. Equal canonical names are one parameter;
+    others meet where the new model loads the keys that the old one writes.
+    """
+    have, by_new_name = set(renamed), {new: old for old, new in renamed.items()}
+    mine, theirs = Parameters(old), Parameters(new)
+    by_name: dict[str, Expression] = {name: Ref(by_new_name[name]) for name in theirs.shapes if name in by_new_name}
+    taken = {key for source in by_name.values() for key in ex.refs(source)}
+    saved = {key: source for key, source in Relation(old).saved.items() if source is not None}
+    for fqn, source in Relation(new).runtime_values(saved).items():
+        name = theirs.canonical.get(fqn)
+        if name is None or name in by_name:
+            continue
+        made = _canonical(ex.substitute(source, lambda key: saved[key]), mine)
+        if made is not None and have.issuperset(ex.refs(made)) and not taken.intersection(ex.refs(made)):
+            by_name[name] = made
+    return {name: by_name[name] for name in theirs.shapes if name in by_name}
+
+
+def to_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression]:
+    """Each serialized key that is made of parameters as an expression over them; one of the keys of a tied one."""
+    have, parameters = set(map(str, params)), Parameters(names)
+    found: dict[Expression, str] = {}
+    for key, source in Relation(names).saved.items():
+        made = None if source is None else _canonical(source, parameters)
+        if made is not None and have.issuperset(ex.refs(made)):
+            found.setdefault(made, key)
+    return {key: source for source, key in found.items()}
+
+
+def from_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression] | None:
+    """Each parameter as an expression over `params`, where these are serialized keys and some of them are computed.
+
+    None where they are not: then each is a parameter under one of its names.
+    """
+    saved = Relation(names).saved
+    if not all(saved.get(str(param)) is not None for param in params):
+        return None
+    if not any(isinstance(saved[str(param)], Op) for param in params):
+        return None
+    canonical = Parameters(names).canonical
+    values = Relation(names).runtime_values(map(str, params))
+    return {canonical[fqn]: source for fqn, source in values.items() if fqn in canonical}
+
+
+def _canonical(source: ex.Argument, parameters: Parameters) -> Expression | None:
+    """The expression over canonical names; None where it reads something that is no parameter."""
+    if not all(fqn in parameters.canonical for fqn in ex.refs(source)):
+        return None
+    made = ex.substitute(source, lambda fqn: Ref(parameters.canonical[fqn]))
+    return made if isinstance(made, (Ref, Op)) else None
+
+
+def carry(state: OptimizerState, sources: Sources, shapes: Shapes, where: str) -> dict[Param, Mapping[Any, Any]]:
+    """The state of every new parameter that has one. `shapes` are those of the old parameters.
+
+    Raises `Refused`, all problems at once, where a state is not what the same expression makes of it.
+    """
+    problems: list[Problem] = []
+    found: dict[Param, Mapping[Any, Any]] = {}
+    for name, source in sources.items():
+        own = (
+            state.state.get(source.key) if isinstance(source, Ref) else _computed(name, source, state, shapes, problems)
+        )
+        if own is not None:
+            found[name] = own
+    whole = {str(name) for own in state.state.values() for name in own} & WHOLE
+    if whole and [ref for source in sources.values() for ref in ex.refs(source)] != list(state.params):
+        problems.append(Problem("belongs to all parameters together, in their order", ", ".join(sorted(whole))))
+    if problems:
+        raise Refused(
+            f"{where}: the state of {len(problems)} parameters cannot follow them",
+            hint="leave it out with --drop SECTION, and start the optimizer anew",
+            problems=problems,
+        )
+    return found
+
+
+def _computed(
+    name: str, source: Expression, state: OptimizerState, shapes: Shapes, problems: list[Problem]
+) -> Mapping[Any, Any] | None:
+    refs = list(dict.fromkeys(ex.refs(source)))
+    owned = [state.state.get(ref, {}) for ref in refs]
+    if not any(owned):
+        return None
+    if any(own.keys() != owned[0].keys() for own in owned):
+        problems.append(Problem(f"{' and '.join(refs)} have not taken the same steps", name))
+        return None
+    bad = next((op for op in _operators(source) if op not in _MOVES and op != "getitem"), None)
+    if bad is not None:
+        problems.append(Problem(f"computed by {bad}, which changes values: moments do not follow it", name))
+        return None
+    made = {}
+    for entry in owned[0]:
+        values = {ref: own[entry] for ref, own in zip(refs, owned)}
+        try:
+            made[entry] = _value(f"{name}.{entry}", source, values, shapes)
+        except Refused as error:
+            problems.append(Problem(f"{entry}: {error.message}", name))
+    return made
+
+
+def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shapes) -> Any:
+    """One entry of a parameter's state: moments by the parameter's own expression, a step where all agree on it."""
+    if all(isinstance(value, TensorEntry) and value.shape == shapes.get(ref) for ref, value in values.items()):
+        from ckpttool.evaluate import with_torch
+
+        return with_torch.entry_of(key, source, values)
+    first, *others = values.values()
+    if isinstance(first, ExtraEntry) or (isinstance(first, TensorEntry) and first.numel != 1):
+        raise Refused("it has not the shape of its parameter", hint="")
+    if not all(same_option(first, other) for other in others):
+        raise Refused(f"not the same in {', '.join(values)}", hint="")
+    return first
+
+
+def _operators(source: ex.Argument) -> list[str]:
+    """The operators of an expression without their overloads: ``aten.cat``."""
+    if isinstance(source, Op):
+        inner = [name for part in (*source.args, *(value for _, value in source.kwargs)) for name in _operators(part)]
+        return [".".join(source.op.split(".")[:2]), *inner]
+    return [name for part in source for name in _operators(part)] if isinstance(source, tuple) else []
+
+
+def placed(state: OptimizerState, sources: Sources) -> tuple[ParamGroup, ...]:
+    """The old groups with the new parameters where the old ones stood; a group that loses all of them goes."""
+    home = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
+    place = {str(param): at for at, param in enumerate(state.params)}
+    ordered = sorted(sources, key=lambda name: min(place[ref] for ref in ex.refs(sources[name])))
+    members: list[list[Param]] = [[] for _ in state.groups]
+    for name in ordered:
+        homes = {home[ref] for ref in ex.refs(sources[name])}
+        if len({id(_first_alike(state.groups, index)) for index in homes}) > 1:
+            raise Refused(
+                f"{name} is made of parameters of different param groups",
+                hint="pass --to-optimizer O, the function that makes the new optimizer",
+                problems=[Problem(f"param group {home[ref]}", ref) for ref in dict.fromkeys(ex.refs(sources[name]))],
+            )
+        members[min(homes)].append(name)
+    return tuple(
+        grouped(params, group.options) for params, group in zip(members, state.groups) if params or not group.params
+    )
+
+
+def _first_alike(groups: Sequence[ParamGroup], index: int) -> ParamGroup:
+    own = groups[index].hyperparameters
+    return next(group for group in groups if same_options(group.hyperparameters, own))
+
+
+def grouped(params: Sequence[Param], options: Mapping[str, Any]) -> ParamGroup:
+    """A group of `params` with these options, its ``param_names``, where it has any, those of `params`."""
+    if PARAM_NAMES in options:
+        options = {**options, PARAM_NAMES: [str(param) for param in params]}
+    return ParamGroup(tuple(params), options)
+
+
+def arranged(
+    state: OptimizerState, sources: Sources, layout: Sequence[Sequence[str]], defaults: Sequence[Mapping[str, Any]]
+) -> tuple[ParamGroup, ...]:
+    """The groups of `layout`, each with the hyperparameters of the group that its parameters come from.
+
+    `defaults` are the new optimizer's own hyperparameters, for groups that hold new parameters only. Raises `Refused`
+    where parameters of groups with different hyperparameters come together.
+    """
+    home = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
+    problems: list[Problem] = []
+    groups = []
+    for index, params in enumerate(layout):
+        homes = sorted({home[ref] for name in params if name in sources for ref in ex.refs(sources[name])})
+        options = _options_of(state, homes, index, defaults)
+        for other in homes[1:]:
+            differing = different(state.groups[homes[0]].hyperparameters, state.groups[other].hyperparameters)
+            problems += [
+                Problem(f"{name} is {a} in param group {homes[0]} and {b} in {other}", f"param_groups.{index}")
+                for name, (a, b) in differing.items()
+            ]
+        groups.append(grouped(params, options))
+    if problems:
+        raise Refused(
+            "parameters of groups with different hyperparameters come together in one group",
+            hint="let the new optimizer keep them in groups of their own",
+            problems=problems,
+        )
+    return tuple(groups)
+
+
+def _options_of(
+    state: OptimizerState, homes: Sequence[int], index: int, defaults: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    if homes:
+        return state.groups[homes[0]].options
+    if not state.groups or (index < len(defaults) and defaults[index]):
+        return defaults[index] if index < len(defaults) else {}
+    return state.groups[0].options
+
+
+def different(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Hyperparameters that differ, with both values in words."""
+    return {
+        name: (_words(left, name), _words(right, name))
+        for name in dict.fromkeys((*left, *right))
+        if name not in left or name not in right or not same_option(left[name], right[name])
+    }
+
+
+def _words(options: Mapping[str, Any], name: str) -> str:
+    if name not in options:
+        return "absent"
+    value = options[name]
+    return (
+        "a tensor" if isinstance(value, TensorEntry) else "an object" if isinstance(value, ExtraEntry) else str(value)
+    )
+
+
+def in_groups(state: OptimizerState, groups: tuple[ParamGroup, ...], own: Mapping[Param, Any]) -> OptimizerState:
+    """`state` with these groups and this state, in the order of the groups."""
+    params = [param for group in groups for param in group.params]
+    return replace(state, groups=groups, state={param: own[param] for param in params if param in own})

@@ -1,0 +1,257 @@
+"""Wrapper chains: recognises wrappers in a checkpoint's keys alone, and writes the names that a chain of them gives.
+
+Evidence is weighed over the whole file. A wrapper holds nothing but the module it wraps, so its segment is the only way
+on from where it stands; a segment that has siblings is a module of the user's own. The exceptions are PEFT's, whose
+adapters stand beside the layer that they adapt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.expression import Op, Special
+from ckpttool.naming.wrappers.table import SEGMENTS, strip
+
+AMBIGUOUS = frozenset({"module"})  # users call their own modules so: believed at the root only, for all keys at once
+COUNTER = "n_averaged"  # AveragedModel's buffer beside the module it wraps
+PEFT_ROOT = ("base_model", "model")  # PeftModel holds a tuner, the tuner the user's model
+# PEFT's names for what it puts beside a `base_layer`: a part of them is enough, each tuner has some of its own.
+ADAPTERS = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "vera_", "vblora_", "randlora_", "hra_", "delora_")
+LIGHTNING_MARK = "pytorch-lightning_version"  # stands in every checkpoint that a Lightning Trainer writes
+
+# FORM's word -> what it puts before every key that state_dict() writes. FSDP2 adds no segment; the hooks of activation
+# checkpoint wrappers and of FSDP1 take theirs out when saving, and put it in when loading.
+WORDS: dict[str, str] = {
+    "ddp": "module",
+    "dp": "module",
+    "compile": "_orig_mod",
+    "ac": "",
+    "fsdp": "",
+    "fsdp1": "",
+    "fsdp2": "",
+    "fully_shard": "",
+    "fpw": "_fpw_module",
+    "averaged": "module",
+    "lightning": "model",
+    "peft": ".".join(PEFT_ROOT),
+}
+_WORD_OF = {
+    "module": "ddp",
+    "_orig_mod": "compile",
+    "_checkpoint_wrapped_module": "ac",
+    "_fsdp_wrapped_module": "fsdp",
+    "_fpw_module": "fpw",
+}
+_CHAIN = re.compile(r"([a-z_0-9]+)(?:\((.*)\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A parsed FORM such as ``ddp(compile)``: the words from the outside in."""
+
+    words: tuple[str, ...]
+
+    @property
+    def prefix(self) -> str:
+        """What stands before every canonical name, with its last dot; empty where the chain adds nothing."""
+        return _prefix(self.words)
+
+    @property
+    def counter(self) -> str | None:
+        """The key of AveragedModel's counter, or None where the chain has none."""
+        return _prefix(self.words[: self.words.index("averaged")]) + COUNTER if "averaged" in self.words else None
+
+
+def _prefix(words: Iterable[str]) -> str:
+    return "".join(WORDS[word] + "." for word in words if WORDS[word])
+
+
+def parse(form: str) -> Chain:
+    """``ddp(compile)`` -> the chain. Raises `CkptError` for words that name no wrapper."""
+    words = []
+    rest: str | None = form.replace(" ", "")
+    while rest is not None:
+        found = _CHAIN.fullmatch(rest)
+        if found is None or found[1] not in WORDS:
+            raise CkptError(
+                f"no such form: {form}",
+                hint=f"serialized, runtime, exported, or a chain of {', '.join(WORDS)}, as in 'ddp(compile)'",
+            )
+        words.append(found[1])
+        rest = found[2]
+    return Chain(tuple(words))
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the keys of one file show of wrappers: those around the whole model, and those around single modules.
+
+    `words` are the FORM's words of the former, the outermost first; `root` and `inside` the dotted paths at which the
+    segments of both stand.
+    """
+
+    words: tuple[str, ...]
+    root: tuple[str, ...]
+    inside: frozenset[str]
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """For `wrappers.strip`."""
+        return self.inside.union(self.root)
+
+    @property
+    def form(self) -> str | None:
+        """``compile(ddp)``; ``wrapped`` stands for wrappers around single modules; None where there are no wrappers."""
+        blocks = any(path.rpartition(".")[2] in SEGMENTS for path in self.inside)
+        words = [*self.words, "wrapped"] if blocks else list(self.words)
+        return "(".join(words) + ")" * (len(words) - 1) if words else None
+
+
+def weigh(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
+    """Where wrappers stand, as far as the keys alone show it.
+
+    `lightning`: the keys are those of a LightningModule. An attribute that all of them have in common is then the
+    wrapper ``lightning``; anywhere else it is the user's own module.
+    """
+    children = _children(keys)
+    words: list[str] = []
+    root: list[str] = []
+    while (step := _step(root[-1] if root else "", children, lightning)) is not None:
+        words.append(step[0])
+        root += step[1]
+    inside = {_join(path, segment) for path, below in children.items() for segment in _inside(below, "peft" in words)}
+    return Evidence(tuple(words), tuple(root), frozenset(inside.difference(root)))
+
+
+def said(form: Chain, keys: Collection[str]) -> Evidence:
+    """The evidence, where the user says which wrappers are around the whole model. Raises `Refused` on other keys."""
+    odd = [key for key in keys if not key.startswith(form.prefix) and key != form.counter]
+    if odd:
+        raise Refused(
+            f"{len(odd)} of {len(keys)} keys do not begin with {form.prefix}",
+            hint="leave --from out: wrappers are recognised; `ckpttool inspect` shows which",
+            problems=[Problem("not inside of it", key) for key in odd[:10]],
+        )
+    parts = form.prefix.split(".")[:-1]
+    root = tuple(".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return Evidence(form.words, root, weigh(keys).inside.difference(root))
+
+
+def _step(path: str, children: Mapping[str, set[str]], lightning: bool) -> tuple[str, list[str]] | None:
+    """The wrapper around everything below `path`: its word, and the paths of its segments."""
+    below = children.get(path, set())
+    if below == {COUNTER, "module"}:
+        return "averaged", [_join(path, "module")]
+    if len(below) != 1:
+        return None
+    (segment,) = below
+    inner = _join(path, segment)
+    if segment in _WORD_OF:
+        return _WORD_OF[segment], [inner]
+    if segment == PEFT_ROOT[0] and children.get(inner) == {PEFT_ROOT[1]}:
+        return "peft", [inner, _join(inner, PEFT_ROOT[1])]
+    return ("lightning", [inner]) if lightning and not path and inner in children else None
+
+
+def _inside(below: Collection[str], peft: bool) -> Iterable[str]:
+    """Which of the segments below one path are a wrapper's around a single module."""
+    if len(below) == 1:
+        return (segment for segment in below if segment in SEGMENTS - AMBIGUOUS)
+    if "base_layer" in below and (peft or any(segment.startswith(ADAPTERS) for segment in below)):
+        return ("base_layer",)
+    return ("original_module",) if {"original_module", "modules_to_save"} <= set(below) else ()
+
+
+def is_lightning(others: Collection[str], section: str) -> bool:
+    """Whether the section is a Lightning checkpoint's model; `others` is what the file holds beside tensors."""
+    return section == "state_dict" and LIGHTNING_MARK in others
+
+
+def recognise(keys: Iterable[str]) -> frozenset[str]:
+    """The dotted paths at which a wrapper stands: for `wrappers.strip`."""
+    return weigh(keys).paths
+
+
+def segments(paths: Iterable[str]) -> list[str]:
+    """The wrapper segments at these paths, each once, the outermost first."""
+    ordered = sorted(paths, key=lambda path: (path.count("."), path))
+    return list(dict.fromkeys(path.rpartition(".")[2] for path in ordered))
+
+
+def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str, str]:
+    """Key -> canonical name, by the evidence of the keys alone."""
+    keys = list(keys)
+    paths = weigh(keys, lightning=lightning).paths
+    return {key: strip(key, paths) or key for key in keys}
+
+
+def counters(keys: Collection[str]) -> list[str]:
+    """The keys that are the counter of an AveragedModel."""
+    found = [key for key in keys if key.rpartition(".")[2] == COUNTER]
+    children = _children(keys) if found else {}
+    return [key for key in found if "module" in children[key.rpartition(".")[0]]]
+
+
+def rewrap(
+    canonical: Mapping[str, str], wanted: Chain, counted: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Key -> its name inside the chain, for keys with their canonical names; and the keys that have none there.
+
+    `counted` are the keys of AveragedModels' counters. Raises `Refused` for ``peft`` where no adapters say which layers
+    they stand beside.
+    """
+    inner = _adapted(canonical.values()) if "peft" in wanted.words else {}
+    names = {key: wanted.prefix + inner.get(name, name) for key, name in canonical.items()}
+    if counted and wanted.counter is not None:
+        names[counted[0]] = wanted.counter
+        counted = counted[1:]
+    gone = set(counted)
+    return {key: name for key, name in names.items() if key not in gone}, list(counted)
+
+
+def _adapted(names: Iterable[str]) -> dict[str, str]:
+    """Canonical name -> the name under ``base_layer``, for the tensors of layers that have an adapter beside them."""
+    parts = {name: name.split(".") for name in names}
+    places = {
+        ".".join(path[:depth]): None
+        for path in parts.values()
+        for depth, segment in enumerate(path)
+        if segment.startswith(ADAPTERS)
+    }
+    if not places:
+        raise Refused(
+            "no layer in the file has an adapter, and PEFT's names depend on which have",
+            hint="--like CKPT takes over the names of a checkpoint of the PEFT model",
+            problems=[Problem("an adapted layer's, or not?", name) for name in list(parts)[:5]],
+        )
+    return {
+        name: f"{head}.base_layer.{path[-1]}"
+        for name, path in parts.items()
+        if (head := ".".join(path[:-1])) in places and not path[-1].startswith(ADAPTERS)
+    }
+
+
+def new_counter(wanted: Chain, counted: Collection[str]) -> dict[str, Op]:
+    """AveragedModel's counter where the chain needs one and the checkpoint has none: it is the average of one model."""
+    if wanted.counter is None or counted:
+        return {}
+    return {wanted.counter: Op("aten.full.default", ((), 1), (("dtype", Special("dtype", "int64")),))}
+
+
+def _children(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Module path -> the segments that stand directly below it."""
+    children: dict[str, set[str]] = {}
+    for key in keys:
+        path, dot, segment = key.rpartition(".")
+        while path not in children and dot:  # a path that is known has all of its own way recorded
+            children[path] = {segment}
+            path, dot, segment = path.rpartition(".")
+        children.setdefault(path, set()).add(segment)
+    return children
+
+
+def _join(path: str, segment: str) -> str:
+    return f"{path}.{segment}" if path else segment

@@ -1,0 +1,60 @@
+"""CKPT operands: ``PATH`` or ``PATH::SECTION``, and which section of a file is meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.errors import CkptError
+from ckpttool.formats.form_mark import taken_off
+from ckpttool.formats.open import open_checkpoint
+
+MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
+
+
+def open_operand(operand: str) -> Checkpoint:
+    """The checkpoint that `operand` names; with ``::SECTION`` that section alone, as if it were the whole file.
+
+    Raises `CkptError` where the file cannot be read or has no such section.
+    """
+    path, picked = split(operand)
+    checkpoint = taken_off(open_checkpoint(path))
+    if picked is None:
+        return checkpoint
+    try:
+        section = checkpoint.section(picked)
+    except KeyError:
+        have = ", ".join(s.path or "(root)" for s in checkpoint.sections) or "none"
+        raise CkptError(f"{path} has no section {picked!r}", hint=f"its sections are: {have}") from None
+    return replace(
+        checkpoint, source=operand, sections=(replace(section, path=""),), others=(), globals=(), container=None
+    )
+
+
+def split(operand: str) -> tuple[str, str | None]:
+    """``PATH::SECTION`` -> (PATH, SECTION); SECTION is None where the operand names none.
+
+    fsspec chains URLs with the same mark (``simplecache::s3://…``): what has ``://`` in it is never a section.
+    """
+    path, mark, section = operand.rpartition("::")
+    return (path, section) if mark and path and "://" not in section else (operand, None)
+
+
+def model_section(checkpoint: Checkpoint) -> Section:
+    """The section that holds the model: the only state dict, or the only one under a usual name.
+
+    Raises `CkptError`, with the sections to choose from, where several could be meant or there is none.
+    """
+    found = [section for section in checkpoint.sections if section.kind == "state_dict"]
+    if len(found) > 1:
+        usual = [section for section in found if section.path.rpartition(".")[2] in MODEL_SECTIONS]
+        found = usual if len(usual) == 1 else found
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CkptError(
+            f"{checkpoint.source} holds several state dicts: {', '.join(s.path or '(root)' for s in found)}",
+            hint=f"pick one: {checkpoint.source}::{found[0].path}",
+        )
+    have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections) or "no tensors at all"
+    raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {have}")

@@ -1,0 +1,85 @@
+"""OUT operands: which format is to be written, to a file or into a folder, and the bytes of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttool.checkpoint import Checkpoint, Span
+from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, companions, locate
+from ckpttool.formats.table import FORMATS, Format, format_for
+from ckpttool.io.files import is_dir, size
+from ckpttool.io.paths import is_url, parent
+from ckpttool.io.paths import name as name_of
+from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.operands.checkpoint import split
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint is to be written. `folder` is None for a single file.
+
+    `name` is the file in the folder that OUT asks for: the index, or the only file; empty for the usual one.
+    """
+
+    path: str
+    format: Format
+    folder: str | None = None
+    name: str = ""
+
+    def lay_out(self, checkpoint: Checkpoint, max_shard_size: int | None = None) -> Files:
+        """The files to write, by their names in the folder (a single file stands alone), what completes it last.
+
+        From folder to folder the files beside the weights go along. Raises `Refused` on what the format cannot hold.
+        """
+        if self.folder is None:
+            return {name_of(self.path): self.format.layout(checkpoint)}
+        files: dict[str, Pieces | Link] = {}
+        if _is_folder(checkpoint) and not _same(checkpoint.source, self.folder):
+            for name, path in companions(checkpoint.source).items():
+                files[name] = [Piece(Span(path, 0, size(path)))]
+        if self.format.folder:
+            return files | dict(self.format.layout_files(checkpoint, self.name, max_shard_size))
+        return files | {self.name: self.format.layout(checkpoint)}
+
+    def present(self, files: Files | None = None) -> set[str]:
+        """The files of a checkpoint that stands in the folder already; without those that `files` replaces."""
+        assert self.folder is not None
+        marker = self.name or self.format.endings[0]
+        return checkpoint_files(self.folder, marker).difference(files or ())
+
+
+def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) -> Target:
+    """What `out` asks for, when `source` is written to it.
+
+    A folder is meant by a slash at its end, by a folder that exists, by the name of an index or of DCP's ``.metadata``,
+    by the ending ``.dcp`` (DCP again), and where the source is a folder by a name without ending. It gets the source's
+    format if that one fills folders, else sharded safetensors; with `max_shard_size` (bytes) a single file of a folder
+    is sharded too. Raises `CkptError` for an ending that no format has.
+    """
+    name = name_of(out)
+    if INDEX.fullmatch(name) or name == DCP_METADATA:
+        return Target(out, format_for(out), parent(out), name)
+    if out.rstrip("/").endswith(".dcp"):
+        return Target(out, FORMATS["dcp"], out)
+    from_folder = _is_folder(source)
+    row = FORMATS[source.format]
+    if not (out.endswith("/") or is_dir(out) or (from_folder and not Path(out).suffix)):
+        return Target(out, format_for(out))
+    if row.folder:
+        return Target(out, row, out)
+    if from_folder and max_shard_size is None:
+        return Target(out, row, out, name_of(locate(source.source).path))
+    return Target(out, FORMATS["sharded_bin" if row.name == "torch_zip" and from_folder else "sharded"], out)
+
+
+def _is_folder(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint is a whole folder, and no section of one."""
+    return split(checkpoint.source)[1] is None and is_dir(checkpoint.source)
+
+
+def _same(left: str, right: str) -> bool:
+    if is_url(left) or is_url(right):
+        return left.rstrip("/") == right.rstrip("/")
+    return os.path.exists(right) and os.path.samefile(left, right)

@@ -1,0 +1,1 @@
+"""What only reads: each question becomes a value that the reports show."""

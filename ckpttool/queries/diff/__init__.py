@@ -1,0 +1,1 @@
+"""What differs, why, and the command that mends it."""

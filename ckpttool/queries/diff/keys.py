@@ -1,0 +1,81 @@
+"""Two state dicts, key by key.
+
+Nothing is decided by the likeness of names: what no hook, wrapper or alias explains is missing or unexpected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
+from ckpttool.names import Hook
+from ckpttool.naming.alignment import pairs
+from ckpttool.naming.call_variants import aliases
+from ckpttool.queries.diff.reasons import segment_reason
+from ckpttool.queries.diff.result import Entry
+
+Values = Callable[[TensorEntry, TensorEntry], "str | None"]
+
+
+def compare(left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
+    """Two state dicts, key by key; `values` compares two tensors of one dtype and shape and says how they differ.
+
+    Names that differ by wrappers' segments only are one tensor, where this can be read in one way.
+    """
+    have, want = left.by_key(), right.by_key()
+    entries = [compare_pair(have[key], want[key], values) for key in have if key in want]
+    mine, theirs = [key for key in have if key not in want], [key for key in want if key not in have]
+    found = pairs(have, want)
+    for key in mine:
+        if key in found:
+            entries.append(renamed(have[key], want[found[key]], segment_reason(key, found[key]), values))
+    taken = set(found.values())
+    entries += leftover("unexpected", left, [key for key in mine if key not in found], set(found))
+    entries += leftover("missing", right, [key for key in theirs if key not in taken], taken)
+    return tuple(entries)
+
+
+def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
+    """One tensor under one key on both sides."""
+    names = (left.key,), (right.key,)
+    if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
+        if type(left) is type(right):
+            return Entry("extra_state", *names, "no tensor: carried, not compared")
+        return Entry("shape", *names, "a tensor on one side only")
+    if left.shape != right.shape:
+        reason = PLACEHOLDER if is_placeholder(left) else "another shape"
+        return Entry("shape", *names, reason, None, f"{list(left.shape)} instead of {list(right.shape)}")
+    if left.dtype != right.dtype:
+        return Entry("dtype", *names, f"{left.dtype} instead of {right.dtype}")
+    differs = None if values is None else values(left, right)
+    return Entry("same", *names) if differs is None else Entry("value", *names, "other values", None, differs)
+
+
+def renamed(left: Any, right: Any, reason: str, values: Values | None = None, hook: Hook | None = None) -> Entry:
+    """One tensor under two names; a difference in shape, dtype or values weighs more than that in names."""
+    found = compare_pair(left, right, values)
+    if found.status in ("same", "extra_state"):
+        return Entry("renamed", found.left, found.right, reason, hook)
+    return Entry(found.status, found.left, found.right, f"{found.reason}, and renamed: {reason}", hook, found.detail)
+
+
+def leftover(status: str, section: Section, keys: Iterable[str], known: set[str]) -> list[Entry]:
+    """Keys that only one side has; one that is a second name of a tensor that both have is an alias."""
+    twice = aliases(section)
+    names: dict[str, set[str]] = {}
+    for key, first in twice.items():
+        names.setdefault(first, {first}).add(key)
+    entries = []
+    for key in keys:
+        others = names.get(twice.get(key, key), set()) & known
+        side: tuple[tuple[str, ...], tuple[str, ...]] = ((key,), ()) if status == "unexpected" else ((), (key,))
+        if others:
+            entries.append(
+                Entry("alias", *side, "a second name of a tensor that both sides have", None, f"same as {min(others)}")
+            )
+        else:
+            where = "left" if status == "unexpected" else "right"
+            entries.append(Entry(status, *side, f"only {where} has it"))
+    return entries

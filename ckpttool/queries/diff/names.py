@@ -1,0 +1,298 @@
+"""Diffs that a model's names explain: its serialized keys against its runtime names, a checkpoint against both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Union
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.expression import Expression, Op, Ref
+from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
+from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
+from ckpttool.naming.call_variants import aliases, base_name
+from ckpttool.naming.forms import over, read
+from ckpttool.naming.name_tables import Relation
+from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
+from ckpttool.queries.diff.reasons import segment_change, segment_reason
+from ckpttool.queries.diff.result import Entry
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.loading import Verdict
+
+NON_PERSISTENT = "a non-persistent buffer"
+ONLY_LEFT, ONLY_RIGHT = "only left has it", "only right has it"
+Entries = dict[str, Union[TensorEntry, ExtraEntry]]
+CALL_VARIANT = "a call variant of a tensor that both sides have"
+
+
+def compare_names(names: Names) -> tuple[Entry, ...]:
+    """The model alone: what ``state_dict()`` writes (left) against what the tensors are called at runtime (right)."""
+    relation = Relation(names)
+    hooks = relation.hooks
+    entries = [_pair(key, fqn, hooks.get(key)) for key, fqn in relation.fqn_of.items()]
+    entries += _transformed(relation, hooks)
+    for key, source in relation.saved.items():
+        if source is None:
+            entries.append(Entry("unexpected", (key,), (), "a hook adds it: no runtime tensor feeds it", hooks[key]))
+        elif isinstance(source, Ref) and key not in relation.fqn_of:
+            entries.append(
+                Entry("alias", (key,), (), "a second key of one tensor", hooks[key], f"same as {source.key}")
+            )
+    entries += [Entry("extra_state", (key,), (), "extra state: no tensor of a program") for key in names.extra_state]
+    named = {fqn for entry in entries for fqn in entry.right}
+    lost = _lost(names)
+    entries += [_unsaved(tensor, named, lost) for tensor in names.runtime if tensor.fqn not in named]
+    return tuple(entries)
+
+
+def _pair(key: str, fqn: str, hook: Hook | None) -> Entry:
+    if key == fqn:
+        return Entry("same", (key,), (fqn,))
+    by = "state_dict hook" if hook is not None else "saving"
+    return Entry("renamed", (key,), (fqn,), f"{by} {segment_change(fqn, key)}", hook)
+
+
+def _transformed(relation: Relation, hooks: Mapping[str, Hook | None]) -> list[Entry]:
+    """Keys whose values are computed when the model is saved, together with the tensors that they are computed from."""
+    taken = set(relation.fqn_of.values())
+    computed = {key: source for key, source in relation.saved.items() if isinstance(source, Op)}
+    entries = []
+    for keys, fqns in _components({key: list(ex.refs(source)) for key, source in computed.items()}):
+        source = computed[keys[0]]
+        right = tuple(fqn for fqn in fqns if fqn not in taken)
+        entries.append(Entry("transformed", tuple(keys), right, _computed(source), hooks[keys[0]]))
+    return entries
+
+
+def _computed(source: Expression) -> str:
+    if ex.is_opaque(source):
+        return "computed by code that is no tensor operator"
+    return f"computed: {_operators(source)}"
+
+
+def _components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
+    """Groups of left names and the right names that they are linked with, such that no link leaves its group."""
+    groups: list[tuple[list[str], list[str]]] = []
+    home: dict[str, tuple[list[str], list[str]]] = {}  # right name -> its group
+    for left, rights in links.items():
+        group: tuple[list[str], list[str]] = ([left], list(dict.fromkeys(r for r in rights if r not in home)))
+        for other in {id(home[r]): home[r] for r in rights if r in home}.values():
+            group = (other[0] + group[0], other[1] + group[1])
+            groups.remove(other)
+        groups.append(group)
+        home.update(dict.fromkeys(group[1], group))
+    return groups
+
+
+def _operators(source: ex.Argument) -> str:
+    """The operators of an expression, innermost first: ``split, transpose``."""
+    names: list[str] = []
+
+    def walk(node: ex.Argument) -> None:
+        if isinstance(node, Op):
+            for arg in node.args:
+                walk(arg)
+            names.append(node.op.removeprefix("aten.").partition(".")[0])
+        elif isinstance(node, tuple):
+            for item in node:
+                walk(item)
+
+    walk(source)
+    return ", ".join(dict.fromkeys(name for name in names if name != "getitem"))
+
+
+def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, str]) -> Entry:
+    fqn, first = tensor.fqn, tensor.alias_of
+    if first is not None and first in named:
+        return Entry("alias", (), (fqn,), "a second name of one tensor", None, f"same as {first}")
+    if not tensor.persistent:
+        return Entry("not_serialized", (), (fqn,), NON_PERSISTENT)
+    return Entry("not_serialized", (), (fqn,), "state_dict() leaves it out", None, lost.get(fqn))
+
+
+def _lost(names: Names) -> dict[str, str]:
+    """Key -> what `trace` found wrong with it."""
+    return {text.rpartition(" @ ")[2]: text for text in reversed(names.roundtrip_problems)}
+
+
+def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:
+    """A checkpoint (left) against the serialized keys that the model loads (right).
+
+    `verdict` is what torch itself says of loading it; without one (a names file) the keys and shapes have to do.
+    """
+    have = section.by_key()
+    want: dict[str, SerializedKey | None] = dict.fromkeys([*(s.key for s in names.serialized), *names.extra_state])
+    want.update((s.key, s) for s in names.serialized)
+    entries = [_loaded(have[key], wanted) for key, wanted in want.items() if key in have]
+    mine = {key: entry for key, entry in have.items() if key not in want}
+    theirs = dict.fromkeys(key for key in want if key not in have)
+    entries += _other_form(Relation(names), section, mine, theirs)
+    entries += _call_variants(names, section, mine, theirs)
+    entries += _accepted(mine, {t.fqn for t in names.runtime if not t.persistent}, verdict)
+    entries += _absent(theirs, verdict)
+    return tuple(entries)
+
+
+def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None) -> Entry:
+    key = (entry.key,)
+    if want is None:
+        return Entry("extra_state", key, key, "extra state")
+    if isinstance(entry, ExtraEntry):
+        return Entry("shape", key, key, "not a tensor, where the model has one")
+    if want.shape is not None and entry.shape != want.shape:
+        reason = PLACEHOLDER if is_placeholder(entry) else "another shape"
+        return Entry("shape", key, key, reason, None, f"{list(entry.shape)} instead of {list(want.shape)}")
+    if entry.dtype != want.dtype:
+        return Entry("dtype", key, key, f"{entry.dtype} instead of {want.dtype}")
+    return Entry("same", key, key)
+
+
+def _other_form(relation: Relation, section: Section, mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+    """Keys under another name of a tensor that the model loads (wrapped, runtime); takes them off both sides."""
+    entries = []
+    for form in (SERIALIZED, RUNTIME):
+        names = read(relation, section, form).match.names
+        for key, name in names.items():
+            target = next((t for t in _targets(relation, name, form) if t in theirs), None) if key in mine else None
+            if target is not None:
+                reason, hook = _why(key, name, target, form, relation.hooks)
+                del mine[key], theirs[target]
+                entries.append(Entry("renamed", (key,), (target,), reason, hook))
+        if form == RUNTIME:
+            entries += _computed_from(relation, {name: key for key, name in names.items()}, mine, theirs)
+    return entries
+
+
+def _computed_from(relation: Relation, keys: dict[str, str], mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+    """Serialized keys that saving computes from runtime tensors that the checkpoint has instead (`keys`: by FQN)."""
+    held = {relation.first[fqn]: key for fqn, key in reversed(keys.items()) if fqn in relation.first}
+    links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := relation.saved.get(key), Op)}
+    entries = []
+    for rights, fqns in _components(links):
+        lefts = [held[fqn] for fqn in fqns if held.get(fqn) in mine]
+        if lefts:
+            source, hook = relation.saved[rights[0]], relation.hooks[rights[0]]
+            assert source is not None
+            reason = f"left has the runtime tensors; the keys are {_computed(source)}"
+            entries.append(Entry("transformed", tuple(lefts), tuple(rights), reason, hook))
+            for key in lefts:
+                del mine[key]
+            for key in rights:
+                del theirs[key]
+    return entries
+
+
+def _call_variants(names: Names, section: Section, mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+    """Keys of an unflattened program that only one side has, of a tensor that both have; takes them off both lists."""
+    have, twice = section.by_key(), aliases(section)
+    sources = {s.key: s.source for s in names.serialized}
+    entries = []
+    for key in [key for key in mine if "@" in key and key in twice and twice[key] not in mine]:
+        del mine[key]
+        entries.append(Entry("alias", (key,), (), CALL_VARIANT, None, f"same as {twice[key]}"))
+    for key in [key for key in theirs if sources.get(key) is not None]:
+        base = base_name(key, have)
+        if base is not None and base not in mine and sources.get(base) == sources[key]:
+            del theirs[key]
+            entries.append(Entry("alias", (), (key,), CALL_VARIANT, None, f"same as {base}"))
+    return entries
+
+
+def _targets(relation: Relation, name: str, form: str) -> Sequence[str]:
+    """The serialized keys that a name stands for."""
+    return [name] if form == SERIALIZED else relation.keys_of.get(relation.first.get(name, name), ())
+
+
+def _why(key: str, name: str, target: str, form: str, hooks: Mapping[str, Hook | None]) -> tuple[str, Hook | None]:
+    wrapped = "" if key == name else segment_reason(key, name)
+    if form == SERIALIZED or name == target:
+        return wrapped, None
+    runtime = f"left has the runtime name; the state_dict hook {segment_change(name, target)}"
+    return "; ".join(filter(None, (runtime, wrapped))), hooks.get(target)
+
+
+def _accepted(keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | None) -> list[Entry]:
+    """Keys that the model does not write: unexpected, but where its load hooks take them."""
+    unexpected = set(keys if verdict is None else verdict.unexpected)
+    readers = {} if verdict is None else _readers(verdict)
+    entries = []
+    for key in keys:
+        if key in readers:
+            goes = f"goes to {', '.join(readers[key])}"
+            entries.append(Entry("renamed", (key,), (), "a load hook takes it under this name", None, goes))
+        elif key in unexpected or verdict is None or not verdict.ok:
+            why = f"{ONLY_LEFT}: {NON_PERSISTENT} of the model, which is not saved" if key in unsaved else ONLY_LEFT
+            entries.append(Entry("unexpected", (key,), (), why))
+        else:
+            entries.append(Entry("unexpected", (key,), (), f"{ONLY_LEFT}; a load hook takes it away without an error"))
+    return entries
+
+
+def _readers(verdict: Verdict) -> dict[str, list[str]]:
+    """Checkpoint key -> the runtime tensors that loading makes of it."""
+    found: dict[str, list[str]] = {}
+    for fqn, source in verdict.reads.items():
+        for key in dict.fromkeys(() if source is None else ex.refs(source)):
+            found.setdefault(key, []).append(fqn)
+    return found
+
+
+def _absent(keys: Iterable[str], verdict: Verdict | None) -> list[Entry]:
+    without = f"{ONLY_RIGHT}; loading does without it" if verdict is not None and verdict.ok else ONLY_RIGHT
+    return [Entry("missing", (), (key,), without) for key in keys]
+
+
+def loads(entries: Iterable[Entry]) -> bool:
+    """Without the model's code: whether every key is there, with its shape, and no other."""
+    return all(entry.status in ("same", "extra_state", "dtype") and entry.left and entry.right for entry in entries)
+
+
+def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
+    """Two checkpoints of one model, each in whatever form its keys are: both are read as its runtime tensors."""
+    relation = Relation(names)
+    mine, theirs = _tensors(relation, left), _tensors(relation, right)
+    have, want = left.by_key(), right.by_key()
+    entries: list[Entry] = []
+    links: dict[str, list[str]] = {}
+    for fqn, source in mine.items():
+        other = theirs.get(fqn)
+        if isinstance(source, Ref) and isinstance(other, Ref):
+            entries.append(_same_tensor(have[source.key], want[other.key], relation.hooks, values))
+        elif other is not None:
+            for key in ex.refs(source):
+                links.setdefault(key, []).extend(ex.refs(other))
+    for lefts, rights in _components(links):
+        entries.append(Entry("transformed", tuple(lefts), tuple(rights), "computed by a state_dict hook"))
+    named_left = {key for entry in entries for key in entry.left}
+    named_right = {key for entry in entries for key in entry.right}
+    entries += leftover("unexpected", left, [key for key in have if key not in named_left], named_left)
+    entries += leftover("missing", right, [key for key in want if key not in named_right], named_right)
+    return tuple(entries)
+
+
+def _tensors(relation: Relation, section: Section) -> dict[str, Expression]:
+    """Each runtime FQN as an expression over the section's keys."""
+    reading = read(relation, section)
+    keys = {name: key for key, name in reading.match.names.items()}
+    if reading.form == RUNTIME:
+        return {name: Ref(key) for name, key in keys.items()}
+    found: dict[str, Expression] = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
+    extras = (*relation.names.extra_state, *(key for key, source in relation.saved.items() if source is None))
+    return found | {name: Ref(keys[name]) for name in extras if name in keys}
+
+
+def _same_tensor(
+    left: TensorEntry | ExtraEntry,
+    right: TensorEntry | ExtraEntry,
+    hooks: Mapping[str, Hook | None],
+    values: Values | None,
+) -> Entry:
+    if left.key == right.key:
+        return compare_pair(left, right, values)
+    hook = hooks.get(left.key) or hooks.get(right.key)
+    reason = segment_reason(left.key, right.key)
+    if hook is not None:
+        saved, runtime = (left.key, right.key) if hooks.get(left.key) is not None else (right.key, left.key)
+        reason = f"state_dict hook {segment_change(runtime, saved)}"
+    return renamed(left, right, reason, values, hook)

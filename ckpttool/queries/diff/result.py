@@ -1,0 +1,76 @@
+"""The answer of `diff`: what differs between two namings or two checkpoints, and why.
+
+Every key of each side stands in exactly one entry.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.names import Hook, hook_json
+
+SCHEMA = "ckpttool.diff/1"
+HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
+STATUSES = (
+    *("same", "renamed", "transformed", "alias", "shape", "dtype", "value"),
+    *("missing", "unexpected", "not_serialized", "extra_state"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own."""
+
+    status: str
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    reason: str = ""
+    hook: Hook | None = None
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """The answer of `diff`. `fix` are commands that can be pasted; `notes` are sentences about no single key."""
+
+    left: str
+    right: str
+    identical: bool
+    entries: tuple[Entry, ...]
+    fix: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> dict[str, int]:
+        """Status -> number of entries, in the order of `STATUSES`, without zeros."""
+        count = Counter(entry.status for entry in self.entries)
+        return {status: count[status] for status in STATUSES if count[status]}
+
+    def to_json(self) -> dict[str, Any]:
+        """The `diff` object of the contract."""
+        return {
+            "schema": SCHEMA,
+            "left": self.left,
+            "right": self.right,
+            "identical": self.identical,
+            "summary": self.summary,
+            "entries": [_entry_json(entry) for entry in self.entries],
+            "fix": list(self.fix),
+            "notes": list(self.notes),
+        }
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "status": entry.status,
+        "left": list(entry.left),
+        "right": list(entry.right),
+        "reason": entry.reason,
+    }
+    if entry.hook is not None:
+        found["hook"] = hook_json(entry.hook)
+    if entry.detail is not None:
+        found["detail"] = entry.detail
+    return found

@@ -1,0 +1,89 @@
+"""One tensor under all its names: what `explain` answers."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool import expression as ex
+from ckpttool.errors import CkptError
+from ckpttool.names import Hook, Names, OptimizerParam, RuntimeTensor, hook_json
+from ckpttool.naming.name_tables import Relation
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`serialized` are the keys that hold the tensor or a part of it; `forms` maps a form to the name that it uses."""
+
+    name: str
+    tensor: RuntimeTensor
+    serialized: tuple[str, ...]
+    forms: dict[str, str]
+    aliases: tuple[str, ...]
+    optimizer: OptimizerParam | None
+    hook: Hook | None
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The keys of the tensor's state in ``optimizer.state_dict()``."""
+        own = self.optimizer
+        return () if own is None else tuple(f"state.{own.id}.{name}" for name in own.state)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `explain` object of the contract."""
+        return {
+            "schema": "ckpttool.explain/1",
+            "name": self.name,
+            "canonical": self.tensor.canonical,
+            "runtime": self.tensor.fqn,
+            "serialized": self.serialized[0] if len(self.serialized) == 1 else list(self.serialized) or None,
+            "forms": self.forms,
+            "aliases": list(self.aliases),
+            "optimizer_id": None if self.optimizer is None else self.optimizer.id,
+            "optimizer_group": None if self.optimizer is None else self.optimizer.group,
+            "optimizer_state": list(self.states),
+            "hook": None if self.hook is None else hook_json(self.hook),
+            "dtype": self.tensor.dtype,
+            "shape": None if self.tensor.shape is None else list(self.tensor.shape),
+        }
+
+
+def explain(names: Names, name: str) -> Explanation:
+    """The tensor that `name` names in any form: runtime, canonical or serialized.
+
+    Raises `CkptError`, with names that are like it, where the model has none of this name.
+    """
+    relation = Relation(names)
+    tensor = _find(names, relation, name)
+    first = relation.first[tensor.fqn]
+    own = tuple(key for key, fqn in relation.fqn_of.items() if fqn == tensor.fqn)
+    keys = own or tuple(k for k, source in relation.saved.items() if source is not None and first in ex.refs(source))
+    forms = {"runtime": tensor.fqn, "exported": tensor.fqn, "canonical": tensor.canonical}
+    if own:
+        forms["serialized"] = own[0]
+    group = set(relation.groups[first])
+    return Explanation(
+        name=name,
+        tensor=tensor,
+        serialized=keys,
+        forms=forms,
+        aliases=tuple(fqn for fqn in relation.groups[first] if fqn != tensor.fqn),
+        optimizer=next((p for p in names.ids if p.fqn in group), None),
+        hook=next((s.hook for s in names.serialized if s.key in keys and s.hook is not None), None),
+    )
+
+
+def _find(names: Names, relation: Relation, name: str) -> RuntimeTensor:
+    by_fqn = {tensor.fqn: tensor for tensor in names.runtime}
+    by_canonical = {tensor.canonical: tensor for tensor in names.runtime}
+    by_key = {key: by_fqn[fqn] for key, fqn in relation.fqn_of.items()}
+    made_of = {key: next(ex.refs(source), "") for key, source in relation.saved.items() if source is not None}
+    found = by_fqn.get(name) or by_key.get(name) or by_canonical.get(name) or by_fqn.get(made_of.get(name, ""))
+    if found is None:
+        near = difflib.get_close_matches(name, {*by_fqn, *by_key, *by_canonical}, 3)
+        hint = (
+            f"names that are like it: {', '.join(near)}" if near else f"list them: ckpttool trace {names.model} --all"
+        )
+        raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)
+    return found

@@ -1,0 +1,1 @@
+"""A result becomes a `Document`, a module for each kind of result."""

@@ -1,0 +1,115 @@
+"""The document of a diff: one line for each cause, however many keys it has, and the command that mends it last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.report.collapse import collapse
+from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table
+from ckpttool.words import number, plural
+
+_ROLES: dict[str, Role] = {
+    "same": "ok",
+    "alias": "dim",
+    "not_serialized": "dim",
+    "extra_state": "dim",
+    "renamed": "warn",
+}
+_MEANING = {
+    "same": "same key, dtype and shape",
+    "renamed": "one tensor under two names",
+    "transformed": "computed from other tensors",
+    "alias": "a second name of one tensor",
+    "shape": "another shape",
+    "dtype": "another dtype",
+    "value": "other values",
+    "missing": "only right has it",
+    "unexpected": "only left has it",
+    "not_serialized": "state_dict leaves it out",
+    "extra_state": "not a tensor",
+}
+
+
+def document(diff: Diff, *, all: bool = False) -> Document:
+    """The document; with `all` every key has a line of its own."""
+    count = sum(entry.status not in HARMLESS for entry in diff.entries)
+    if diff.identical:
+        verdict = "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+    else:
+        verdict = plural(count, "difference") if count else "does not load"
+    blocks: list[Block] = [
+        Facts((("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))),
+        _summary(diff),
+        _listed(diff.entries) if all else _causes(diff.entries),
+    ]
+    blocks += [Note(note, "notice" if diff.identical else "warning") for note in diff.notes]
+    if diff.fix:
+        blocks.append(Commands("what mends it", diff.fix))
+    shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
+    return Document("diff", verdict, diff.identical, shown)
+
+
+def _summary(diff: Diff) -> Table:
+    rows = tuple(
+        (Cell(status, _ROLES.get(status, "bad")), number(n), _MEANING[status]) for status, n in diff.summary.items()
+    )
+    return Table("Summary", (Column("status"), Column("entries", "number"), Column("meaning")), rows)
+
+
+def _causes(entries: Iterable[Entry]) -> Table:
+    """A row for each status and cause: how often, why, by which hook, and its keys, repeated layers on one line."""
+    groups: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in entries:
+        if entry.status != "same":
+            hook = entry.hook and (entry.hook.function, entry.hook.file, entry.hook.line)
+            groups.setdefault((entry.status, entry.reason, hook), []).append(entry)
+    rows = [_cause(group) for group in groups.values()]
+    columns = (
+        Column("status"),
+        Column("entries", "number"),
+        Column("why"),
+        Column("left", "key"),
+        Column("right", "key"),
+    )
+    return Table("Differences, one line for each cause (--all lists every key)", columns, tuple(rows))
+
+
+def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
+    first = group[0]
+    hook = first.hook
+    why = first.reason if hook is None else f"{first.reason}: {hook.function} ({hook.file}:{hook.line})"
+    details = {entry.detail for entry in group} - {None}
+    if len(details) == 1:
+        why += f": {first.detail}"
+    sides = [_keys(key for entry in group for key in side(entry)) for side in (_left, _right)]
+    return (Cell(first.status, _ROLES.get(first.status, "bad")), number(len(group)), why, *sides)
+
+
+def _left(entry: Entry) -> tuple[str, ...]:
+    return entry.left
+
+
+def _right(entry: Entry) -> tuple[str, ...]:
+    return entry.right
+
+
+def _keys(keys: Iterable[str]) -> str:
+    """The first pattern of the keys, and how many patterns more there are."""
+    groups = collapse((key, None) for key in keys)
+    if not groups:
+        return "-"
+    return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")
+
+
+def _listed(entries: Iterable[Entry]) -> Table:
+    rows = tuple(
+        (
+            Cell(entry.status, _ROLES.get(entry.status, "bad")),
+            " + ".join(entry.left) or "-",
+            " + ".join(entry.right) or "-",
+            ": ".join(filter(None, (entry.reason, str(entry.hook or ""), entry.detail))),
+        )
+        for entry in entries
+    )
+    return Table("Every key", (Column("status"), Column("left", "key"), Column("right", "key"), Column("why")), rows)

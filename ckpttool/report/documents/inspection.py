@@ -1,0 +1,130 @@
+"""The document of an inspection: repeated layers on one line, the long lists cut where `--all` is not given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.naming.flat_param import flat_params
+from ckpttool.queries.inspection import Inspection
+from ckpttool.report.collapse import Group, collapse
+from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table, shortened
+from ckpttool.words import human_bytes, number, plural, shape_text
+
+_ROWS = 40
+_VALUE_WIDTH = 200  # characters of a metadata value that are shown
+_ROOT = "(root)"
+
+
+def document(inspection: Inspection, *, all: bool = False) -> Document:
+    """The document; with `all` every tensor has a line of its own and no list is cut."""
+    checkpoint = inspection.checkpoint
+    tensors = sum(len(section.tensors) for section in checkpoint.sections)
+    verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
+    limit = None if all else _ROWS
+    tables = (
+        _sections(inspection),
+        _dtypes(inspection),
+        shortened(_tensors(inspection, all), limit),
+        shortened(_flat_parameters(inspection), limit),
+        shortened(_aliases(inspection), limit),
+        shortened(_extras(inspection), limit),
+        shortened(_globals(inspection), limit),
+        shortened(_metadata(inspection), limit),
+    )
+    notes = [Note(note, "warning") for note in checkpoint.notes]
+    shown = [table for table in tables if table.rows]
+    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown))
+
+
+def _sections(inspection: Inspection) -> Table:
+    columns = (Column("section", "key"), Column("kind"), Column("tensors", "number"), Column("size", "number"))
+    rows: list[tuple[Inline, ...]] = []
+    for section in inspection.checkpoint.sections:
+        wrappers = Cell(", ".join(inspection.wrappers[section.path]), "warn")
+        size = human_bytes(section.nbytes)
+        rows.append((section.path or _ROOT, section.kind, number(len(section.tensors)), size, wrappers))
+    return Table("Sections", (*columns, Column("wrappers seen", "warn")), tuple(rows))
+
+
+def _dtypes(inspection: Inspection) -> Table:
+    columns = (Column("dtype", "dtype"), Column("tensors", "number"), Column("elements", "number"))
+    entries = [entry for section in inspection.checkpoint.sections for entry in section.tensors]
+    entries.sort(key=lambda entry: entry.dtype)
+    rows: list[tuple[Inline, ...]] = []
+    for dtype, found in groupby(entries, key=lambda entry: entry.dtype):
+        same = list(found)
+        elements, size = sum(entry.numel for entry in same), sum(entry.nbytes for entry in same)
+        rows.append((dtype, number(len(same)), number(elements), human_bytes(size)))
+    return Table("Dtypes", (*columns, Column("size", "number")), tuple(rows))
+
+
+def _tensors(inspection: Inspection, all: bool) -> Table:
+    """A line a group of alike tensors; the columns that would say nothing (one section, no groups) are left out."""
+    sections = inspection.checkpoint.sections
+    groups = [(section, group) for section in sections for group in _groups(section, all)]
+    many = len([section for section in sections if section.tensors]) > 1
+    counted = any(len(group.keys) > 1 for _, group in groups)
+    columns = [Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number")]
+    entries = {section.path: {entry.key: entry for entry in section.tensors} for section in sections}
+    rows: list[tuple[Inline, ...]] = []
+    for section, group in groups:
+        first = entries[section.path][group.keys[0]]
+        size = human_bytes(first.nbytes * len(group.keys))
+        row: tuple[Inline, ...] = (group.pattern, first.dtype, _geometry(first), size)
+        count = (number(len(group.keys)),) if counted else ()
+        rows.append((*((section.path or _ROOT,) if many else ()), *count, *row))
+    columns = [*([Column("section")] if many else []), *([Column("tensors", "number")] if counted else []), *columns]
+    return Table("Tensors", tuple(columns), tuple(rows))
+
+
+def _groups(section: Section, all: bool) -> list[Group]:
+    if all:
+        return [Group(entry.key, (entry.key,)) for entry in section.tensors]
+    return collapse((entry.key, (entry.dtype, entry.shape, entry.layout, entry.nbytes)) for entry in section.tensors)
+
+
+def _geometry(entry: TensorEntry) -> str:
+    shape = shape_text(entry.shape)
+    return shape if entry.layout == "strided" else f"{shape} {entry.layout}"
+
+
+def _flat_parameters(inspection: Inspection) -> Table:
+    rows: list[tuple[Inline, ...]] = [
+        (flat.key, Cell(flat.unit or _ROOT, "key"), number(flat.numel))
+        for section in inspection.checkpoint.sections
+        for flat in flat_params(section)
+    ]
+    columns = (Column("key", "key"), Column("parameters of"), Column("elements", "number"))
+    return Table("Flat parameters: all parameters of a module, end to end", columns, tuple(rows))
+
+
+def _aliases(inspection: Inspection) -> Table:
+    rows: list[tuple[Inline, ...]] = [
+        (key, Cell(first, "key")) for aliases in inspection.aliases.values() for key, first in aliases.items()
+    ]
+    return Table("Aliases: a second name of one tensor", (Column("key", "key"), Column("same tensor as")), tuple(rows))
+
+
+def _extras(inspection: Inspection) -> Table:
+    return Table(
+        "Not tensors, carried as they are", (Column("key", "key"),), tuple((key,) for key in _no_tensors(inspection))
+    )
+
+
+def _no_tensors(inspection: Inspection) -> Iterator[str]:
+    for section in inspection.checkpoint.sections:
+        for extra in section.extras:
+            yield f"{section.path}.{extra.key}" if section.path else extra.key
+    yield from inspection.checkpoint.others
+
+
+def _globals(inspection: Inspection) -> Table:
+    rows: tuple[tuple[Inline, ...], ...] = tuple((name,) for name in inspection.checkpoint.globals)
+    return Table("Foreign pickled classes and functions, never run", (Column("name", "key"),), rows)
+
+
+def _metadata(inspection: Inspection) -> Table:
+    rows = tuple((key, value[:_VALUE_WIDTH]) for key, value in inspection.checkpoint.metadata.items())
+    return Table("Metadata", (Column("key", "key"), Column("value")), rows)

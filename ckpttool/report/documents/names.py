@@ -1,0 +1,76 @@
+"""The documents of `trace` and `explain`: how a model's names relate, and one tensor under all its names."""
+
+from __future__ import annotations
+
+from ckpttool.errors import Problem
+from ckpttool.names import Names
+from ckpttool.queries.diff.names import compare_names
+from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.explanation import Explanation
+from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
+from ckpttool.report.documents import diff as diff_report
+from ckpttool.words import number, plural, shape_text
+
+
+def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
+    """What `trace` shows: counts, every cause for which a serialized key is not a runtime name, and the way back."""
+    entries = compare_names(names)
+    diff = Diff("serialized", "runtime", False, entries)
+    tables = [block for block in diff_report.document(diff, all=all).blocks if isinstance(block, Table)]
+    blocks: list[Block] = [Facts(_counts(names)), *tables]
+    if names.roundtrips:
+        blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
+    else:
+        blocks.append(Note("load_state_dict() does not read back what state_dict() writes:", "warning"))
+        blocks.append(Problems(tuple(_problem(text) for text in names.roundtrip_problems), "warning"))
+    if written is not None:
+        blocks.append(Note(f"names file: {written}"))
+    renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
+    verdict = f"{plural(len(names.serialized), 'serialized key')}, {number(renamed)} of them not under the runtime name"
+    return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks))
+
+
+def _counts(names: Names) -> tuple[tuple[str, str], ...]:
+    parameters = [t for t in names.runtime if t.kind == "parameter"]
+    frozen = sum(not t.trainable for t in parameters)
+    aliases = sum(t.alias_of is not None for t in names.runtime)
+    return (
+        ("parameters", f"{number(len(parameters))} ({number(frozen)} frozen)"),
+        ("buffers", number(len(names.runtime) - len(parameters))),
+        ("aliases", number(aliases)),
+        ("serialized keys", number(len(names.serialized))),
+        ("extra state", number(len(names.extra_state))),
+        ("torch", names.torch),
+    )
+
+
+def _problem(text: str) -> Problem:
+    problem, _, key = text.rpartition(" @ ")
+    return Problem(problem or text, key)
+
+
+def explained(found: Explanation) -> Document:
+    """What `explain` shows."""
+    tensor = found.tensor
+    kind = f"{'trainable' if tensor.trainable else 'frozen'} parameter" if tensor.kind == "parameter" else "buffer"
+    pairs: list[tuple[str, str | Cell]] = [
+        ("runtime", Cell(tensor.fqn, "key")),
+        ("canonical", Cell(tensor.canonical, "key")),
+        ("serialized", Cell(", ".join(found.serialized) or "not serialized", "key")),
+        ("aliases", Cell(", ".join(found.aliases) or "none", "key")),
+        ("tensor", f"{tensor.dtype} {shape_text(tensor.shape)}, {kind}"),
+    ]
+    if not tensor.persistent:
+        pairs.append(("persistent", "no"))
+    if found.optimizer is not None:
+        pairs.append(("optimizer id", f"{found.optimizer.id} (param group {found.optimizer.group})"))
+    if found.states:
+        pairs.append(("optimizer state", Cell(", ".join(found.states), "key")))
+    if found.hook is not None:
+        pairs.append(("renamed by", str(found.hook)))
+    return Document(
+        f"explain {found.name}",
+        plural(len({tensor.fqn, *found.serialized, *found.aliases}), "name"),
+        True,
+        (Facts(tuple(pairs)),),
+    )

@@ -1,0 +1,57 @@
+"""The documents of `remap` and `swap-weights`: what was written, from what, and what was left out."""
+
+from __future__ import annotations
+
+from ckpttool.edits.remap.optimizer import OptimizerRemap
+from ckpttool.edits.remap.plan import Remap
+from ckpttool.expression import Ref, refs
+from ckpttool.plan import Plan
+from ckpttool.report.collapse import collapse
+from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
+from ckpttool.words import number, plural
+
+_ROWS = 20
+
+
+def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verified: bool) -> Document:
+    """What a remap did, or would do."""
+    counts = done.counts
+    verdict = ", ".join(f"{number(count)} {what}" for what, count in counts.items())
+    pairs: list[tuple[str, str | Cell]] = [("source", Cell(source, "key"))]
+    if out is not None:
+        pairs.append(("output", Cell(out, "key")))
+    if done.to is not None:
+        pairs.append(("form", done.to if done.was is None else f"{done.was} -> {done.to}"))
+    pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
+    if verified and not dry_run:
+        pairs.append(("verified", "every tensor of the output was read back and compared"))
+    blocks: list[Block] = [Facts(tuple(pairs))]
+    if dry_run:
+        blocks.append(shortened(_changes(done.plan), _ROWS, "--format json"))
+        blocks.append(Note("dry run: nothing was written"))
+    blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
+    blocks += [Note(note, "warning") for note in done.notes]
+    shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
+    return Document("remap", verdict, True, shown)
+
+
+def _optimizer(one: OptimizerRemap) -> str:
+    known = "" if one.evidence is None else f", known by {one.evidence}"
+    return f"{one.was} -> {one.to}, {plural(one.params, 'parameter')}{known}"
+
+
+def _changes(plan: Plan) -> Table:
+    rows = [
+        (o.source.key if isinstance(o.source, Ref) else " + ".join(dict.fromkeys(refs(o.source))), o.key)
+        for o in plan.outputs
+        if o.source != Ref(o.key)
+    ]
+    return Table("Changes", (Column("from", "key"), Column("to", "key")), tuple(rows))
+
+
+def _dropped(plan: Plan) -> Table:
+    reasons: dict[str, list[str]] = {}
+    for drop in plan.dropped:
+        reasons.setdefault(drop.reason, []).append(".".join(filter(None, (drop.section, drop.key))))
+    rows = [(group.pattern, reason) for reason, keys in reasons.items() for group in collapse((k, None) for k in keys)]
+    return Table(f"Left out: {plural(len(plan.dropped), 'key')}", (Column("key", "key"), Column("why")), tuple(rows))

@@ -1,0 +1,1 @@
+"""A `Document` becomes text, a module for each format."""

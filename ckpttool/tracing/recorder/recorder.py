@@ -1,0 +1,326 @@
+"""The recorder: runs while a model saves or loads, and knows of every tensor how it was computed from named ones.
+
+Values are followed by memory (storage, offset, shape, stride, dtype), not by Python object: ``nn.Parameter(x)`` and
+``.data`` bypass the dispatcher, but not the storage that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpttool.expression import Expression, Op, refs
+from ckpttool.tracing.load_model import says_meta
+from ckpttool.tracing.recorder import operators as fn
+from ckpttool.tracing.recorder.identity import Token, inside, token
+from ckpttool.tracing.recorder.memory import Memory, opaque
+from ckpttool.tracing.recorder.size_limit import Bounds
+
+# Questions about a tensor that are answered without reading its values.
+_HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
+                       "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim",
+                       "numel"})  # fmt: skip
+
+
+class NeedsValues(Exception):
+    """Code asked for the values of a tensor that has none (meta)."""
+
+    def __str__(self) -> str:
+        return "it reads the values of tensors, which a model on the meta device has not"
+
+
+class Recorder(TorchDispatchMode):
+    """Every operator that runs under it is noted; `value(tensor)` then says how the tensor came about.
+
+    `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for each time that code
+    looked at values, `blind` that it asked for values that do not exist (and may have caught the error). `conversions`
+    lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories: dict[int, Memory] = {}
+        self.objects: dict[Token, tuple[torch.Tensor, Expression, Any]] = {}
+        self.author: Any = None
+        self.clock = 0
+        self.writes: list[tuple[int, Token]] = []
+        self.reads: list[tuple[Any, tuple[str, ...]]] = []
+        self.blind = False
+        self.bounds = Bounds()
+        self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
+
+    def name(self, tensor: torch.Tensor, expression: Expression) -> None:
+        """Says what `tensor` is before recording starts; the first name of a tensor stays."""
+        mark = token(tensor)
+        if not isinstance(mark[0], int):
+            self.objects.setdefault(mark, (tensor, expression, None))
+            for part in inside(tensor):
+                self.name(part, opaque(expression))
+            return
+        memory = self._memory(tensor, mark[0])
+        memory.roots.setdefault(mark[1], expression)
+
+    def value(self, tensor: torch.Tensor) -> Expression:
+        """How `tensor` was computed."""
+        mark = token(tensor)
+        if not isinstance(mark[0], int):
+            found = self.objects.get(mark)
+            return found[1] if found else opaque(*(self.value(part) for part in inside(tensor)))
+        memory = self.memories.get(mark[0])
+        if memory is None:
+            memory = self._memory(tensor, mark[0])
+            memory.roots[mark[1]] = fn.literal(tensor)
+        return memory.read(mark[1])
+
+    def author_of(self, mark: Token) -> Any:
+        """Whose code made the tensor, or wrote to it last."""
+        if isinstance(mark[0], int):
+            memory = self.memories.get(mark[0])
+            return memory.author if memory else None
+        found = self.objects.get(mark)
+        return found[2] if found else None
+
+    def written_since(self, clock: int) -> set[Any]:
+        """The storages (or objects) that were written in place after `clock`."""
+        return {mark[0] if isinstance(mark[0], int) else mark for when, mark in self.writes if when > clock}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_made_of_others(func):  # in inference mode such an operator arrives whole
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        written = _written(func)
+        if written:
+            return self._in_place(func, args, kwargs, written)
+        out = self._run(func, args, kwargs)
+        if isinstance(out, torch.Tensor):
+            mark = token(out)
+            if not self._is_known(mark):
+                self._note(out, mark, fn.call(func, args, kwargs, out, self.value))
+        elif isinstance(out, (list, tuple)):
+            self._note_each(func, args, kwargs, out)
+        elif func.__name__.partition(".")[0] not in _HARMLESS:
+            self.read(_tensors(args, kwargs))
+        return out
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        try:
+            return func(*self._runnable(args, kwargs), **_moved(func, args, kwargs))
+        except Exception as error:
+            self.blind = self.blind or says_meta(str(error))
+            raise
+
+    def read(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes that code looked at the values of `tensors`. Raises `NeedsValues` where they have none."""
+        names: dict[str, None] = {}
+        for tensor in tensors:
+            names.update(dict.fromkeys(refs(self.value(tensor))))
+            if self._is_unreal(tensor):
+                self.blind = True
+                raise NeedsValues
+        if names:
+            self.reads.append((self.author, tuple(names)))
+
+    def _note_each(self, func: Any, args: Sequence[Any], kwargs: Any, out: Sequence[Any]) -> None:
+        marks = [token(item) if isinstance(item, torch.Tensor) else None for item in out]
+        if all(mark is None or self._is_known(mark) for mark in marks):
+            return
+        whole = fn.call(func, args, kwargs, out, self.value)
+        for index, (item, mark) in enumerate(zip(out, marks)):
+            if mark is not None and not self._is_known(mark):
+                self._note(item, mark, Op("getitem", (whole, index)))
+
+    def _is_known(self, mark: Token) -> bool:
+        if not isinstance(mark[0], int):
+            return mark in self.objects
+        memory = self.memories.get(mark[0])
+        return memory is not None and memory.known(mark[1]) is not None
+
+    def _note(self, tensor: torch.Tensor, mark: Token, expression: Expression) -> None:
+        expression = self.bounds.within(expression)
+        if not isinstance(mark[0], int):
+            self.objects[mark] = (tensor, expression, self.author)
+            return
+        memory = self.memories.get(mark[0])
+        if memory is None:
+            self._memory(tensor, mark[0]).roots[mark[1]] = expression
+        elif isinstance(expression, Op) and expression.op == "opaque":
+            memory.read(mark[1])
+        else:
+            memory.views[mark[1]] = expression
+
+    def _memory(self, tensor: torch.Tensor, cdata: int) -> Memory:
+        memory = self.memories.get(cdata)
+        if memory is None:
+            memory = self.memories[cdata] = Memory(tensor.untyped_storage(), author=self.author)
+        return memory
+
+    def _in_place(self, func: Any, args: Sequence[Any], kwargs: Any, written: tuple[str, ...]) -> Any:
+        if torch.Tag.inplace_view in func.tags:
+            return self._reshape_in_place(func, args, kwargs)
+        targets = [t for name in written for t in _tensors([_bound(func, args, kwargs).get(name)], {})]
+        for target in targets:
+            _refuse_overlap(target)
+        pure = fn.functional(func)
+        values = self._results(func, pure, args, kwargs, targets)
+        out = self._run(func, args, kwargs)
+        if any(_is_replaced(t, self._runnable(args, kwargs), kwargs) for t in targets):
+            out = self._only_followed(func, targets)
+        for target, value in zip(targets, values):
+            self.write(target, value)
+        return out
+
+    def _only_followed(self, func: Any, targets: Sequence[torch.Tensor]) -> Any:
+        """Real memory cannot take a value that does not exist: from now on its bytes mean nothing."""
+        for target in targets:
+            if isinstance(token(target)[0], int):
+                self._memory(target, token(target)[0]).stale = True
+        returns = len(func._schema.returns)
+        return None if returns == 0 else targets[0] if returns == 1 else tuple(targets)
+
+    def write(self, target: torch.Tensor, value: Expression) -> None:
+        """Notes that `target` now holds `value`."""
+        mark = token(target)
+        self.clock += 1
+        self.writes.append((self.clock, mark))
+        if not isinstance(mark[0], int):
+            self.objects[mark] = (target, value, self.author)
+            return
+        memory = self._memory(target, mark[0])
+        memory.write(mark[1], self.bounds.within(value))
+        for root, grown in memory.roots.items():
+            memory.roots[root] = self.bounds.within(grown)
+        memory.author = self.author
+
+    def _results(
+        self, func: Any, pure: Any, args: Any, kwargs: Any, targets: Sequence[torch.Tensor]
+    ) -> list[Expression]:
+        """What each target holds after the in-place call."""
+        for target in targets:
+            self.value(target)
+        if func is torch.ops.aten.copy_.default:
+            return [self._copied(targets[0], args[1])]
+        if func.__name__.startswith("zero_"):
+            return [fn.full(tuple(targets[0].shape), 0, targets[0].dtype)]
+        inputs = [self.value(t) for t in _tensors(args, kwargs)]
+        if pure is None or torch.Tag.nondeterministic_seeded in func.tags:
+            return [opaque(*inputs) for _ in targets]
+        pure_kwargs = {k: v for k, v in kwargs.items() if not any(v is t for t in targets) or not _is_out(func, k)}
+        meta_args, meta_kwargs = _on_meta(args), {k: _on_meta(v) for k, v in pure_kwargs.items()}
+        try:
+            out = pure(*meta_args, **meta_kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return [opaque(*inputs) for _ in targets]
+        outs = list(out) if isinstance(out, (list, tuple)) else [out]
+        if len(outs) != len(targets):
+            return [opaque(*inputs) for _ in targets]
+        whole = fn.call(pure, args, pure_kwargs, out, self.value)
+        parts = [whole] if isinstance(out, torch.Tensor) else [Op("getitem", (whole, i)) for i in range(len(outs))]
+        return [part if o.dtype == t.dtype else fn.cast(part, t.dtype) for part, o, t in zip(parts, outs, targets)]
+
+    def _copied(self, target: torch.Tensor, source: Any) -> Expression:
+        if not isinstance(source, torch.Tensor):  # torch takes a number too
+            return fn.full(tuple(target.shape), source, target.dtype)
+        value = self.value(source)
+        if torch.nn.parameter.is_lazy(source) or torch.nn.parameter.is_lazy(target):
+            return value
+        if source.dtype != target.dtype:
+            self.conversions.append((token(target), source.dtype, target.dtype, value))
+            value = fn.cast(value, target.dtype)
+        if source.shape != target.shape:
+            value = Op("aten.expand.default", (value, tuple(target.shape)))
+        return value
+
+    def _reshape_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        """``t_``, ``squeeze_``, …: the tensor sees the same memory differently; ``set_`` gives it other memory."""
+        before = self.value(args[0])
+        pure = fn.functional(func)
+        out = func(*args, **kwargs)
+        mark = token(args[0])
+        if (
+            pure is not None
+            and "set_" not in func.__name__
+            and "resize" not in func.__name__
+            and not self._is_known(mark)
+        ):
+            self._note(args[0], mark, Op(str(pure), (before, *(fn.argument(a, self.value) for a in args[1:]))))
+        return out
+
+    def _is_unreal(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type == "meta":
+            return True
+        mark = token(tensor)
+        memory = self.memories.get(mark[0]) if isinstance(mark[0], int) else None
+        return memory is not None and memory.stale
+
+    def _runnable(self, args: Sequence[Any], kwargs: Any) -> Sequence[Any]:
+        """The arguments, all on meta where one of them has no values: torch refuses to mix devices."""
+        devices = {self._is_unreal(t) for t in _tensors(args, kwargs)}
+        return [_on_meta(arg) for arg in args] if len(devices) > 1 or (devices == {True}) else args
+
+
+@cache
+def _is_made_of_others(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and getattr(func, "_can_decompose", lambda: False)()
+
+
+@cache
+def _written(func: Any) -> tuple[str, ...]:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+def _refuse_overlap(target: torch.Tensor) -> None:
+    """As torch does for tensors with values: one place in memory cannot take two of them (expanded buffers)."""
+    if torch.nn.parameter.is_lazy(target):
+        return
+    if target.layout == torch.strided and any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride())):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+
+
+def _is_out(func: Any, name: str) -> bool:
+    return any(arg.name == name and arg.is_out for arg in func._schema.arguments)
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
+
+
+def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += _tensors(arg, {})
+    return found
+
+
+def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with `device` on meta where the input has no values: it cannot leave."""
+    if "device" in kwargs and any(t.device.type == "meta" for t in _tensors(args, {})):
+        return {**kwargs, "device": torch.device("meta"), **({"pin_memory": False} if "pin_memory" in kwargs else {})}
+    return kwargs
+
+
+def _on_meta(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor) and arg.device.type != "meta" and arg.layout == torch.strided:
+        return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(map(_on_meta, arg)) if type(arg) in (list, tuple) else [_on_meta(item) for item in arg]
+    return arg
+
+
+def _is_replaced(target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return not any(target is tensor for tensor in _tensors(args, kwargs))

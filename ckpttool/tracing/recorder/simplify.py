@@ -1,0 +1,247 @@
+"""Simplifies expressions that only move elements, so that a value that was split and joined again is seen to be itself.
+
+Every rule keeps the value exactly, bit for bit; what no rule fits stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+from ckpttool.errors import CkptError
+from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.expression import Argument, Expression, Op, Ref, Special
+
+Shape = tuple[int, ...]
+_CAT, _SLICE, _PERMUTE, _RESHAPE = (
+    "aten.cat.default",
+    "aten.slice.Tensor",
+    "aten.permute.default",
+    "aten.reshape.default",
+)
+_COPY = "aten._to_copy.default"
+_PERMUTES = frozenset({"aten.t.default", "aten.transpose.int", _PERMUTE, "aten.numpy_T.default"})
+_RESHAPES = frozenset({_RESHAPE, "aten.view.default", "aten.unsqueeze.default", "aten.squeeze.default",
+                       "aten.squeeze.dim", "aten.squeeze.dims", "aten.flatten.using_ints"})  # fmt: skip
+_ITSELF = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default"})
+_SELF_INVERSE = frozenset({"aten.neg.default", "aten.flip.default", "aten.bitwise_not.default"})
+# Every value of the first dtype is one of each dtype behind it, so a cast there and back changes nothing.
+_LOSSLESS: Mapping[str, tuple[str, ...]] = {
+    "float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",),
+    "float8_e4m3fn": ("float16", "bfloat16", "float32", "float64"),
+    "float8_e5m2": ("float16", "bfloat16", "float32", "float64"),
+    "bool": ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    "uint8": ("int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    "int8": ("int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    "int16": ("int32", "int64", "float32", "float64"), "int32": ("int64", "float64"),
+}  # fmt: skip
+
+
+class Simplifier:
+    """Simplifies expressions over tensors whose shape and dtype `leaves` knows (meta tensors by key)."""
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        self.leaves = leaves
+        self.known: dict[Expression, torch.Tensor] = {}
+
+    def simplify(self, node: Argument) -> Argument:
+        """The same value, said more simply."""
+        if isinstance(node, tuple):
+            return tuple(self.simplify(item) for item in node)
+        if not isinstance(node, Op):
+            return node
+        node = Op(node.op, tuple(self.simplify(arg) for arg in node.args), node.kwargs)
+        try:
+            return self._apply(node)
+        except (CkptError, IndexError, TypeError, ValueError):
+            return node  # not a form that the rules know
+
+    def meta(self, node: Argument) -> torch.Tensor:
+        """A tensor without data of the node's shape and dtype."""
+        if not isinstance(node, (Ref, Op)):
+            raise TypeError(f"not a tensor: {node!r}")
+        if isinstance(node, Ref):
+            return self.leaves[node.key]
+        if node not in self.known:
+            self.known[node] = evaluate(node, self.leaves.__getitem__)
+        return self.known[node]
+
+    def shape(self, node: Argument) -> Shape:
+        return tuple(self.meta(node).shape)
+
+    def _apply(self, node: Op) -> Argument:
+        if node.op in _ITSELF:
+            return node.args[0]
+        if node.op in _PERMUTES:
+            return self._permute(node.args[0], self._order(node))
+        if node.op in _RESHAPES:
+            return self._reshape(node.args[0], self.shape(node))
+        if node.op in _SELF_INVERSE:
+            inner = node.args[0]
+            return (
+                inner.args[0]
+                if isinstance(inner, Op) and (inner.op, inner.args[1:]) == (node.op, node.args[1:])
+                else node
+            )
+        rule = self._rules.get(node.op)
+        return rule(node) if rule else node
+
+    @cached_property
+    def _rules(self) -> Mapping[str, Callable[[Op], Argument]]:
+        return {
+            "getitem": self._getitem, _SLICE: self._slice_node, _CAT: self._cat_node, _COPY: self._copy,
+            "aten.stack.default": self._stack, "aten.select.int": self._select, "aten.expand.default": self._expand,
+        }  # fmt: skip
+
+    def _getitem(self, node: Op) -> Argument:
+        whole, index = node.args[0], _int(node.args[1])
+        if not isinstance(whole, Op):
+            return node
+        source = whole.args[0]
+        if whole.op == "aten.unbind.int":
+            return self._selected(source, self._dim(whole, 1, source), index)
+        if whole.op not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
+            return node
+        dim = self._dim(whole, 2, source)
+        sizes, length = whole.args[1], self.shape(source)[dim]
+        if isinstance(sizes, tuple):
+            start = sum(map(_int, sizes[:index]))
+            end = start + _int(sizes[index])
+        else:
+            start, end = index * _int(sizes), min((index + 1) * _int(sizes), length)
+        return self._slice(source, dim, start, end)
+
+    def _slice_node(self, node: Op) -> Argument:
+        if len(node.args) != 4:
+            return node
+        return self._slice(node.args[0], *map(_int, node.args[1:]))
+
+    def _slice(self, source: Argument, dim: int, start: int, end: int) -> Argument:
+        if (start, end) == (0, self.shape(source)[dim]):
+            return source
+        if isinstance(source, Op) and source.op == _SLICE and len(source.args) == 4 and source.args[1] == dim:
+            offset = _int(source.args[2])
+            return self._slice(source.args[0], dim, offset + start, offset + end)
+        parts = self._cat_parts(source, dim)
+        if len(parts) > 1:
+            kept, at = [], 0
+            for part in parts:
+                size = self.shape(part)[dim]
+                low, high = max(start - at, 0), min(end - at, size)
+                if low < high:
+                    kept.append(self._slice(part, dim, low, high))
+                at += size
+            return self._cat(kept, dim)
+        return Op(_SLICE, (source, dim, start, end))
+
+    def _cat_node(self, node: Op) -> Argument:
+        parts = _tuple(node.args[0])
+        return self._cat(list(parts), self._dim(node, 1, parts[0]))
+
+    def _cat(self, parts: list[Argument], dim: int) -> Argument:
+        joined: list[Argument] = []
+        for part in (inner for outer in parts for inner in self._cat_parts(outer, dim)):
+            last = joined[-1] if joined else None
+            source, start, end = self._extent(part, dim)
+            if last is not None:
+                before, first, middle = self._extent(last, dim)
+                if before == source and middle == start:
+                    joined[-1] = self._slice(source, dim, first, end)
+                    continue
+            joined.append(part)
+        return joined[0] if len(joined) == 1 else Op(_CAT, (tuple(joined), dim))
+
+    def _cat_parts(self, node: Argument, dim: int) -> tuple[Argument, ...]:
+        if not isinstance(node, Op) or node.op != _CAT:
+            return (node,)
+        parts = _tuple(node.args[0])
+        return parts if self._dim(node, 1, parts[0]) == dim else (node,)
+
+    def _extent(self, node: Argument, dim: int) -> tuple[Argument, int, int]:
+        if isinstance(node, Op) and node.op == _SLICE and len(node.args) == 4 and node.args[1] == dim:
+            return node.args[0], _int(node.args[2]), _int(node.args[3])
+        return node, 0, self.shape(node)[dim]
+
+    def _stack(self, node: Op) -> Argument:
+        parts = _tuple(node.args[0])
+        rank = len(self.shape(parts[0])) + 1
+        dim = _int(node.args[1]) % rank if len(node.args) > 1 else 0
+        slabs = [self._reshape(p, (*self.shape(p)[:dim], 1, *self.shape(p)[dim:])) for p in parts]
+        return self._cat(slabs, dim)
+
+    def _select(self, node: Op) -> Argument:
+        source = node.args[0]
+        return self._selected(source, self._dim(node, 1, source), _int(node.args[2]))
+
+    def _selected(self, source: Argument, dim: int, index: int) -> Argument:
+        shape = self.shape(source)
+        index %= shape[dim]
+        return self._reshape(self._slice(source, dim, index, index + 1), shape[:dim] + shape[dim + 1 :])
+
+    def _expand(self, node: Op) -> Argument:
+        return node.args[0] if self.shape(node) == self.shape(node.args[0]) else node
+
+    def _copy(self, node: Op) -> Argument:
+        source, target = node.args[0], dict(node.kwargs).get("dtype")
+        if not isinstance(target, Special):
+            return node
+        if self._dtype(source) == target.name:
+            return source
+        if isinstance(source, Op) and source.op == _COPY:
+            inner = source.args[0]
+            if self._dtype(source) in _LOSSLESS.get(self._dtype(inner), ()):
+                return self._copy(Op(_COPY, (inner,), node.kwargs))
+        return node
+
+    def _reshape(self, source: Argument, shape: Shape) -> Argument:
+        while isinstance(source, Op) and source.op == _RESHAPE:
+            source = source.args[0]
+        return source if self.shape(source) == shape else Op(_RESHAPE, (source, shape))
+
+    def _permute(self, source: Argument, order: Shape) -> Argument:
+        """Permutations go inwards, past slices and joins, so that two of them meet."""
+        if order == tuple(range(len(order))):
+            return source
+        if isinstance(source, Op) and source.op == _PERMUTE:
+            inner = _tuple(source.args[1])
+            return self._permute(source.args[0], tuple(_int(inner[d]) for d in order))
+        if isinstance(source, Op) and source.op == _SLICE and len(source.args) == 4:
+            dim, start, end = map(_int, source.args[1:])
+            return self._slice(self._permute(source.args[0], order), order.index(dim), start, end)
+        if isinstance(source, Op) and source.op == _CAT:
+            parts = _tuple(source.args[0])
+            dim = self._dim(source, 1, parts[0])
+            return self._cat([self._permute(part, order) for part in parts], order.index(dim))
+        return Op(_PERMUTE, (source, order))
+
+    def _order(self, node: Op) -> Shape:
+        rank = len(self.shape(node.args[0]))
+        order = list(range(rank))
+        if node.op == _PERMUTE:
+            return tuple(_int(d) % rank for d in _tuple(node.args[1]))
+        if node.op == "aten.transpose.int":
+            first, second = _int(node.args[1]) % rank, _int(node.args[2]) % rank
+            order[first], order[second] = order[second], order[first]
+            return tuple(order)
+        return tuple(reversed(order))
+
+    def _dim(self, node: Op, position: int, source: Argument) -> int:
+        given = node.args[position] if len(node.args) > position else dict(node.kwargs).get("dim", 0)
+        return _int(given) % max(len(self.shape(source)), 1)
+
+    def _dtype(self, node: Argument) -> str:
+        return str(self.meta(node).dtype).removeprefix("torch.")
+
+
+def _int(arg: Argument) -> int:
+    if not isinstance(arg, int):
+        raise TypeError(f"not an integer: {arg!r}")
+    return arg
+
+
+def _tuple(arg: Argument) -> tuple[Argument, ...]:
+    if not isinstance(arg, tuple) or not arg:
+        raise TypeError(f"not a list of arguments: {arg!r}")
+    return arg

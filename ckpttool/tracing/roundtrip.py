@@ -1,0 +1,136 @@
+"""Whether a model can read what it writes: the two ways, saving and loading, put behind each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
+from ckpttool.tracing.loading import Verdict
+from ckpttool.tracing.recorder.simplify import Simplifier
+from ckpttool.tracing.saving import Saved
+
+_PROBE_LIMIT = 50_000_000  # elements of the tensors that are filled with random values to compare both ways
+
+
+def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
+    """Every way in which loading what was saved does not give the same model again; `verdict` is of its own keys."""
+    found = [Problem("load_state_dict expects a key that state_dict does not write", key) for key in verdict.missing]
+    found += [Problem("state_dict writes a key that load_state_dict does not expect", k) for k in verdict.unexpected]
+    found += [
+        Problem(f"load_state_dict refuses what state_dict wrote: {_line(text)}", "(root)") for text in verdict.errors
+    ]
+    if not verdict.ok and not found:
+        found.append(Problem("load_state_dict refuses what state_dict wrote", "(root)"))
+    return (*found, *_values(saved, verdict))
+
+
+def _values(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
+    sources = {s.key: s.source for s in saved.serialized}
+    fed = {key for source in sources.values() if source is not None for key in refs(source)}
+    first = {r.fqn: r.alias_of or r.fqn for r in saved.runtime}
+    simplifier = Simplifier(_leaves(saved))
+    for fqn, value in verdict.reads.items():
+        if first.get(fqn) not in fed or fqn in verdict.missing:
+            continue
+        if value is None:
+            yield Problem("saved, but not loaded again", fqn)
+        elif isinstance(value, Ref) and sources.get(value.key) == Ref(first[fqn]):
+            continue
+        else:
+            problem = _difference(value, Ref(first[fqn]), sources, simplifier)
+            if problem:
+                yield Problem(problem, fqn)
+
+
+def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | None], simplifier: Simplifier) -> str:
+    """What is wrong with loading `value` (over keys) into the tensor `own`; empty where it is the same."""
+    constant = next((key for key in refs(value) if sources.get(key) is None), None)
+    if constant is not None:
+        return f"loaded from {constant}, which no tensor of the model is saved to"
+    way = substitute(value, lambda key: sources[key])
+    if is_opaque(way):
+        return "cannot be told whether it is given back: computed by code that is no tensor operator"
+    simple = simplifier.simplify(way)
+    if simple == own:
+        return ""
+    if isinstance(simple, Ref):
+        return f"loading gives it the value of {simple.key}"
+    assert isinstance(simple, Op)
+    return _probe(simple, own, simplifier.leaves)
+
+
+def _probe(way: Op, own: Ref, leaves: Mapping[str, torch.Tensor]) -> str:
+    """Compares both sides on random values, bit by bit."""
+    names = list(dict.fromkeys([own.key, *refs(way)]))
+    if any(name not in leaves for name in names) or sum(_base(leaves[name]).numel() for name in names) > _PROBE_LIMIT:
+        return "cannot be told whether it is given back: too large to try out"
+    values = _filled({name: leaves[name] for name in names})
+    try:
+        back = evaluate(way, values.__getitem__)
+    except CkptError as error:
+        return f"cannot be told whether it is given back: {error.message}"
+    own_value = values[own.key]
+    if back.shape != own_value.shape or back.dtype != own_value.dtype:
+        return "loading gives it another shape or dtype"
+    return "" if torch.equal(_bits(back), _bits(own_value)) else "loading does not give the saved value back exactly"
+
+
+def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
+    """The runtime tensors without data; those that overlap in the model share a storage here too."""
+    storages: dict[Any, torch.Tensor] = {}
+    found = {}
+    for r in saved.runtime:
+        place = saved.places[r.fqn]
+        if r.shape is None or not isinstance(getattr(torch, r.dtype, None), torch.dtype) or r.dtype.startswith("q"):
+            continue
+        dtype = getattr(torch, r.dtype)
+        if not isinstance(place[0], int):
+            found[r.fqn] = torch.empty(r.shape, dtype=dtype, device="meta")
+            continue
+        geom, key = place[1], (place[0], dtype)
+        if key not in storages or storages[key].numel() < geom.end:
+            storages[key] = torch.empty(geom.end, dtype=dtype, device="meta")
+    for r in saved.runtime:
+        place = saved.places[r.fqn]
+        base = storages.get((place[0], getattr(torch, r.dtype, None)))
+        if base is not None and r.shape is not None:
+            geom = place[1]
+            found[r.fqn] = base.as_strided(geom.shape, geom.stride, geom.offset)
+    return found
+
+
+def _filled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Random values for tensors without data, sharing memory where they do."""
+    generator = torch.Generator().manual_seed(0)
+    storages: dict[int, torch.Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        base = _base(tensor)
+        if id(base) not in storages:
+            storages[id(base)] = _random(base, generator)
+        found[name] = storages[id(base)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return found
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        kind = torch.complex64 if like.dtype.is_complex else torch.float32
+        return torch.randn(like.shape, dtype=kind, generator=generator).to(like.dtype)
+    return torch.randint(0, 2 if like.dtype == torch.bool else 100, like.shape, generator=generator).to(like.dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

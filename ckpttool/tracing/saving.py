@@ -1,0 +1,191 @@
+"""Runs of a model's own ``state_dict()`` under the recorder: every key's expression, and whose code named it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.expression import Expression, Ref, is_opaque, refs
+from ckpttool.names import Hook, RuntimeTensor, SerializedKey
+from ckpttool.tracing.hooks import Watcher, quiet
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.recorder.identity import Token
+from ckpttool.tracing.recorder.memory import opaque
+from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
+from ckpttool.tracing.runtime import (
+    CodeFailed,
+    dtype_name,
+    listed,
+    model_code,
+    recording,
+    runtime_tensors,
+    shape_of,
+    tensors_in,
+)
+
+Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
+_MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
+_FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What ``state_dict()`` showed; `state` is what it returned, `real` says whether its tensors have values.
+
+    `places` are the tokens of the runtime tensors before the run. `carried` are runtime tensors inside of extra
+    entries. `unstable` says that the keys depend on values.
+    """
+
+    runtime: tuple[RuntimeTensor, ...]
+    serialized: tuple[SerializedKey, ...]
+    extra_state: tuple[str, ...]
+    state: Mapping[str, Any]
+    places: Mapping[str, Token]
+    real: bool
+    carried: frozenset[str] = frozenset()
+    unstable: bool = False
+
+    @property
+    def fed(self) -> frozenset[str]:
+        """The runtime tensors (first names) that are saved, in whatever form."""
+        found = {key for s in self.serialized if s.source is not None for key in refs(s.source)}
+        return frozenset(found) | self.carried
+
+    @property
+    def is_opaque(self) -> bool:
+        """True where some key was computed in a way that could not be followed."""
+        return any(s.source is not None and is_opaque(s.source) for s in self.serialized)
+
+
+def save(model: LoadedModel, real: bool) -> Saved:
+    """Runs ``state_dict()`` on a fresh instance; again with other values where its code looked at values.
+
+    Raises `CodeFailed` where the model's own code raises.
+    """
+    saved, reads = _run(model.build(real), real)
+    if not reads and not real:
+        return saved
+    serialized, unstable, varying = saved.serialized, False, set[str]()
+    for seed in _FILLINGS:
+        instance = model.build(real)
+        fill(instance, seed)
+        try:
+            other, more = _run(instance, real)
+        except CodeFailed:
+            continue  # a check on values that these do not pass
+        reads += more
+        by_key = {s.key: s for s in other.serialized}
+        unstable = unstable or list(by_key) != [s.key for s in serialized]
+        serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
+        varying |= {s.key for s in serialized if _is_unexplained(s) and _differs(saved.state, other.state, s.key)}
+    if varying:
+        serialized = tuple(_with_feeders(model, saved, s) if s.key in varying else s for s in serialized)
+    return replace(saved, serialized=serialized, unstable=unstable)
+
+
+def _is_unexplained(key: SerializedKey) -> bool:
+    return key.source is not None and is_opaque(key.source) and not any(True for _ in refs(key.source))
+
+
+def _differs(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    a, b = one.get(key), other.get(key)
+    return (
+        isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and not (a.shape == b.shape and torch.equal(a, b))
+    )
+
+
+def _with_feeders(model: LoadedModel, saved: Saved, key: SerializedKey) -> SerializedKey:
+    """The key as computed from those tensors that change it when they alone are changed; of very many: from all."""
+    names = [r.fqn for r in saved.runtime if r.alias_of is None]
+    if len(names) <= _MOST_TRIED:
+        names = [name for name in names if _differs(saved.state, _state_with_other(model, name), key.key)]
+    return replace(key, source=opaque(*map(Ref, names)))
+
+
+def _state_with_other(model: LoadedModel, name: str) -> Mapping[str, Any]:
+    """The state dict of an instance in which the tensor `name` has other values."""
+    instance = model.build(True)
+    fill(instance, _FILLINGS[0], only=name)
+    try:
+        return _run(instance, True)[0].state
+    except CodeFailed:
+        return {}
+
+
+def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> SerializedKey:
+    """`one`; opaque where its expression holds for these values only."""
+    if other is None or (other.source == one.source and (one.source is None or not is_opaque(one.source))):
+        return one
+    parts = [s.source for s in (one, other) if s.source is not None]
+    seen = [Ref(name) for hook, names in reads if hook == one.hook for name in names]
+    return replace(one, source=opaque(*parts, *seen))
+
+
+def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, ...]:
+    """The keys, with no expression for those that no runtime tensor feeds."""
+    return tuple(
+        s
+        if s.source is None or any(True for _ in refs(s.source))
+        else SerializedKey(s.key, s.dtype, s.shape, None, s.hook)
+        for s in keys
+    )
+
+
+def fill(model: nn.Module, seed: int, only: str | None = None) -> None:
+    """Gives every floating point tensor that has values (or `only` the one of that first name) other ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for item in listed(model):
+            tensor = item.tensor
+            if only is not None and item.first != only:
+                continue
+            plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+            if plain and tensor.device.type == "cpu" and tensor.is_floating_point() and 0 not in tensor.stride():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def run_once(instance: nn.Module) -> tuple[SerializedKey, ...]:
+    """The keys that `instance`, which is changed, saves as it stands. Raises `CodeFailed` where its code raises."""
+    return _run(instance, real=True)[0].serialized
+
+
+def _run(instance: nn.Module, real: bool) -> tuple[Saved, Reads]:
+    items = listed(instance)
+    recorder = Recorder()
+    for item in items:
+        recorder.name(item.tensor, Ref(item.first))
+    runtime = runtime_tensors(instance, items)
+    watcher = Watcher(instance, recorder)
+    with model_code("state_dict()", watcher), torch.random.fork_rng(devices=[]), recording(recorder):
+        torch.manual_seed(0)  # random numbers are no difference between two runs
+        state = instance.state_dict()
+        if recorder.blind:
+            raise NeedsValues
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+            raise TypeError(f"state_dict() gives a {type(state).__name__}, not a mapping from names")
+    first = {item.fqn: item.first for item in items}
+    with quiet():
+        keys = tuple(
+            _serialized(key, value, recorder, watcher, first) for key, value in state.items() if _is_saved(key, value)
+        )
+        extra = {key: value for key, value in state.items() if not _is_saved(key, value)}
+        carried = frozenset(key for tensor in tensors_in(extra) for key in refs(recorder.value(tensor)))
+    places = {item.fqn: item.token for item in items}
+    return Saved(runtime, keys, tuple(extra), state, places, real, carried), tuple(recorder.reads)
+
+
+def _is_saved(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
+
+
+def _serialized(
+    key: str, value: torch.Tensor, recorder: Recorder, watcher: Watcher, first: Mapping[str, str]
+) -> SerializedKey:
+    source: Expression = recorder.value(value)
+    natural = isinstance(source, Ref) and first.get(key) == source.key
+    hook = None if natural else watcher.hook_of(key, value)
+    return SerializedKey(key, dtype_name(value.dtype), shape_of(value), source, hook)

@@ -1,0 +1,84 @@
+"""From a model definition to its `Names`: runs its saving and loading once on meta, and writes down what happened."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ckpttool.errors import CkptError, Problem
+from ckpttool.expression import Expression, Ref
+from ckpttool.names import LoadedTensor, Names
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
+from ckpttool.tracing.overwritten import lost_problems
+from ckpttool.tracing.roundtrip import problems
+from ckpttool.tracing.runtime import fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
+from ckpttool.tracing.saving import Saved, save, without_constants
+
+__all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
+
+_WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real where meta leaves a value unexplained
+
+
+def trace(model: LoadedModel) -> Names:
+    """All names of the model's tensors, both ways. Raises `CkptError` where its own code fails."""
+    saved = _saved(model)
+    verdict = on_meta_or_real(model, lambda real: _load(model, saved, real))
+    sources = {s.key: s.source for s in saved.serialized}
+    wrong = [*_unstable(saved), *lost_problems(model, saved), *problems(saved, verdict)]
+    metadata = metadata_of(saved.state)
+    return Names(
+        model=model.operand,
+        torch=torch.__version__,
+        runtime=saved.runtime,
+        serialized=saved.serialized,
+        load=tuple(LoadedTensor(fqn, _by_own_name(fqn, value, sources)) for fqn, value in verdict.reads.items()),
+        not_serialized=_not_serialized(saved),
+        extra_state=saved.extra_state,
+        roundtrips=not wrong,
+        roundtrip_problems=tuple(map(str, wrong)),
+        modules=None if metadata is None else tuple(metadata),
+    )
+
+
+def _saved(model: LoadedModel) -> Saved:
+    saved = on_meta_or_real(model, lambda real: save(model, real))
+    if saved.is_opaque and not saved.real and nbytes(model.build(False)) <= _WORTH_BUILDING:
+        with suppress(CkptError):  # it builds on meta only; what meta showed stands
+            saved = save(model, True)
+    return replace(saved, serialized=without_constants(saved.serialized))
+
+
+def _load(model: LoadedModel, saved: Saved, real: bool) -> Verdict:
+    """Loads fresh tensors of the serialized keys into a fresh instance."""
+    source = saved if saved.real == real else save(model, real)
+    state: OrderedDict[str, Any] = OrderedDict()
+    for key, value in source.state.items():
+        state[key] = fresh(value) if isinstance(value, torch.Tensor) else value
+    metadata = metadata_of(source.state)
+    if metadata is not None:
+        state._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
+    return loaded(model.build(real), state, real)
+
+
+def _by_own_name(fqn: str, value: Expression | None, sources: Mapping[str, Expression | None]) -> Expression | None:
+    """`value`, by the key of the tensor's own name where several keys hold the same tensor (tied weights)."""
+    source = sources.get(fqn)
+    if isinstance(value, Ref) and source is not None and source == sources.get(value.key):
+        return Ref(fqn)
+    return value
+
+
+def _not_serialized(saved: Saved) -> tuple[str, ...]:
+    fed = saved.fed
+    return tuple(r.fqn for r in saved.runtime if (r.alias_of or r.fqn) not in fed)
+
+
+def _unstable(saved: Saved) -> list[Problem]:
+    return [Problem("which keys are saved depends on the values of the tensors", "(root)")] if saved.unstable else []
