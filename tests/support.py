@@ -1,4 +1,4 @@
-"""What several tests need: pieces written to a file the plain way, the peak memory of a program."""
+"""What several tests need: pieces written to a file the plain way, the peak memory of a program, what torch can do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import sys
 import zlib
 from pathlib import Path
 
+import pytest
+import torch
+
 from ckpttool.checkpoint import Span
 from ckpttool.io.pieces import Pieces
+
+
+def needs_torch(version: str, what: str) -> None:
+    """Skips the test where torch is older than the first `version` that can do `what`."""
+    if torch.__version__ < version:
+        pytest.skip(f"{what}: since torch {version}")
 
 
 def write_pieces(pieces: Pieces, path: str | Path) -> str:

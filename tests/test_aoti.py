@@ -19,7 +19,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.operands.checkpoint import model_section
-from support import write_pieces
+from support import needs_torch, write_pieces
 
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 OUTSIDE = {
@@ -58,6 +58,7 @@ def compiled(path: Path, config: dict[str, object]) -> str:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> str:
+    needs_torch("2.9", "weights beside the code of a package")
     return compiled(tmp_path_factory.mktemp("aoti") / "outside.pt2", OUTSIDE)
 
 

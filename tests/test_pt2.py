@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from torch.export.pt2_archive._package import package_pt2
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry
@@ -27,7 +26,7 @@ from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
 from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.program_names import names
-from support import write_pieces
+from support import needs_torch, write_pieces
 
 DATA = Path(__file__).parent / "data"
 
@@ -279,6 +278,9 @@ def test_programs_without_values(tmp_path):
 
 
 def test_several_programs(tmp_path):
+    needs_torch("2.8", "a package of several programs")
+    from torch.export.pt2_archive._package import package_pt2
+
     program = torch.export.export(Small(), (EXAMPLE,))
     path = str(tmp_path / "two.pt2")
     package_pt2(path, exported_programs={"first": program, "inner/second": program}, extra_files={"note": "hello"})

@@ -23,7 +23,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.program_names import names
-from support import write_pieces
+from support import needs_torch, write_pieces
 
 DATA = Path(__file__).parent / "data"
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
@@ -99,6 +99,7 @@ def test_an_unchanged_program_is_the_same_file(version, tmp_path):
 
 @pytest.mark.parametrize("version", ["2.7.1", "2.8.0", "2.9.1"])
 def test_outputs_after_the_swap_are_those_of_the_trained_model(version, tmp_path):
+    needs_torch(version, "loading its programs")
     model = torch.export.load(swapped(version, tmp_path / "tagger.pt2")).module()
     expected = torch.load(DATA / f"outputs-torch-{version}.pt", weights_only=True)
     assert torch.allclose(model(torch.arange(5)), expected, atol=1e-6)
@@ -148,7 +149,7 @@ def test_constants_are_swapped_on_request(version, tmp_path):
     out = write_pieces(layout(done.program), tmp_path / "out.pt2")
     (entry,) = read(out).sections[1].tensors
     assert Path(out).read_bytes()[entry.span.offset :][: entry.span.length] == torch.eye(6).numpy().tobytes()
-    if version != "2.5.1":
+    if "2.5.1" < version <= torch.__version__:
         assert torch.equal(torch.export.load(out).constants["table"], torch.eye(6))
     assert swap(program(version), new_weights(version), constants=True).constants == ("table",)
 
@@ -164,6 +165,7 @@ def test_the_command_names_the_layout(tmp_path):
 
 
 def test_one_of_several_programs_by_name(tmp_path):
+    needs_torch("2.8", "a package of several programs")
     from torch.export.pt2_archive._package import package_pt2
 
     path, out = str(tmp_path / "two.pt2"), str(tmp_path / "out.pt2")
@@ -199,6 +201,7 @@ class Paired(nn.Module):
 
 
 def test_subclass_weights_are_swapped_for_the_same_kind_only(tmp_path):
+    needs_torch("2.9", "a program of tensor subclasses that a test defines")
     torch.export.save(torch.export.export(Paired(1.0), (torch.ones(3),)), tmp_path / "old.pt2")
     old = read(str(tmp_path / "old.pt2"))
     torch.save(Paired(5.0).state_dict(), tmp_path / "new.pt")

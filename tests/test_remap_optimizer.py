@@ -14,6 +14,7 @@ from ckpttool.edits.rules.patterns import parse
 from ckpttool.errors import Refused
 from ckpttool.formats.open import open_checkpoint
 from optimizer_support import equal_weights, names_of, remapped, same, save, steps, train
+from support import needs_torch
 
 OPTIMIZERS = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), 0.01, momentum=0.9),
@@ -72,6 +73,8 @@ def test_training_continues_bit_for_bit(kind: str, keys: str, tmp_path: Path) ->
 
 
 def test_muon_continues_bit_for_bit(tmp_path: Path) -> None:
+    needs_torch("2.9", "Muon")
+
     def make(m):
         return torch.optim.Muon(m.parameters(), 0.01)
 

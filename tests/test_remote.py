@@ -149,7 +149,7 @@ def test_a_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_dcp_folder_is_read(store: Store, tmp_path: Path) -> None:
-    dcp.save({"model": STATE, "step": 7}, checkpoint_id=tmp_path / "d", no_dist=True)
+    dcp.save({"model": STATE, "step": 7}, checkpoint_id=tmp_path / "d")
     url = store.put_folder("d", tmp_path / "d")
     for operand in (url, url + "/.metadata"):
         found = open_checkpoint(operand)
@@ -342,7 +342,7 @@ def test_folders_are_written(store: Store, tmp_path: Path) -> None:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(store.get(own))
     into = {key: torch.zeros_like(value) for key, value in RENAMED.items()}
-    dcp.load(into, checkpoint_id=tmp_path / "d.dcp", no_dist=True)
+    dcp.load(into, checkpoint_id=tmp_path / "d.dcp")
     assert same(into, RENAMED)
 
 

@@ -104,6 +104,7 @@ DTYPES = """
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
     bits8 bits16 bits1x8 bits2x4 bits4x2
 """.split()  # noqa: SIM905
+DTYPES = [name for name in DTYPES if hasattr(torch, name)]
 
 
 def of_dtype(name: str, *shape: int) -> torch.Tensor:
