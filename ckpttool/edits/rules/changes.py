@@ -86,7 +86,7 @@ class Reshape(_OfAll):
     was: tuple[int, ...] | None
 
     def make(self, value: Value) -> Value:
-        """The tensor in the new shape. Raises `Refused` where `was` is another than it has, or the elements do not fill it."""
+        """The tensor in the new shape. Raises `Refused` where its own is not `was`, or it does not fill the new one."""
         if self.was is not None and _filled(self.was, prod(value.shape)) != value.shape:
             raise refusal(f"the shape is {list(value.shape)}, not {list(self.was)}")
         shape = _filled(self.shape, prod(value.shape))
