@@ -38,8 +38,6 @@ CONSTANTS = {
     "2.5.1": "serialized_constants.pt", "2.7.1": "serialized_constants.pt", "2.8.0": "tagger/data/constants/model.pt"
 }  # fmt: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 
 def program(version: str) -> Checkpoint:
     return read(str(DATA / f"tagger-torch-{version}.pt2"))

@@ -24,9 +24,8 @@ from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pi
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
 from ckpttool.formats.torch.zip_file import layout, read
-from support import write_pieces
+from support import needs_torch, write_pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 DATA = Path(__file__).parent / "data"
 REAL = sorted(DATA.glob("training-*.pt")) + sorted(DATA.glob("weights-*.pt"))
 
@@ -448,6 +447,7 @@ def plain(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ..
 
 
 def test_a_fresh_file_is_laid_out_as_torch_lays_it_out(tmp_path: Path) -> None:
+    needs_torch("2.7", "the layout that is written")
     tensors = {f"layer.{name}": of_dtype(name, 2, 3) for name in DTYPES}
     entries = plain(tmp_path / "raw", tensors)
     out = rewritten(tmp_path, fresh(Section("", "state_dict", entries, modules={"": {"version": 1}})))
@@ -513,6 +513,7 @@ def test_a_fresh_file_refuses_what_has_no_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", ["kept", "reversed", "dropped", "grown"])
 def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str, monkeypatch: Any) -> None:
     """Torch may compute storage offsets from the layout; with its debug variable it checks them against the truth."""
+    needs_torch("2.7", "offsets of storages from the layout")
     checkpoint = read(saved(tmp_path, {f"w{i}": torch.full((i + 1,), float(i)) for i in range(8)}))
     (section,) = checkpoint.sections
     tensors = {
@@ -533,6 +534,7 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
 
 
 def test_another_storage_alignment(tmp_path: Path) -> None:
+    needs_torch("2.7", "another alignment of storages")
     with torch.utils.serialization.config.patch("save.storage_alignment", 4096):
         path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
     out = rewritten(tmp_path, with_keys(read(path), "", "a.much.longer.name.".__add__))

@@ -23,8 +23,6 @@ DATA = Path(__file__).parent / "data"
 OLD = str(DATA / "script-torch-2.5.1.pt")
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-
 
 class Attention(nn.Module):
     def __init__(self):

@@ -16,6 +16,7 @@ from ckpttool.naming.wrappers.table import strip, stripped_paths
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.runtime import listed, runtime_tensors
 from ckpttool.tracing.trace import trace
+from support import needs_torch
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": torch.compile,
@@ -91,6 +92,7 @@ def _show(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
 @pytest.mark.parametrize("wrapper", WRAPS)
 def test_hooks_that_rename_need_no_fqn_modifiers(wrapper: str, modifiers: bool) -> None:
     """torch's helper looks segments up as attributes: it fails where no `_fqn_modifiers` says what is hidden."""
+    needs_torch("2.7", "names from `_fqn_modifiers` alone")
 
     def make(real: bool) -> nn.Module:
         with torch.device("cpu" if real else "meta"):
