@@ -204,7 +204,8 @@ def test_there_and_back_gives_the_same_file(
     assert sum(t.numel() for t in there.values()) == sum(t.numel() for t in state.values())
     back = rewrite(folder / f"there{ending}", folder / f"back{ending}", path, reverse=True)
     assert same(back, state)
-    assert (folder / f"back{ending}").read_bytes() == source.read_bytes()
+    if torch.__version__ >= "2.7":  # before, torch sorted storages as text: 0, 1, 10, 2
+        assert (folder / f"back{ending}").read_bytes() == source.read_bytes()
 
 
 def test_a_whole_model_there_and_back(tmp_path: Path) -> None:
