@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,8 @@ def test_weights_beside_the_code_are_read(package):
         raw = Path(package).read_bytes()[entry.storage.data.offset :][: entry.storage.data.length]
         flat = torch.frombuffer(bytearray(raw), dtype=tensor.dtype)
         assert torch.equal(flat.as_strided(entry.shape, entry.stride, entry.offset), tensor)
-    assert checkpoint.container.layout == "AOTInductor"
+    container: Any = checkpoint.container
+    assert container.layout == "AOTInductor"
     assert "small ones" in checkpoint.notes[0]
 
 

@@ -73,7 +73,7 @@ def trained(seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any) -> tup
     return model, optimizer
 
 
-def state_of(*made: Any, **options: bool) -> dict[str, Any]:
+def state_of(*made: Any, **options: Any) -> dict[str, Any]:
     weights, optimizer = get_state_dict(*made, options=StateDictOptions(**options))
     return {"model": weights, "optimizer": optimizer}
 

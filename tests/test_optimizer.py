@@ -123,7 +123,7 @@ def test_state_in_a_defaultdict(tmp_path: Path) -> None:
 
 
 def test_state_in_an_object_with_attributes_is_not_taken_apart(tmp_path: Path) -> None:
-    state = OrderedDict({0: {"step": torch.ones(())}})
+    state: Any = OrderedDict({0: {"step": torch.ones(())}})
     state.note = 1
     found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
     with pytest.raises(CkptError) as raised:

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_every_layout_reads_to_the_same_index(version):
         geometry = {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in theirs.tensors}
         assert {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in mine.tensors} == geometry
         assert len(set(mine.aliases()) | set(mine.aliases().values())) == (2 if mine.path == "" else 0)
-    assert found.container.layout == LAYOUTS[version]
+    container: Any = found.container
+    assert container.layout == LAYOUTS[version]
     told = names(found.source)
     assert told.torch.startswith(version)
     assert told.not_serialized == ("table",)
@@ -85,8 +87,9 @@ def test_values_are_torchs(version):
         for entry in section.tensors:
             span = entry.span
             assert path.read_bytes()[span.offset :][: span.length] == expected[entry.key].detach().numpy().tobytes()
-            assert entry.payload.is_param == isinstance(expected[entry.key], nn.Parameter)
-            assert entry.payload.requires_grad == expected[entry.key].requires_grad
+            payload: Any = entry.payload
+            assert payload.is_param == isinstance(expected[entry.key], nn.Parameter)
+            assert payload.requires_grad == expected[entry.key].requires_grad
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -164,7 +167,7 @@ def test_the_command_names_the_layout(tmp_path):
 
 def test_one_of_several_programs_by_name(tmp_path):
     needs_torch("2.8", "a package of several programs")
-    from torch.export.pt2_archive._package import package_pt2
+    from torch.export.pt2_archive._package import load_pt2, package_pt2
 
     path, out = str(tmp_path / "two.pt2"), str(tmp_path / "out.pt2")
     exported = torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),))
@@ -180,7 +183,7 @@ def test_one_of_several_programs_by_name(tmp_path):
     for words in (["--program", "second", path], [f"{path}::second"]):
         done = run("swap-weights", *words, str(tmp_path / "w.pt"), "-o", out, "--verify", "--force")
         assert done.returncode == 0, done.stderr
-        models = torch.export.pt2_archive._package.load_pt2(out).exported_programs
+        models = load_pt2(out).exported_programs
         assert torch.equal(models["second"].state_dict["weight"], torch.ones(2, 3))
         assert torch.equal(models["first"].state_dict["weight"], exported.state_dict["weight"])
     assert run("diff", f"{out}::second", str(tmp_path / "w.pt"), "--values").returncode == 0

@@ -223,7 +223,7 @@ def test_a_whole_model_there_and_back(tmp_path: Path) -> None:
         [[rule]]
         rename = "norm.{p} => ln.{p}"
         """
-    there = rewrite(source, tmp_path / "there.pt", rules_in(tmp_path, text))
+    there: Any = rewrite(source, tmp_path / "there.pt", rules_in(tmp_path, text))
     assert list(there._metadata) == ["", "0", "ln"]
     rewrite(tmp_path / "there.pt", tmp_path / "back.pt", rules_in(tmp_path, text), reverse=True)
     assert (tmp_path / "back.pt").read_bytes() == source.read_bytes()

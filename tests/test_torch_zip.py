@@ -525,7 +525,8 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
     renamed = tuple(replace(entry, key="x." + entry.key) for entry in tensors)
     out = rewritten(tmp_path, replace(checkpoint, sections=(replace(section, tensors=renamed),)))
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
-    with torch.utils.serialization.config.patch("load.calculate_storage_offsets", True):
+    config: Any = torch.utils.serialization.config
+    with config.patch("load.calculate_storage_offsets", True):
         assert [len(t) for t in load(out).values()] == [entry.shape[0] for entry in tensors]
         assert [len(t) for t in load(out, mmap=False).values()] == [entry.shape[0] for entry in tensors]
     assert [len(t) for t in load(out, map_location="meta").values()] == [entry.shape[0] for entry in tensors]
@@ -535,7 +536,8 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
 
 def test_another_storage_alignment(tmp_path: Path) -> None:
     needs_torch("2.7", "another alignment of storages")
-    with torch.utils.serialization.config.patch("save.storage_alignment", 4096):
+    config: Any = torch.utils.serialization.config
+    with config.patch("save.storage_alignment", 4096):
         path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
     out = rewritten(tmp_path, with_keys(read(path), "", "a.much.longer.name.".__add__))
     assert all(record.data % 4096 == 0 for record in read_archive(out).records)

@@ -44,7 +44,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.again = self.blocks[0]
         self.tied = nn.Linear(3, 3)
-        self.tied.weight = self.blocks[0].inner.weight
+        self.tied.weight = self.blocks.get_parameter("0.inner.weight")
         self.brain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
 
     def forward(self, x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ckpttool.tracing.runtime import listed, runtime_tensors
 from ckpttool.tracing.trace import trace
 from support import needs_torch
 
-WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WRAPS: dict[str, Callable[[nn.Module], Any]] = {
     "compile": torch.compile,
     "dp": nn.DataParallel,
     "ac": checkpoint_wrapper,
@@ -48,7 +49,8 @@ def test_any_chain_has_the_same_canonical_names(chain: tuple[str, ...]) -> None:
 def test_wrappers_inside() -> None:
     def make(real: bool) -> nn.Module:
         with torch.device("cpu" if real else "meta"):
-            return nn.Sequential(checkpoint_wrapper(nn.Sequential(torch.compile(nn.Linear(2, 2)))), Own())
+            compiled: Any = torch.compile(nn.Linear(2, 2))
+            return nn.Sequential(checkpoint_wrapper(nn.Sequential(compiled)), Own())
 
     names = trace(LoadedModel("model", make))
     found = {r.fqn: r.canonical for r in names.runtime}
