@@ -1,0 +1,53 @@
+"""What several tests need: pieces written to a file the plain way, the peak memory of a program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+from ckpttool.checkpoint import Span
+from ckpttool.io.pieces import Pieces
+
+
+def write_pieces(pieces: Pieces, path: str | Path) -> str:
+    """Writes the pieces one after the other and returns the path as a string."""
+    with open(path, "wb") as out:
+        for piece in pieces:
+            data = piece.data
+            if isinstance(data, bytes):
+                chunks = [data]
+            elif isinstance(data, Span):
+                with open(data.path, "rb") as source:
+                    source.seek(data.offset)
+                    chunks = [source.read(data.length)]
+            else:
+                chunks = [bytes(chunk) for chunk in data.produce()]
+            written = sum(out.write(chunk) for chunk in chunks)
+            assert written == piece.nbytes
+            if piece.crc is not None:
+                for chunk in chunks:
+                    piece.crc.value = zlib.crc32(chunk, piece.crc.value)
+    return str(path)
+
+
+_PEAK = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:])
+_, status, usage = os.wait4(process.pid, 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def run_measured(command: list[str], cwd: Path) -> tuple[str, int]:
+    """Runs a program that must succeed; what it printed, and the most memory it had, in bytes.
+
+    It is started by a small process of its own, since a child inherits the peak of the one that started it.
+    """
+    launch = [sys.executable, "-c", _PEAK, *command]
+    done = subprocess.run(launch, cwd=cwd, capture_output=True, text=True, check=True)
+    *printed, last = done.stdout.splitlines()
+    status, peak = map(int, last.split())
+    assert status == 0, done.stderr
+    return "\n".join(printed), peak
