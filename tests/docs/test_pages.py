@@ -79,3 +79,9 @@ def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
     else:
         ((_, shown, _),) = TRANSCRIPT.findall(page)
         assert LOSS.sub("loss", shown) == LOSS.sub("loss", ran.stdout)
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    named = re.findall(r"`((?:ckpttool|tests|docs)/[\w/.-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -20,6 +20,7 @@ from ckpttool.live import swap_weights
 from ckpttool.tracing.load_model import LoadedModel, load
 from ckpttool.tracing.trace import trace
 from places import ROOT
+from torch_version import needs_torch
 from unflattened import Nested, Shared, example, made, unflattened
 
 
@@ -545,6 +546,7 @@ class Small(nn.Module):
 def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, nn.Module, torch.export.ExportedProgram]:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("AOTInductor needs a C++ compiler, and this machine has none")
+    needs_torch("2.7", "weights swapped in a package")
     model = seeded(Small, 0)
     program = torch.export.export(model, (torch.ones(2, 4),))
     path = tmp_path_factory.mktemp("package") / "small.pt2"
