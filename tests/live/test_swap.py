@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import threading
@@ -581,12 +580,3 @@ def test_a_loaded_package_takes_checked_weights(package: Any, tmp_path: Path) ->
         for tensor in state.values():
             tensor.zero_()
         assert torch.allclose(compiled(x), seeded(Small, at + 2)(x))
-
-
-def test_the_examples_of_the_page_run() -> None:
-    page = (ROOT / "docs" / "live.md").read_text()
-    scope: dict[str, Any] = {"__name__": "page"}
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "live.md", "exec"), scope)
