@@ -67,6 +67,7 @@ class Program:
 
     @property
     def compiled(self) -> bool:
+        """Whether it is an AOTInductor package: compiled code, and no graph."""
         return not self.model
 
 
