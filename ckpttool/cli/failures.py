@@ -8,17 +8,11 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
-
-import typer
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.report.renderers import json
 from ckpttool.words import shell, visible
-
-# click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _OS_HINTS = {
     errno.ENOENT: "check the path",
@@ -93,17 +87,6 @@ def _ours(error: CkptError) -> Failure:
     return Failure(error.exit_status, error.message, error.hint, error.problems)
 
 
-def _usage(error: Any) -> Failure:
-    message = error.message if hasattr(error, "possibilities") else error.format_message()
-    message = message[:1].lower() + message[1:].rstrip(".")
-    context = error.ctx
-    if context is None:
-        return Failure(2, message, "see ckpttool --help")
-    near = get_close_matches(getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or (), 1)
-    hint = f"did you mean {near[0]}?" if near else "usage:" + " ".join(context.get_usage().split())[len("Usage:") :]
-    return Failure(2, message, f"{hint} (more: {context.command_path} --help)")
-
-
 def _broken_pipe(error: BrokenPipeError) -> Failure:
     return Failure(128 + 13)  # the status of a program that SIGPIPE ended
 
@@ -157,7 +140,6 @@ def _memory(error: MemoryError) -> Failure:
 # The first kind that fits tells.
 _KINDS: tuple[tuple[type[BaseException], Callable[[Any], Failure]], ...] = (
     (CkptError, _ours),
-    (UsageError, _usage),
     (BrokenPipeError, _broken_pipe),
     (OSError, _os_error),
     (KeyboardInterrupt, _interrupt),

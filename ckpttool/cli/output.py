@@ -9,30 +9,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
-import typer
-
+from ckpttool.options import option
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal
 
 
-def _check_reports(paths: list[str] | None) -> list[str]:
-    for path in paths or ():
+def _check_reports(paths: list[str]) -> None:
+    for path in paths:
         format_of(path)
-    return paths or []
 
 
-All = Annotated[bool, typer.Option("--all", help="List every key instead of one line for each cause.")]
+All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
 Format = Annotated[
-    str, typer.Option("--format", metavar="|".join(FORMATS), callback=check_format, help="The format of the output.")
+    str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
 ]
 Reports = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--report",
         metavar="FILE",
-        callback=_check_reports,
+        check=_check_reports,
         help="Write the output to FILE too; its ending picks the format. Repeatable.",
     ),
 ]

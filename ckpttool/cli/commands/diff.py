@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Format, Reports, emit
 from ckpttool.errors import CkptError
+from ckpttool.options import Argument
 from ckpttool.queries.diff.run import DiffOptions
 
 
 @with_options(DiffOptions)
 def command(
     options: DiffOptions,
-    operands: Annotated[list[str] | None, typer.Argument(metavar="[LEFT RIGHT | CKPT]", help="Checkpoints.")] = None,
+    operands: Annotated[list[str] | None, Argument("[LEFT RIGHT | CKPT]", "Checkpoints.")] = None,
     all: All = False,
     format: Format = "text",
     report: Reports = None,

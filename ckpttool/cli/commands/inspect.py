@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.options import Argument, option
 
 
 def command(
-    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: file, directory, index, glob or URL.")],
-    all: Annotated[bool, typer.Option("--all", help="A line for every tensor, and no list cut short.")] = False,
+    ckpt: Annotated[str, Argument("CKPT", "A checkpoint: file, directory, index, glob or URL.")],
+    all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Reports, emit, write_report
 from ckpttool.cli.progress import bar
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
+from ckpttool.options import Argument
 
 
 @with_options(RemapOptions)
 def command(
-    ckpt: Annotated[
-        str, typer.Argument(metavar="CKPT", help="The checkpoint to read; CKPT::SECTION takes one section.")
-    ],
+    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     options: RemapOptions,
     format: Format = "text",
     report: Reports = None,
