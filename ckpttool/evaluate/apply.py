@@ -11,7 +11,7 @@ from dataclasses import replace
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
-from ckpttool.evaluate import without_torch
+from ckpttool.evaluate import operators, without_torch
 from ckpttool.expression import Ref
 from ckpttool.plan import Output, Plan
 
@@ -20,7 +20,7 @@ Entries = Mapping[str, TensorEntry | ExtraEntry]
 
 def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
     """`source` with the sections that `plan` names rewritten. Raises `Refused`, all problems at once, where unfit."""
-    problems = plan.check(source)
+    problems = [*plan.check(source), *_forbidden(plan)]
     if problems:
         raise Refused(
             "the plan does not fit the checkpoint", hint="`ckpttool inspect` lists its keys", problems=problems
@@ -28,6 +28,13 @@ def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
     rewritten = set(plan.sections)
     sections = [_rewrite(s, plan) if s.path in rewritten else s for s in source.sections]
     return replace(source, sections=tuple(sections))
+
+
+def _forbidden(plan: Plan) -> list[Problem]:
+    """The outputs that are made by operators that no plan may hold, each operator once."""
+    names = ((name, output.key) for output in plan.outputs for name in operators.operators_in(output.source))
+    found = dict.fromkeys((operators.problem(name), key) for name, key in names if name != ex.OPAQUE)
+    return [Problem(said, key) for said, key in found if said is not None]
 
 
 def _rewrite(section: Section, plan: Plan) -> Section:

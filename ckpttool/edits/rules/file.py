@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpttool.dtypes import TABLE
+from ckpttool.dtypes import PLAIN
 from ckpttool.edits.rules.changes import Cast, Permute, Reshape, Transpose
 from ckpttool.edits.rules.patterns import Rule, matches, parse
 from ckpttool.edits.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
@@ -22,9 +22,6 @@ else:
 
 Fields = Mapping[str, Any]
 Kind = tuple[str, Callable[[Any], bool]]
-
-# Dtypes that torch converts from and to; quantized ones and bits have other rules.
-_DTYPES = {row.name for row in TABLE if row.pt2 is not None}
 
 
 def _is_text(value: Any) -> bool:
@@ -57,10 +54,10 @@ _SHAPE: Kind = (
     "a list of sizes, with one -1 at most",
     lambda value: _are_numbers(value) and all(size >= -1 for size in value) and value.count(-1) <= 1,
 )
-_DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in _DTYPES)
-_SOME_DTYPES: Kind = (
+_DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN)
+_SOMEPLAIN: Kind = (
     "a dtype of torch, or a list of them",
-    lambda value: bool(value) and all(isinstance(one, str) and one in _DTYPES for one in _list(value)),
+    lambda value: bool(value) and all(isinstance(one, str) and one in PLAIN for one in _list(value)),
 )
 
 
@@ -246,6 +243,6 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "transpose": _Operation(_TEXTS, _transpose, may={"dims": _TWO_DIMS}),
     "permute": _Operation(_TEXTS, _permute, {"dims": _ORDER}),
     "reshape": _Operation(_TEXTS, _reshape, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
-    "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _SOME_DTYPES}),
+    "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _SOMEPLAIN}),
     "drop": _Operation(_TEXTS, _drop),
 }
