@@ -10,17 +10,22 @@ from dataclasses import replace
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.errors import Problem, Refused
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate import operators, without_torch
 from ckpttool.expression import Ref
 from ckpttool.plan import Output, Plan
+from ckpttool.words import plural
 
 Entries = Mapping[str, TensorEntry | ExtraEntry]
 
 
 def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
-    """`source` with the sections that `plan` names rewritten. Raises `Refused`, all problems at once, where unfit."""
-    problems = [*plan.check(source), *_forbidden(plan)]
+    """`source` with the sections that `plan` names rewritten.
+
+    Raises `Refused`, all problems at once, where the plan does not fit, `CkptError` for operators that are not allowed.
+    """
+    _check_operators(plan)
+    problems = plan.check(source)
     if problems:
         raise Refused(
             "the plan does not fit the checkpoint", hint="`ckpttool inspect` lists its keys", problems=problems
@@ -30,11 +35,17 @@ def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
     return replace(source, sections=tuple(sections))
 
 
-def _forbidden(plan: Plan) -> list[Problem]:
-    """The outputs that are made by operators that no plan may hold, each operator once."""
+def _check_operators(plan: Plan) -> None:
+    """Raises `CkptError` with every output that is made by an operator that no plan may hold."""
     names = ((name, output.key) for output in plan.outputs for name in operators.operators_in(output.source))
     found = dict.fromkeys((operators.problem(name), key) for name, key in names if name != ex.OPAQUE)
-    return [Problem(said, key) for said, key in found if said is not None]
+    problems = [Problem(said, key) for said, key in found if said is not None]
+    if problems:
+        raise CkptError(
+            f"the plan holds {plural(len(problems), 'value')} that no listed operator makes",
+            hint="docs/safety.md lists the operators that may stand in a plan",
+            problems=problems,
+        )
 
 
 def _rewrite(section: Section, plan: Plan) -> Section:

@@ -171,7 +171,7 @@ def _as_many_as_both(given: Arguments) -> int:
     """Bytes of `self` where it and `mask` are expanded to one shape."""
     left, right = tuple(given["self"].shape), tuple(given["mask"].shape)
     pairs = zip_longest(reversed(left), reversed(right), fillvalue=1)
-    numel: int = prod(max(pair) for pair in pairs)
+    numel = prod([int(max(pair)) for pair in pairs])
     return numel * int(given["self"].element_size())
 
 

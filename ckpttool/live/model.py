@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Union
 
 import torch
@@ -18,6 +16,7 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.names import Names
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands import program_names as exported
+from ckpttool.operands.model import read_names
 from ckpttool.tracing.load_model import LoadedModel, copied, load
 from ckpttool.tracing.runtime import listed, wrapper_paths
 from ckpttool.tracing.trace import trace
@@ -112,11 +111,7 @@ def _names_in(operand: str) -> Names:
         return exported.names(operand)
     if not operand.endswith(".json"):
         return trace(load(operand))
-    try:
-        value = json.loads(Path(operand).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CkptError(f"{operand}: {error}", hint="write it with `ckpttool trace MODEL -o names.json`") from None
-    return Names.from_json(value, operand)
+    return read_names(operand)
 
 
 def _loaded(model: nn.Module | ExportedProgram | Callable[[], nn.Module]) -> LoadedModel:

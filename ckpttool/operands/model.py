@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
+from ckpttool.formats.containers import json_text
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
+from ckpttool.plan import Plan
 
 if TYPE_CHECKING:
     from ckpttool.tracing.load_model import LoadedModel
@@ -23,7 +23,7 @@ def load_names(operand: str, kwargs: str = "{}", materialize: bool = False, opti
     if optimizer is not None:
         return _with_optimizer(operand, kwargs, materialize, optimizer)
     if operand.endswith(".json"):
-        return Names.from_json(_json(Path(operand)), operand)
+        return read_names(operand)
     path, program = split(operand)
     if path.endswith(".pt2"):
         from ckpttool.operands.program_names import names
@@ -32,6 +32,16 @@ def load_names(operand: str, kwargs: str = "{}", materialize: bool = False, opti
     from ckpttool.tracing.trace import trace
 
     return trace(load_definition(operand, kwargs, materialize))
+
+
+def read_names(path: str) -> Names:
+    """The names in a names file. Raises `CkptError` where it is none."""
+    return Names.from_json(json_text.read_file(path, "write one with `ckpttool trace MODEL -o names.json`"), path)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan in a file. Raises `CkptError` where it is none."""
+    return Plan.from_json(json_text.read_file(path, "write one with `ckpttool remap … --save-plan PLAN.json`"), path)
 
 
 def _with_optimizer(operand: str, kwargs: str, materialize: bool, optimizer: str) -> Names:
@@ -55,7 +65,7 @@ def is_definition(operand: str) -> bool:
 def load_definition(operand: str, kwargs: str = "{}", materialize: bool = False) -> LoadedModel:
     """The model's definition. Raises `CkptError` where `kwargs` is no JSON object or the definition is not found."""
     try:
-        arguments: Any = json.loads(kwargs)
+        arguments: Any = json_text.loads(kwargs)
     except ValueError as error:
         raise CkptError(f"--model-kwargs is not JSON: {error}", hint="as in --model-kwargs '{\"layers\": 4}'") from None
     if not isinstance(arguments, dict):
@@ -71,22 +81,3 @@ def options(model: str, kwargs: str, materialize: bool) -> list[str]:
     if kwargs != "{}":
         words += ["--model-kwargs", kwargs]
     return [*words, "--materialize"] if materialize else words
-
-
-def read_json(path: str, what: str) -> Any:
-    """The JSON in the file at `path`. Raises `CkptError` where there is none; `what` says what was expected."""
-    try:
-        return _json(Path(path))
-    except CkptError as error:
-        raise CkptError(error.message, hint=what) from error
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CkptError(
-            f"{path}: no such file", hint="write a names file with `ckpttool trace MODEL -o names.json`"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise CkptError(f"{path} is not JSON: {error}", hint="write it with ckpttool") from None

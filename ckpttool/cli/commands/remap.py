@@ -25,10 +25,9 @@ from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.names import FSDP_FLAT, SERIALIZED, Names
 from ckpttool.operands.checkpoint import model_section, open_operand, split
-from ckpttool.operands.model import load_names, read_json
+from ckpttool.operands.model import load_names, read_plan
 from ckpttool.operands.output import Target, target_for
 from ckpttool.optimizer_state import FORMS as KEYS
-from ckpttool.plan import Plan
 
 
 def command(
@@ -134,7 +133,7 @@ def _shard_size(asked: Asked) -> int | None:
 def _made(asked: Asked, source: Checkpoint, names: Names | None) -> Remap:
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if asked.plan is not None:
-        return by_plan(source, Plan.from_json(read_json(asked.plan, "write one with --save-plan"), asked.plan))
+        return by_plan(source, read_plan(asked.plan))
     gathered = put_together(source, names, asked.units, asked.to, asked.save_plan is not None)
     rules = tuple(parse(text, reverse=asked.reverse) for text in asked.rule or ())
     steps = _steps(asked, rules)
