@@ -224,7 +224,7 @@ def test_names_of_100_000_keys_are_compared_without_quadratic_work(tmp_path: Pat
     code = """
 import cProfile, pstats, sys
 from ckpttool.checkpoint import Section, Span, Storage, TensorEntry
-from ckpttool.diff import compare
+from ckpttool.queries.diff.keys import compare
 def side(prefix, n):
     return Section("", "state_dict", tuple(
         TensorEntry(f"{prefix}{i}.w", "float32", (1,), (1,), 0, Storage(Span("f", 4 * i, 4))) for i in range(n)))

@@ -13,8 +13,7 @@ from torch import nn
 
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError, Refused
-from ckpttool.live import call_variants as variants
-from ckpttool.live import swap_attribute, swap_module
+from ckpttool.live import swap_attribute, swap_module, variants
 from ckpttool.naming.call_variants import base_name, base_names, split
 from unflattened import Called, Gate, Nested, Shared, Twice, example, made, unflattened
 

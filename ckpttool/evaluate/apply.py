@@ -42,7 +42,7 @@ def _check_operators(plan: Plan) -> None:
     problems = [Problem(said, key) for said, key in found if said is not None]
     if problems:
         raise CkptError(
-            f"the plan holds {plural(len(problems), 'value')} that no listed operator makes",
+            f"the plan has {plural(len(problems), 'output')} made by what is not an operator that a plan may hold",
             hint="docs/safety.md lists the operators that may stand in a plan",
             problems=problems,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 from ckpttool.expression import Argument, Op
@@ -170,8 +170,9 @@ def _as_many_as_it(given: Arguments) -> int:
 def _as_many_as_both(given: Arguments) -> int:
     """Bytes of `self` where it and `mask` are expanded to one shape."""
     left, right = tuple(given["self"].shape), tuple(given["mask"].shape)
-    pairs = zip_longest(reversed(left), reversed(right), fillvalue=1)
-    numel = prod([int(max(pair)) for pair in pairs])
+    numel = 1
+    for pair in zip_longest(reversed(left), reversed(right), fillvalue=1):
+        numel *= int(max(pair))
     return numel * int(given["self"].element_size())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from torch.export import ExportedProgram
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.names import Names
 from ckpttool.naming.wrappers.table import strip
-from ckpttool.operands import program_names as exported
-from ckpttool.operands.model import read_names
-from ckpttool.tracing.load_model import LoadedModel, copied, load
+from ckpttool.operands.model import ModelOperand
+from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.runtime import listed, wrapper_paths
-from ckpttool.tracing.trace import trace
 
 Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], nn.Module]]
 
@@ -99,35 +96,4 @@ def _weights(model: Model) -> Mapping[str, torch.Tensor]:
 
 def names_of(model: Model | None) -> Names | None:
     """The names that the model gives its tensors. Raises `CkptError` where it is none, or its own code fails."""
-    if model is None or isinstance(model, Names):
-        return model
-    if isinstance(model, str):
-        return _names_in(model)
-    return trace(model if isinstance(model, LoadedModel) else _loaded(model))
-
-
-def _names_in(operand: str) -> Names:
-    if operand.endswith(".pt2"):
-        return exported.names(operand)
-    if not operand.endswith(".json"):
-        return trace(load(operand))
-    return read_names(operand)
-
-
-def _loaded(model: nn.Module | ExportedProgram | Callable[[], nn.Module]) -> LoadedModel:
-    if isinstance(model, ExportedProgram):
-        module = model.module()
-        return LoadedModel("the program", lambda real: copied(module, real))
-    if isinstance(model, nn.Module):
-        return LoadedModel(type(model).__name__, lambda real: copied(model, real))
-    if not callable(model):
-        raise CkptError(f"a {type(model).__name__} is no model", hint="pass a module, a program, or file.py:build")
-    return LoadedModel(getattr(model, "__name__", repr(model)), lambda real: _built(model, real))
-
-
-def _built(factory: Callable[[], nn.Module], real: bool) -> nn.Module:
-    with contextlib.nullcontext() if real else torch.device("meta"):
-        built = factory()
-    if not isinstance(built, nn.Module):
-        raise CkptError(f"{factory!r} gives a {type(built).__name__}, not an nn.Module", hint="return the model")
-    return built
+    return None if model is None else ModelOperand(model).names()

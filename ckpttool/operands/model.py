@@ -1,83 +1,108 @@
-"""The MODEL operand and what goes with it, the same for every command that takes one."""
+"""MODEL operands: the model's code, a file of names, a program, or an object of the caller's, read in one place."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
-from ckpttool.plan import Plan
 
 if TYPE_CHECKING:
     from ckpttool.tracing.load_model import LoadedModel
 
 
-def load_names(operand: str, kwargs: str = "{}", materialize: bool = False, optimizer: str | None = None) -> Names:
-    """The names of the model that `operand` names: traced, or read from a names file or a program.
+@dataclass(frozen=True, slots=True)
+class ModelOperand:
+    """A MODEL and what goes with it.
 
-    With `optimizer` the ids that it gives to the parameters are among them. Only code needs torch. Raises `CkptError`
-    where an operand is none of these.
+    `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
+    a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory;
+    `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the model.
     """
-    if optimizer is not None:
-        return _with_optimizer(operand, kwargs, materialize, optimizer)
-    if operand.endswith(".json"):
-        return read_names(operand)
-    path, program = split(operand)
-    if path.endswith(".pt2"):
-        from ckpttool.operands.program_names import names
 
-        return names(path, program)
-    from ckpttool.tracing.trace import trace
+    model: Any
+    kwargs: Mapping[str, Any] | None = None
+    materialize: bool = False
+    optimizer: Any = None
 
-    return trace(load_definition(operand, kwargs, materialize))
+    @property
+    def is_definition(self) -> bool:
+        """Whether it is code, whose loading can be tried out, and not a list of names."""
+        if isinstance(self.model, str):
+            return not split(self.model)[0].endswith((".json", ".pt2"))
+        return not isinstance(self.model, Names)
+
+    def names(self) -> Names:
+        """The names: traced, or read from a names file or a program; with the optimizer's ids where one is given.
+
+        Only code needs torch. Raises `CkptError` where an operand is none of these.
+        """
+        if not self.is_definition:
+            return self._listed()
+        from ckpttool.tracing.trace import trace
+
+        definition = self.definition()
+        names = trace(definition)
+        if self.optimizer is None:
+            return names
+        from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+
+        return with_optimizer(names, definition, load_optimizer(self.optimizer))
+
+    def definition(self) -> LoadedModel:
+        """The model's definition. Raises `CkptError` where it is not found, or is no model."""
+        from ckpttool.tracing.load_model import load, of_object
+
+        if isinstance(self.model, str):
+            return load(self.model, self.kwargs, self.materialize)
+        return of_object(self.model, self.kwargs, self.materialize)
+
+    @property
+    def title(self) -> str:
+        """What the user called it; the name of an object."""
+        if isinstance(self.model, Names):
+            return self.model.model
+        return self.model if isinstance(self.model, str) else getattr(self.model, "__name__", type(self.model).__name__)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The same operand as words of a command line, for the commands that a report proposes.
+
+        An object of the caller's has no such words: ``MODEL`` stands for it.
+        """
+        words = ["--model", self.model if isinstance(self.model, str) else "MODEL"]
+        if self.kwargs:
+            words += ["--model-kwargs", json.dumps(dict(self.kwargs))]
+        return (*words, "--materialize") if self.materialize else tuple(words)
+
+    def _listed(self) -> Names:
+        if self.optimizer is not None:
+            raise CkptError(
+                f"--optimizer needs the model's code, and {self.model} is a file of names",
+                hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
+            )
+        if isinstance(self.model, Names):
+            return self.model
+        path, program = split(self.model)
+        if path.endswith(".pt2"):
+            from ckpttool.operands.program_names import names
+
+            return names(path, program)
+        wanted = "write a names file with `ckpttool trace MODEL -o names.json`"
+        return Names.from_json(json_text.read_file(self.model, wanted), self.model)
 
 
-def read_names(path: str) -> Names:
-    """The names in a names file. Raises `CkptError` where it is none."""
-    return Names.from_json(json_text.read_file(path, "write one with `ckpttool trace MODEL -o names.json`"), path)
-
-
-def read_plan(path: str) -> Plan:
-    """The plan in a file. Raises `CkptError` where it is none."""
-    return Plan.from_json(json_text.read_file(path, "write one with `ckpttool remap … --save-plan PLAN.json`"), path)
-
-
-def _with_optimizer(operand: str, kwargs: str, materialize: bool, optimizer: str) -> Names:
-    if not is_definition(operand):
-        raise CkptError(
-            f"--optimizer needs the model's code, and {operand} is a file of names",
-            hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
-        )
-    from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
-    from ckpttool.tracing.trace import trace
-
-    model = load_definition(operand, kwargs, materialize)
-    return with_optimizer(trace(model), model, load_optimizer(optimizer))
-
-
-def is_definition(operand: str) -> bool:
-    """Whether the operand is code, whose loading can be tried out, and not a file of names."""
-    return not split(operand)[0].endswith((".json", ".pt2"))
-
-
-def load_definition(operand: str, kwargs: str = "{}", materialize: bool = False) -> LoadedModel:
-    """The model's definition. Raises `CkptError` where `kwargs` is no JSON object or the definition is not found."""
+def parse_kwargs(text: str) -> dict[str, Any]:
+    """The arguments of a factory. Raises `CkptError` where `text` is no JSON object."""
     try:
-        arguments: Any = json_text.loads(kwargs)
+        arguments: Any = json_text.loads(text)
     except ValueError as error:
         raise CkptError(f"--model-kwargs is not JSON: {error}", hint="as in --model-kwargs '{\"layers\": 4}'") from None
     if not isinstance(arguments, dict):
         raise CkptError("--model-kwargs is not a JSON object", hint="as in --model-kwargs '{\"layers\": 4}'")
-    from ckpttool.tracing.load_model import load
-
-    return load(operand, arguments, materialize)
-
-
-def options(model: str, kwargs: str, materialize: bool) -> list[str]:
-    """The same operand as words of a command line, for the commands that a report proposes."""
-    words = ["--model", model]
-    if kwargs != "{}":
-        words += ["--model-kwargs", kwargs]
-    return [*words, "--materialize"] if materialize else words
+    return arguments

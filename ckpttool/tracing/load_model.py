@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from ckpttool.errors import CkptError
 
@@ -81,6 +82,24 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
             hint="name an nn.Module, a class of one, or a function that returns one",
         )
     return LoadedModel(operand, _factory(target, dict(kwargs or {}), operand), materialize)
+
+
+def of_object(model: Any, kwargs: Mapping[str, Any] | None = None, materialize: bool = False) -> LoadedModel:
+    """The definition that a module, a class, a factory or an exported program is, without changing the object.
+
+    Raises `CkptError` where it is none of these.
+    """
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, ExportedProgram):
+        module = model.module()
+        return LoadedModel("the program", lambda real: copied(module, real), materialize)
+    if isinstance(model, nn.Module):
+        return LoadedModel(type(model).__name__, lambda real: copied(model, real), materialize)
+    if not callable(model):
+        raise CkptError(f"a {type(model).__name__} is no model", hint="pass a module, a program, or file.py:build")
+    name = getattr(model, "__name__", repr(model))
+    return LoadedModel(name, _factory(model, dict(kwargs or {}), name), materialize)
 
 
 def find(operand: str, hint: str) -> Any:

@@ -40,9 +40,14 @@ class LoadedOptimizer:
         return made
 
 
-def load_optimizer(operand: str) -> LoadedOptimizer:
-    """The optimizer's definition; runs the user's code, as ``import`` does. Raises `CkptError` where there is none."""
-    target = find(operand, _FORM)
+def load_optimizer(operand: Any) -> LoadedOptimizer:
+    """The optimizer's definition: an operand, whose import runs the user's code, or the function or class itself.
+
+    Raises `CkptError` where there is none.
+    """
+    target = find(operand, _FORM) if isinstance(operand, str) else operand
+    if not isinstance(operand, str):
+        operand = getattr(operand, "__name__", repr(operand))
     if not callable(target):
         raise CkptError(f"{operand} is no function but a {type(target).__name__}", hint=_FORM)
     return LoadedOptimizer(operand, target)

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from ckpttool import api
 from ckpttool.cli.options import Materialize, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit
-from ckpttool.operands.model import load_names
-from ckpttool.queries.explanation import explain
+from ckpttool.operands.model import parse_kwargs
 
 
 def command(
@@ -24,5 +24,6 @@ def command(
     """One tensor: all its names, and the hook that renames it."""
     from ckpttool.report.documents.names import explained
 
-    found = explain(load_names(model, model_kwargs, materialize, optimizer), name)
+    kwargs = parse_kwargs(model_kwargs)
+    found = api.explain(name, model, model_kwargs=kwargs, materialize=materialize, optimizer=optimizer)
     emit(lambda: explained(found), found.to_json, format, report)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckpttool import api
 from ckpttool.cli.output import Format, Reports, emit
 
 
@@ -19,9 +20,7 @@ def command(
 
     Reads the index only: no tensor is loaded, no pickle is run. CKPT::SECTION looks at one section.
     """
-    from ckpttool.operands.checkpoint import open_operand
-    from ckpttool.queries.inspection import inspect
     from ckpttool.report.documents.inspection import document
 
-    inspection = inspect(open_operand(ckpt))
+    inspection = api.inspect(ckpt)
     emit(lambda: document(inspection, all=all), inspection.to_json, format, report)

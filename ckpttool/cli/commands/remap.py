@@ -21,13 +21,15 @@ from ckpttool.edits.rules.patterns import Rule, parse
 from ckpttool.edits.rules.steps import Renames, Step
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
+from ckpttool.formats.containers import json_text
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.names import FSDP_FLAT, SERIALIZED, Names
 from ckpttool.operands.checkpoint import model_section, open_operand, split
-from ckpttool.operands.model import load_names, read_plan
+from ckpttool.operands.model import ModelOperand, parse_kwargs
 from ckpttool.operands.output import Target, target_for
 from ckpttool.optimizer_state import FORMS as KEYS
+from ckpttool.plan import Plan
 
 
 def command(
@@ -99,7 +101,7 @@ def command(
     check_ranks(to, model, world_size, units, asked.target)
     source = open_operand(ckpt)
     target = _checked_target(asked, source)
-    names = None if model is None else load_names(model, model_kwargs, materialize, optimizer)
+    names = None if model is None else ModelOperand(model, parse_kwargs(model_kwargs), materialize, optimizer).names()
     done = _made(asked, source, names)
     if to == FSDP_FLAT and names is not None:
         done = _write_ranks(asked, source, names, done)
@@ -133,7 +135,9 @@ def _shard_size(asked: Asked) -> int | None:
 def _made(asked: Asked, source: Checkpoint, names: Names | None) -> Remap:
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if asked.plan is not None:
-        return by_plan(source, read_plan(asked.plan))
+        return by_plan(
+            source, Plan.from_json(json_text.read_file(asked.plan, "write one with --save-plan"), asked.plan)
+        )
     gathered = put_together(source, names, asked.units, asked.to, asked.save_plan is not None)
     rules = tuple(parse(text, reverse=asked.reverse) for text in asked.rule or ())
     steps = _steps(asked, rules)
@@ -183,8 +187,8 @@ def _to_names(asked: Asked) -> Names | None:
     target = asked.to_model or asked.model
     if target is None or (asked.to_model is None and asked.to_optimizer is None):
         return None
-    kwargs = asked.model_kwargs if asked.to_model is None else "{}"
-    return load_names(target, kwargs, asked.materialize, asked.to_optimizer)
+    kwargs = parse_kwargs(asked.model_kwargs) if asked.to_model is None else {}
+    return ModelOperand(target, kwargs, asked.materialize, asked.to_optimizer).names()
 
 
 def _write(asked: Asked, source: Checkpoint, target: Target, done: Remap) -> Remap:

@@ -19,7 +19,7 @@ from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import write_file
 from ckpttool.operands.checkpoint import model_section, open_operand, split
-from ckpttool.operands.model import load_names
+from ckpttool.operands.model import ModelOperand, parse_kwargs
 
 
 def command(
@@ -68,7 +68,7 @@ def command(
         raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint="PROGRAM is a .pt2")
     deployed = read_program(path, name)
     weights = model_section(open_operand(new))
-    names = None if model is None else load_names(model, model_kwargs, materialize)
+    names = None if model is None else ModelOperand(model, parse_kwargs(model_kwargs), materialize).names()
     swapped = swap(deployed, weights, names, form=None if was is None else FORMS[was], cast=cast, constants=constants)
     pieces = FORMATS["pt2"].layout(swapped.program)
     if target is not None and not dry_run:

@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
+from ckpttool import api
 from ckpttool.cli.options import All, Materialize, ModelKwargs, Optimizer
 from ckpttool.cli.output import Format, Reports, emit, write_report
+from ckpttool.operands.model import parse_kwargs
 
 
 def command(
@@ -27,11 +29,10 @@ def command(
     Runs the model's own saving and loading once on the meta device, and says which hook renames or computes which key.
     A names file takes the model's place as --model where its code is not installed.
     """
-    from ckpttool.operands.model import load_names
     from ckpttool.report.documents.names import document
     from ckpttool.report.renderers import json
 
-    names = load_names(model, model_kwargs, materialize, optimizer)
+    names = api.trace(model, model_kwargs=parse_kwargs(model_kwargs), materialize=materialize, optimizer=optimizer)
     data = names.to_json()
     if out is not None:
         write_report(out, json.render(data))
