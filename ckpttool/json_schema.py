@@ -90,6 +90,26 @@ class ListOf:
 
 
 @dataclass(frozen=True, slots=True)
+class Items:
+    """A list of as many items as there are kinds, each of its own."""
+
+    kinds: tuple[AnyKind, ...]
+
+    def fits(self, value: Any) -> bool:
+        """Whether the value is that."""
+        alike = isinstance(value, list) and len(value) == len(self.kinds)
+        return alike and all(kind.fits(item) for kind, item in zip(self.kinds, value))
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, item by item."""
+        if not isinstance(value, list) or len(value) != len(self.kinds):
+            yield Problem(f"{_shown(value)} is not a list of {len(self.kinds)} items", path)
+            return
+        for number, (kind, item) in enumerate(zip(self.kinds, value)):
+            yield from kind.problems(item, f"{path}[{number}]")
+
+
+@dataclass(frozen=True, slots=True)
 class MapOf:
     """An object whose members, whatever their names, are of one kind."""
 
@@ -109,7 +129,7 @@ class MapOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ObjectOf:
     """An object with these members; those in `may` can be left out."""
 
     needs: Mapping[str, AnyKind]

@@ -23,7 +23,7 @@ from ckpttool.json_schema import (
     AnyKind,
     ListOf,
     Nullable,
-    Record,
+    ObjectOf,
     check,
     check_schema,
     faults,
@@ -236,12 +236,12 @@ def _runtime(r: Mapping[str, Any]) -> RuntimeTensor:
 
 
 _TENSOR: Mapping[str, AnyKind] = {"dtype": DTYPE, "shape": Nullable(SHAPE)}
-_NAMES = Record(
+_NAMES = ObjectOf(
     {
         "model": TEXT,
         "torch": TEXT,
         "runtime": ListOf(
-            Record(
+            ObjectOf(
                 {
                     "fqn": TEXT,
                     "canonical": TEXT,
@@ -255,22 +255,22 @@ _NAMES = Record(
             unique="fqn",
         ),
         "serialized": ListOf(
-            Record(
+            ObjectOf(
                 {
                     "key": TEXT,
                     "from": Nullable(EXPRESSION),
-                    "hook": Nullable(Record({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})),
+                    "hook": Nullable(ObjectOf({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})),
                     **_TENSOR,
                 }
             ),
             unique="key",
         ),
-        "load": ListOf(Record({"fqn": TEXT, "from": Nullable(EXPRESSION)}), unique="fqn"),
+        "load": ListOf(ObjectOf({"fqn": TEXT, "from": Nullable(EXPRESSION)}), unique="fqn"),
         "not_serialized": TEXTS,
         "extra_state": TEXTS,
         "roundtrips": FLAG,
         "roundtrip_problems": TEXTS,
-        "optimizer": ListOf(Record({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}), unique="id"),
+        "optimizer": ListOf(ObjectOf({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}), unique="id"),
     },
     {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "optimizer_groups": ListOf(OBJECT)},
 )

@@ -13,7 +13,7 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Problem
 from ckpttool.expression import EXPRESSION, Expression, Ref
-from ckpttool.json_schema import TEXT, ListOf, Record, check, check_schema
+from ckpttool.json_schema import TEXT, ListOf, ObjectOf, check, check_schema
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
@@ -100,12 +100,12 @@ class Plan:
         )
 
 
-_PLAN = Record(
+_PLAN = ObjectOf(
     {
-        "outputs": ListOf(Record({"section": TEXT, "key": TEXT, "from": EXPRESSION})),
-        "dropped": ListOf(Record({"section": TEXT, "key": TEXT, "reason": TEXT})),
+        "outputs": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "from": EXPRESSION})),
+        "dropped": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "reason": TEXT})),
     },
-    {"modules": ListOf(Record({"section": TEXT, "old": TEXT, "new": TEXT}))},
+    {"modules": ListOf(ObjectOf({"section": TEXT, "old": TEXT, "new": TEXT}))},
 )
 
 

@@ -177,7 +177,7 @@ def _as_many_as_both(given: Arguments) -> int:
 
 
 def _an_index_each(given: Arguments) -> int:
-    return 8 * max(1, len(given["self"].shape)) * max(1, given["self"].numel())
+    return 8 * max(1, len(given["self"].shape)) * max(1, int(given["self"].numel()))
 
 
 # The list
