@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from ckpttool import __version__
 from ckpttool.cli.failures import failure_of, say
+from ckpttool.cli.fields import with_limits
 from ckpttool.cli.logs import logged
 from ckpttool.errors import CkptError
 
@@ -74,7 +75,7 @@ def build_app(loaded: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     app.callback()(_root)
     for name, (module, summary) in COMMANDS.items():
         if name in loaded:
-            app.command(name)(import_module(module).command)
+            app.command(name)(with_limits(import_module(module).command))
         else:
             app.command(name, help=summary)(_not_loaded)
     return app
