@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckpttool.dtypes import PLAIN
@@ -13,6 +13,8 @@ from ckpttool.edits.rules.changes import Cast, Permute, Reshape, Transpose
 from ckpttool.edits.rules.patterns import Rule, matches, parse
 from ckpttool.edits.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
 from ckpttool.errors import CkptError, Problem
+from ckpttool.io.files import opened
+from ckpttool.limits import limits
 from ckpttool.words import plural
 
 if sys.version_info >= (3, 11):
@@ -83,11 +85,28 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
 
 
 def _load(path: str) -> Mapping[str, Any]:
+    most = limits().rules_bytes
+    with opened(path, pipes=True) as file:
+        data = file.read(most + 1)
     try:
-        content: dict[str, Any] = tomllib.loads(Path(path).read_bytes().decode())
+        if len(data) > most:
+            raise ValueError(f"it is too long: {limits().named('rules_bytes')}")
+        text = data.decode("utf-8-sig")
+        _check_dots(text)
+        content: dict[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise CkptError(f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md") from None
     return content
+
+
+def _check_dots(text: str) -> None:
+    """Raises ValueError for dotted names that are too long: reading them takes time of the order of their cube."""
+    for number, line in enumerate(_STRINGS.sub("", text).splitlines(), 1):
+        if line.count(".") > limits().rules_dots:
+            raise ValueError(f"too many dots at line {number}: {limits().named('rules_dots')}")
+
+
+_STRINGS = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 
 
 def _steps(content: Mapping[str, Any], path: str) -> tuple[Step, ...]:

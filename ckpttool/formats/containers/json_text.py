@@ -27,7 +27,7 @@ class Member(NamedTuple):
 def read_file(path: str, hint: str) -> Any:
     """The JSON value in the file. Raises `CkptError` with `hint` where there is none."""
     most = limits().json_bytes
-    with opened(path) as file:
+    with opened(path, pipes=True) as file:
         data = file.read(most + 1)
     try:
         if len(data) > most:
