@@ -189,6 +189,8 @@ def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, s
                 moved[path] = (depth, target)
     found = []
     for path in modules:
+        if not isinstance(path, str):  # torch loads any path, and looks up those that are strings
+            continue
         follows = _follow(path, moved)
         if follows is not None and follows != path:
             found.append(ModuleRename(section, path, follows))

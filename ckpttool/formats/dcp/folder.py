@@ -113,6 +113,8 @@ def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
     for place, key in places.items():
         if place.name in sizes and place.offset + place.length > sizes[place.name]:
             problems.append(Problem(f"{place.name} ends at byte {sizes[place.name]:,}, before its data", key))
+        if not place.length and not place.raw:
+            problems.append(Problem("it has no bytes: torch.save writes some for every item", key))
         if place.transforms:
             problems.append(Problem(f"went through an extension: {', '.join(place.transforms)}", key))
     taken = Counter[str]()
@@ -135,6 +137,8 @@ def _sizes(folder: str, names: Iterable[str]) -> tuple[dict[str, int], list[Prob
         path = safe_path(folder, name)
         if path is None:
             problems.append(Problem("leads out of the folder", name))
+        elif name == DCP_METADATA:
+            problems.append(Problem("describes the folder, and holds no data", name))
         elif not is_file(path):
             problems.append(Problem("the data file is missing", name))
         else:
