@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpttool.cli.streams import for_log
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document
 from ckpttool.report.renderers import json
@@ -51,7 +52,7 @@ def emit(
     """
     for path in reports or ():
         write_report(path, _rendered(format_of(path), document, data))
-    sys.stdout.write(_rendered(format, document, data, _terminal()))
+    sys.stdout.write(for_log(_rendered(format, document, data, _terminal()), format))
     sys.stdout.flush()
 
 
