@@ -80,14 +80,19 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
     `rules` are those of the command line, in the same direction: they come after the file, so before it in reverse.
     Raises `CkptError`, all problems at once, where the file is none or a rule has no reverse.
     """
-    steps = _steps(_load(path), path)
+    steps = _steps(_content(Path(path).read_bytes(), path), path)
     own: tuple[Step, ...] = (Rename("--rule", tuple(rules)),) if rules else ()
     return (*own, *_reversed(steps, path)) if reverse else (*steps, *own)
 
 
-def _load(path: str) -> Mapping[str, Any]:
+def steps_of(text: str, path: str) -> tuple[Step, ...]:
+    """The steps of a file's text; `path` is what errors call it. Raises `CkptError` as `read` does."""
+    return _steps(_content(text.encode(), path), path)
+
+
+def _content(data: bytes, path: str) -> Mapping[str, Any]:
     try:
-        content: dict[str, Any] = tomllib.loads(Path(path).read_bytes().decode())
+        content: dict[str, Any] = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise CkptError(f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md") from None
     return content
