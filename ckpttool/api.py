@@ -99,4 +99,9 @@ def diff(
     operand = None if model is None else ModelOperand(model, model_kwargs, materialize, optimizer)
     how = partial(difference, rtol=rtol, atol=atol) if values or rtol or atol else None
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
-    return run.diff(first, second, operand, how, ignore_dtype)
+    found = run.diff(first, second, operand, how, ignore_dtype)
+    if first is None or second is None or found.inferred is None:
+        return found
+    from ckpttool.edits.rules.mend import with_rules
+
+    return with_rules(found, first, second, how is not None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
+from ckpttool.evaluate import without_torch
+from ckpttool.expression import Expression, Ref
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import same_data, stream
 
@@ -63,15 +65,51 @@ def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
     if entry.storage is None:
         return entry.dtype, entry.shape, entry.layout
     digest = hashlib.blake2b()
+    for chunk in elements(entry):
+        digest.update(chunk)
+    return entry.dtype, entry.shape, entry.layout, digest.digest()
+
+
+def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
+    """The bytes of a dense tensor in row-major order, in chunks; each is valid until the next one is asked for."""
     data = _in_order(entry)
     if data is not None:
-        for chunk in stream([Piece(data)]):
-            digest.update(chunk)
+        yield from stream([Piece(data)])
     else:
         from ckpttool.evaluate import with_torch
 
-        digest.update(with_torch.to_bytes(with_torch.load(entry)))
-    return entry.dtype, entry.shape, entry.layout, digest.digest()
+        yield with_torch.to_bytes(with_torch.load(entry))
+
+
+class Digests:
+    """Hashes of the values over one section's keys, each read when it is first asked for."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry | ExtraEntry]) -> None:
+        self._entries = entries
+        self._known: dict[Expression, bytes | None] = {}
+
+    def __call__(self, value: Expression) -> bytes | None:
+        """The hash of the value's bytes in row-major order; None where it is no dense tensor."""
+        if value not in self._known:
+            entry = self._entry(value)
+            self._known[value] = None if entry is None else digest(entry)
+        return self._known[value]
+
+    def _entry(self, value: Expression) -> TensorEntry | None:
+        made = without_torch.entry_of("", value, self._entries)
+        if made is None and not isinstance(value, Ref):
+            from ckpttool.evaluate import with_torch
+
+            made = with_torch.entry_of("", value, self._entries)
+        return made
+
+
+def digest(entry: TensorEntry) -> bytes:
+    """A hash of the bytes of a dense tensor's elements in row-major order, streamed."""
+    found = hashlib.blake2b(digest_size=16)
+    for chunk in elements(entry):
+        found.update(chunk)
+    return found.digest()
 
 
 def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Few rules for many renames: layer numbers become ``{n}``, what stays the same ``{x*}``. Names in, rules' texts out."""
+"""Few rules for many renames: layer numbers become ``{n}``, what stays the same ``{x*}``. Names in, rules out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
     candidates = _candidates({key: names[key] for key in todo}, samples)
     rules: list[str] = []
     while todo:
-        fitting = [one for one in candidates if not one.wrong & done]
+        fitting = [one for one in candidates if one.right & todo and not one.wrong & done]
+        if not fitting:  # names that a rule cannot say
+            break
         best = max(fitting, key=lambda one: (len(one.right & todo) - len(one.wrong & todo), -len(one.text), one.text))
         rules.insert(0, best.text)
         done |= best.right & todo
@@ -107,7 +109,9 @@ def _texts(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
     for after in range(tail + 1):
         for before in range(min(head, len(old) - after, len(new) - after) + 1):
             yield " => ".join(
-                ".".join([*(["{y*}"] if before else []), *name[before : len(name) - after], *(["{x*}"] if after else [])])
+                ".".join(
+                    [*(["{y*}"] if before else []), *name[before : len(name) - after], *(["{x*}"] if after else [])]
+                )
                 for name in (old, new)
             )
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Union
 
-from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.edits.rules.file import steps_of
 from ckpttool.edits.rules.generalise import numbered, patterns, renames
+from ckpttool.edits.rules.patterns import parse
 from ckpttool.edits.rules.steps import plan_of
 from ckpttool.errors import CkptError
 from ckpttool.expression import refs
 from ckpttool.naming.inference.values import Pair
-from ckpttool.words import plural
+from ckpttool.words import plural, visible
+
+Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
 _HEAD = """\
 # What `ckpttool diff LEFT RIGHT --suggest` found: rules that make LEFT's names and shapes those of RIGHT.
@@ -46,16 +50,22 @@ class Suggestion:
 
     @property
     def plain(self) -> tuple[str, ...] | None:
-        """The renames, where the rules are nothing else; None where they are more."""
-        if len(self.tables) != 1 or "rename" not in self.tables[0].fields:
-            return None
-        texts = self.tables[0].fields["rename"]
-        return tuple(texts) if isinstance(texts, list) else None
+        """The renames, where the rules only rename and drop; None where they do more."""
+        return self._texts("rename") if all({"rename", "drop"} & set(table.fields) for table in self.tables) else None
+
+    @property
+    def drops(self) -> tuple[str, ...]:
+        """The patterns of what is left out."""
+        return self._texts("drop")
+
+    def _texts(self, operation: str) -> tuple[str, ...]:
+        lists = (table.fields.get(operation) for table in self.tables)
+        return tuple(text for texts in lists if isinstance(texts, list) for text in texts)
 
     def text(self) -> str:
         """The file, as TOML."""
-        notes = [f"# {plural(len(self.remaining), 'key')} of RIGHT {_is(self.remaining)} not made: no tensor of LEFT is known to be {_it(self.remaining)}."] if self.remaining else []
-        return _HEAD + "".join(f"{note}\n" for note in notes) + "".join(map(_toml, self.tables))
+        note = f"# Not made, since no tensor of LEFT is known to be it: {visible(', '.join(self.remaining))}\n"
+        return _HEAD + (note if self.remaining else "") + "".join(map(_toml, self.tables))
 
 
 def suggest(
@@ -66,6 +76,15 @@ def suggest(
     `taken`: keys of the left that are not to be dropped, since they could be something of the right. None where there
     is nothing to rewrite, or no rules express it.
     """
+    try:
+        return _suggest(pairs, same, left, right, set(taken))
+    except CkptError:  # names that a rule cannot say
+        return None
+
+
+def _suggest(
+    pairs: Sequence[Pair], same: Mapping[str, str], left: Section, right: Section, taken: set[str]
+) -> Suggestion | None:
     have, want = left.by_key(), right.by_key()
     named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
     fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
@@ -73,72 +92,68 @@ def suggest(
     made = {key for pair in pairs for key in pair.right} | set(same.values())
     remaining = tuple(key for key in want if key not in made and key not in right.aliases())
     spare = [key for key in have if key not in used and key not in left.aliases()]
-    dropped = () if remaining else tuple(key for key in spare if key not in set(taken))
+    dropped = () if remaining else tuple(key for key in spare if key not in taken)
     kept = [key for key in have if key not in used and key not in dropped]
     turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
     tables = [
         *_dropping(dropped, have),
-        *_transposing([key for pair in turned["left"] for key in pair.left], have, turned["left"]),
+        *_transposing([key for pair in turned["left"] for key in pair.left], have),
         *_fusing(fused, have, want),
-        *_renaming({old: new for old, new in named.items()}, [*kept, *(key for pair in fused for key in pair.right)], pairs),
-        *_transposing([key for pair in turned["right"] for key in pair.right], want, turned["right"]),
+        *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
+        *_transposing([key for pair in turned["right"] for key in pair.right], want),
     ]
     found = Suggestion(tuple(tables), remaining, dropped, tuple(key for key in spare if key not in dropped))
     expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
     expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
     expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
-    return found if tables and _holds(found, expected, left) else None
+    return found if tables and _makes(found, left) == expected else None
 
 
-def _holds(suggestion: Suggestion, expected: Mapping[str, Sequence[str]], left: Section) -> bool:
-    """Whether the rules, read back, make of the left's tensors what they are to make."""
-    try:
-        plan = plan_of(steps_of(suggestion.text(), "the suggested rules"), left)
-    except CkptError:
-        return False
-    return {output.key: tuple(refs(output.source)) for output in plan.outputs} == {
-        key: tuple(sources) for key, sources in expected.items()
-    }
+def _makes(suggestion: Suggestion, left: Section) -> dict[str, tuple[str, ...]]:
+    """What the rules, read back, make of the left's tensors: key -> keys that it is made of."""
+    plan = plan_of(steps_of(suggestion.text(), "the suggested rules"), left)
+    return {output.key: tuple(refs(output.source)) for output in plan.outputs}
 
 
 # The rules
 
 
-def _dropping(keys: Sequence[str], have: Mapping[str, object]) -> Iterator[Table]:
+def _dropping(keys: Sequence[str], have: Iterable[str]) -> Iterator[Table]:
     if keys:
         gone = set(keys)
         texts = patterns(keys, [key for key in have if key not in gone])
         yield Table({"drop": list(texts)}, ("the right has no tensor for these",))
 
 
-def _transposing(keys: Sequence[str], names: Mapping[str, object], pairs: Sequence[Pair]) -> Iterator[Table]:
+def _transposing(keys: Sequence[str], names: Iterable[str]) -> Iterator[Table]:
     if keys:
         meant = set(keys)
         texts = patterns(keys, [key for key in names if key not in meant])
-        yield Table({"transpose": list(texts)}, ("stored as (in, out) on one side, as the shapes of the biases show",))
+        yield Table(
+            {"transpose": list(texts)}, ("stored transposed on one side, as shapes of weights and biases show",)
+        )
 
 
-def _fusing(pairs: Sequence[Pair], have: Mapping[str, object], want: Mapping[str, object]) -> Iterator[Table]:
+def _fusing(pairs: Sequence[Pair], have: Entries, want: Entries) -> Iterator[Table]:
     """Splits and joins, layers in one rule, and a weight and its bias where their names end alike."""
-    rules: dict[tuple[object, ...], list[Pair]] = {}
+    rules: dict[_Fusion, list[Pair]] = {}
     for pair in pairs:
-        whole, *parts = numbered((*_ends(pair)[0], *_ends(pair)[1]))
-        sizes = _sizes(pair, have, want)
-        rules.setdefault((len(pair.left) == 1, whole, tuple(parts), sizes), []).append(pair)
-    merged: dict[tuple[object, ...], list[Pair]] = {}
-    for (splits, whole, parts, sizes), own in rules.items():
-        names = _open_ended((str(whole), *map(str, parts if isinstance(parts, tuple) else ())))
-        merged.setdefault((splits, names, sizes), []).extend(own)
-    for (splits, names, sizes), own in merged.items():
-        assert isinstance(names, tuple)
-        whole, parts = names[0], list(names[1:])
-        fields: dict[str, object] = {"split": whole, "into": parts} if splits else {"join": parts, "into": whole}
-        yield Table(fields if sizes is None else {**fields, "sizes": list(_numbers(sizes))}, _why(own))
+        whole, parts = _ends(pair)
+        names = _open_ended(numbered((*whole, *parts)))
+        rules.setdefault(_Fusion(len(pair.left) == 1, names, _sizes(pair, have, want)), []).append(pair)
+    for rule, own in rules.items():
+        first, rest = rule.names[0], list(rule.names[1:])
+        fields: dict[str, object] = {"split": first, "into": rest} if rule.splits else {"join": rest, "into": first}
+        sizes = {} if rule.sizes is None else {"sizes": list(rule.sizes)}
+        yield Table({**fields, **sizes}, tuple(dict.fromkeys(pair.evidence for pair in own)))
 
 
-def _numbers(sizes: object) -> Iterator[int]:
-    assert isinstance(sizes, tuple)
-    return iter(sizes)
+class _Fusion(NamedTuple):
+    """What several pairs have in common: one rule splits or joins them all. `names`: the whole's, then the parts'."""
+
+    splits: bool
+    names: tuple[str, ...]
+    sizes: tuple[int, ...] | None
 
 
 def _ends(pair: Pair) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -154,7 +169,7 @@ def _open_ended(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name.rpartition('.')[0]}.{{p}}" for name in names)
 
 
-def _sizes(pair: Pair, have: Mapping[str, object], want: Mapping[str, object]) -> tuple[int, ...] | None:
+def _sizes(pair: Pair, have: Entries, want: Entries) -> tuple[int, ...] | None:
     """The parts' sizes along dimension 0 as they are joined; None where they are equal."""
     entries, side = (want, "right") if len(pair.left) == 1 else (have, "left")
     shapes = [entry.shape for key in _ends(pair)[1] if isinstance(entry := entries[key], TensorEntry)]
@@ -173,9 +188,7 @@ def _renaming(named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pai
 
 
 def _why_renamed(texts: Sequence[str], wanted: Mapping[str, str], evidence: Mapping[str, str]) -> Iterator[str]:
-    """What speaks for each rename, in the order of the rules: the first that matches a key is the one that renames it."""
-    from ckpttool.edits.rules.patterns import parse
-
+    """What speaks for each rename, in the order of the rules, of which the first that matches a key renames it."""
     rest = list(wanted)
     for text in texts:
         apply = parse(text).apply
@@ -183,10 +196,6 @@ def _why_renamed(texts: Sequence[str], wanted: Mapping[str, str], evidence: Mapp
         rest = [key for key in rest if key not in set(hits)]
         whys = list(dict.fromkeys(evidence.get(key, "only wrappers' segments differ") for key in hits))
         yield whys[0] + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
-
-
-def _why(pairs: Sequence[Pair]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(pair.evidence for pair in pairs))
 
 
 # The file
@@ -197,9 +206,13 @@ def _toml(table: Table) -> str:
     lines = ["", "[[rule]]"]
     renames = table.fields.get("rename")
     if isinstance(renames, list):
-        lines += ["rename = [", *(f"    {_value(text)},  # {why}" for text, why in zip(renames, table.why)), "]"]
+        lines += [
+            "rename = [",
+            *(f"    {_value(text)},  # {visible(why)}" for text, why in zip(renames, table.why)),
+            "]",
+        ]
         return "\n".join(lines) + "\n"
-    lines[1:1] = [f"# {why}" for why in table.why]
+    lines[1:1] = [f"# {visible(why)}" for why in table.why]
     return "\n".join([*lines, *(f"{name} = {_value(value)}" for name, value in table.fields.items())]) + "\n"
 
 
@@ -210,11 +223,3 @@ def _value(value: object) -> str:
         short = f"[{', '.join(own)}]"
         return short if len(short) < 100 else "[\n" + "".join(f"    {one},\n" for one in own) + "]"
     return json.dumps(value, ensure_ascii=False) if str(value).isprintable() else json.dumps(value)
-
-
-def _is(keys: Sequence[str]) -> str:
-    return "is" if len(keys) == 1 else "are"
-
-
-def _it(keys: Sequence[str]) -> str:
-    return "it" if len(keys) == 1 else "them"

@@ -14,7 +14,10 @@ class Links:
 
     def __init__(self) -> None:
         self._stacks: tuple[Map, Map] = defaultdict(set), defaultdict(set)
-        self._modules: tuple[defaultdict[str, set[str]], defaultdict[str, set[str]]] = defaultdict(set), defaultdict(set)
+        self._modules: tuple[defaultdict[str, set[str]], defaultdict[str, set[str]]] = (
+            defaultdict(set),
+            defaultdict(set),
+        )
 
     def same_key(self, key: str) -> None:
         """A key of both sides: all modules on its way are the same."""

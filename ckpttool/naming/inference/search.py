@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
-from ckpttool.expression import Expression, Ref
+from ckpttool.expression import Expression, Op, Ref
 from ckpttool.naming.inference import words
 from ckpttool.naming.inference.links import Links
+from ckpttool.naming.inference.order import Order
 from ckpttool.naming.inference.orientation import straight, turned
 from ckpttool.naming.inference.parts import Fused, fused
-from ckpttool.naming.inference.values import Ambiguous, Group, Inference, Pair, Side, Template, Tensor, groups, template
+from ckpttool.naming.inference.values import (
+    NUMBER,
+    Ambiguous,
+    Group,
+    Inference,
+    Pair,
+    Side,
+    Template,
+    Tensor,
+    groups,
+    template,
+)
 
 _DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalised: models have up to three
+_SAME_VALUES = "the same values"
 _LONGEST_PREFIX = 6  # segments that a tree may hang below
 
 Class = tuple[list[Group], list[Group]]
@@ -27,8 +39,10 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
     if bool(ways[0]) == bool(ways[1]):  # both are, or neither is
         ways = frozenset(), frozenset()
     search = _Search(straight(left, ways[0]), straight(right, ways[1]), known or {}, ways)
-    steps = (search.by_content, search.by_tree, search.by_part, search.by_module, search.by_parts)
-    steps += (search.by_relative_parts, search.by_segment, search.by_shape, search.by_order, search.by_shape_alone)
+    steps = (
+        *(search.by_content, search.by_tree, search.by_part, search.by_module, search.by_parts),
+        *(search.by_relative_parts, search.by_segment, search.by_shape, search.by_order, search.by_shape_alone),
+    )
     while any(step() for step in steps):
         pass
     return search.result()
@@ -46,6 +60,7 @@ class _Search:
         self.left = {tensor.key: tensor for tensor in left.tensors}
         self.right = {tensor.key: tensor for tensor in right.tensors}
         self.place = {tensor.key: at for at, tensor in enumerate(left.tensors)}
+        self.orders = Order(left), Order(right)
         self.links = Links()
         self.pairs: list[Pair] = []
         self.weak: set[int] = set()  # those of the pairs that no name bears out
@@ -72,7 +87,7 @@ class _Search:
         mine, theirs = self._by_digest(self.left, self.right, 0), self._by_digest(self.right, self.left, 1)
         hits = [(mine[at][0], theirs[at][0]) for at in mine if len(mine[at]) == len(theirs.get(at, ())) == 1]
         for left, right in hits:
-            self._take(Pair((left,), (right,), "the same values"))
+            self._take(Pair((left,), (right,), _SAME_VALUES))
         return bool(hits)
 
     def _by_digest(
@@ -119,7 +134,7 @@ class _Search:
         )
 
     def _hang(self, left: Template, right: Template, trees: list[tuple[Group, Group]]) -> bool:
-        below = " and ".join(f"`{'.'.join(path)}`" for path in (left, right) if path)
+        below = " and ".join(f"`{'.'.join(path).replace(NUMBER, '{n}')}`" for path in (left, right) if path)
         for mine, theirs in trees:
             for at in mine.members.keys() & theirs.members.keys():
                 one, other = mine.members[at], theirs.members[at]
@@ -138,8 +153,10 @@ class _Search:
     def by_module(self) -> bool:
         """A weight and a bias go together."""
         return self._unique(
-            lambda a, b: self.links.shares_module(a.first.key, b.first.key)
-            and words.kind(a.template) == words.kind(b.template) != "",
+            lambda a, b: (
+                self.links.shares_module(a.first.key, b.first.key)
+                and words.kind(a.template) == words.kind(b.template) != ""
+            ),
             lambda a, b: "other tensors of its module are paired",
         )
 
@@ -171,26 +188,38 @@ class _Search:
 
     def by_shape_alone(self) -> bool:
         """As `by_shape`, where a name does not say what kind of tensor it is."""
-        linked = lambda a, b: not (words.kind(a.template) and words.kind(b.template)) and len(a.first.shape) > 1
-        return self._unique(linked, lambda a, b: f"the only ones of shape {list(a.first.shape)}", weak=True, kinds=False)
+
+        def linked(left: Group, right: Group) -> bool:
+            return not (words.kind(left.template) and words.kind(right.template)) and len(left.first.shape) > 1
+
+        return self._unique(
+            linked, lambda a, b: f"the only ones of shape {list(a.first.shape)}", weak=True, kinds=False
+        )
 
     def by_order(self) -> bool:
         """As many of a shape on both sides, in the order in which the models define them."""
         taken = False
         for lefts, rights in self._classes():
+            before = taken
             for name in dict.fromkeys(map(_certain, lefts)):
                 mine, theirs = ([one for one in side if _certain(one) == name] for side in (lefts, rights))
                 taken |= self._take_in_order(mine, theirs)
+            taken |= taken == before and self._take_in_order(lefts, rights)
         return taken
 
     def _take_in_order(self, lefts: Sequence[Group], rights: Sequence[Group]) -> bool:
         mine, theirs = ([group for group in side if self._is_left(group)] for side in (lefts, rights))
-        if len(mine) != len(theirs) or len(mine) < 2 or not self._in_order(mine, theirs):
+        if (
+            len(mine) != len(theirs)
+            or len(mine) < 2
+            or not all(order.tells(own) for order, own in zip(self.orders, (mine, theirs)))
+        ):
             return False
         if not all(self._agree(a, b) for a, b in zip(mine, theirs)):
             return False
         why = f"one of {len(mine)} of shape {list(mine[0].first.shape)}, in the same order"
-        return any([self._take_groups(a, b, why, weak=True) for a, b in zip(mine, theirs)])
+        taken = [self._take_groups(a, b, why, weak=True) for a, b in zip(mine, theirs)]
+        return any(taken)
 
     def by_parts(self) -> bool:
         """Several tensors that are one on the other side: query, key and value; gate and up."""
@@ -207,7 +236,7 @@ class _Search:
     # What steps have in common
 
     def _classes(self, kinds: bool = True) -> Iterator[Class]:
-        """Groups of both sides that have tensors of one shape in the same layers, and (with `kinds`) are of one kind."""
+        """Groups of both sides with tensors of one shape in the same layers, and (with `kinds`) of one kind."""
         for depth in _DEPTHS:
             found: defaultdict[Hashable, Class] = defaultdict(lambda: ([], []))
             for side, tensors in enumerate((self.left, self.right)):
@@ -225,7 +254,8 @@ class _Search:
         """Pairs the groups of a class that are linked with each other, and with no other group."""
         taken = False
         for lefts, rights in self._classes(kinds):
-            links = [(a, b) for a, b in product(lefts, rights) if linked(a, b) and self._may(a, b)]
+            may = self._agree if weak else self._may
+            links = [(a, b) for a, b in product(lefts, rights) if linked(a, b) and may(a, b)]
             count, counts = Counter(a.template for a, _ in links), Counter(b.template for _, b in links)
             for a, b in links:
                 if count[a.template] == counts[b.template] == 1:
@@ -242,14 +272,10 @@ class _Search:
         return not (words.kind(mine) and self.links.parts_modules(left.first.key, right.first.key))
 
     def _agree(self, left: Group, right: Group) -> bool:
+        """As `_may`, and nothing in the names or in their places speaks against it either."""
         parts = words.part(left.template), words.part(right.template)
-        return self._may(left, right) and (not all(parts) or parts[0] == parts[1])
-
-    def _in_order(self, lefts: Sequence[Group], rights: Sequence[Group]) -> bool:
-        return all(
-            side.ordered or _numbered([group.template for group in own])
-            for side, own in zip(self.sides, (lefts, rights))
-        )
+        places = [side.beside_layers(group) for side, group in zip(self.orders, (left, right))]
+        return self._may(left, right) and all(not all(two) or two[0] == two[1] for two in (parts, places))
 
     def _is_left(self, group: Group) -> bool:
         return all(one.key in self.left or one.key in self.right for one in group.members.values())
@@ -267,15 +293,33 @@ class _Search:
         if not all(key in self.left or key in self.right for key in keys):
             return False
         for whole, parts in hit.pairs:
-            sides = ((whole,), parts) if side == 0 else (parts, (whole,))
-            self._take(Pair(*sides, hit.evidence))
+            evidence, parts = self._told(whole, parts, side, hit.evidence)
+            left, right = ((whole,), parts) if side == 0 else (parts, (whole,))
+            self._take(Pair(left, right, evidence))
         return True
+
+    def _told(self, whole: str, parts: tuple[str, ...], side: int, evidence: str) -> tuple[str, tuple[str, ...]]:
+        """The parts in the order that their values tell, and how it is known; else as they were."""
+        if self.sides[0].digest is None or self.sides[1].digest is None or self.ways[0] or self.ways[1]:
+            return evidence, parts
+        tensors = self.left | self.right
+        for order in permutations(parts):
+            starts = [sum(tensors[part].shape[0] for part in order[:at]) for at in range(len(order))]
+            slices = [(part, start, tensors[part].shape[0]) for part, start in zip(order, starts)]
+            if all(self._is_slice(whole, one, side) for one in slices):
+                return "the same values, parts in this order", order
+        return f"{evidence}; the values differ", parts
+
+    def _is_slice(self, whole: str, part: tuple[str, int, int], side: int) -> bool:
+        key, start, size = part
+        value = Op("aten.narrow.default", (Ref(whole), 0, start, size))
+        return self._digest(side, value) == self._digest(1 - side, Ref(key))
 
     def _transposed(self, left: str, right: str) -> str:
         return "left" if left in self.ways[0] else "right" if right in self.ways[1] else ""
 
     def _take(self, pair: Pair, weak: bool = False) -> None:
-        way = self._transposed(pair.left[0], pair.right[0])
+        way = "" if pair.evidence == _SAME_VALUES else self._transposed(pair.left[0], pair.right[0])
         pair = replace(pair, transposed=pair.transposed or way)
         for key in pair.left:
             del self.left[key]
@@ -290,7 +334,7 @@ class _Search:
     # The end
 
     def result(self) -> Inference:
-        """The pairs, in the order of the left; those that rest on shapes alone only where most of a side is explained."""
+        """The pairs, in the order of the left; with those that rest on shapes alone where most of a side is paired."""
         explained = len(self.pairs) > min(len(self.left), len(self.right))
         weak = [] if explained else [self.pairs[at] for at in sorted(self.weak)]
         pairs = sorted((p for p in self.pairs if p not in weak), key=lambda pair: self.place[pair.left[0]])
@@ -327,7 +371,9 @@ def _fits(trees: Iterable[tuple[Group, Group]]) -> int:
     )
 
 
-def _ties(ranked: Sequence[tuple[Template, Template]], found: dict[tuple[Template, Template], list[tuple[Group, Group]]]) -> bool:
+def _ties(
+    ranked: Sequence[tuple[Template, Template]], found: dict[tuple[Template, Template], list[tuple[Group, Group]]]
+) -> bool:
     """Whether the second best explanation explains as much as the best, as shortly, and something else."""
     if len(ranked) < 2:
         return False
@@ -335,20 +381,3 @@ def _ties(ranked: Sequence[tuple[Template, Template]], found: dict[tuple[Templat
     alike = _fits(found[best]) == _fits(found[second]) and sum(map(len, best)) == sum(map(len, second))
     sides = ({(side, pair[side].template) for pair in found[at] for side in (0, 1)} for at in (best, second))
     return alike and bool(set.intersection(*sides))
-
-
-def _numbered(templates: Sequence[Template]) -> bool:
-    """Whether the names differ in nothing but numbers that grow: ``fc1``, ``fc2``; ``0``, ``2``."""
-    split = [[part for segment in path for part in _digits(segment)] for path in templates]
-    if len({len(parts) for parts in split}) > 1:
-        return False
-    varying = [column for column in zip(*split) if len(set(column)) > 1]
-    return (
-        len(varying) == 1
-        and all(part.isdecimal() for part in varying[0])
-        and list(map(int, varying[0])) == sorted(map(int, varying[0]))
-    )
-
-
-def _digits(segment: str) -> list[str]:
-    return re.split(r"(\d+)", segment) + ["."]

@@ -86,7 +86,8 @@ def is_floating(dtype: str) -> bool:
 
 def template(key: str, depth: int | None = None) -> tuple[Template, tuple[str, ...]]:
     """The key's segments with its first `depth` layer numbers (all, with None) generalised, and these numbers."""
-    segments, numbers = [], []
+    segments: list[str] = []
+    numbers: list[str] = []
     for segment in key.split("."):
         if segment.isdecimal() and (depth is None or len(numbers) < depth):
             numbers.append(segment)
@@ -104,5 +105,3 @@ def groups(tensors: Iterable[Tensor], depth: int | None = None) -> list[Group]:
         if depth is None or len(numbers) == depth:
             found.setdefault(shape, Group(shape, {})).members[numbers] = tensor
     return list(found.values())
-
-

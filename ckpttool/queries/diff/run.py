@@ -20,6 +20,7 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.queries.diff.suggestions import suggestions
 
 
 def diff(
@@ -107,7 +108,8 @@ def _checkpoints(
     hidden = () if names is not None else hidden_segments(entries)
     notes = (*hidden, *differing_optimizers(left, right, names))
     fix = mend.checkpoints(left, right, entries, bool(hidden))
-    return Diff(left.source, right.source, identical, entries, fix, notes)
+    inferred = suggestions(left, right, entries, values is not None) if names is None else None
+    return Diff(left.source, right.source, identical, entries, fix, notes, inferred)
 
 
 def _optimizers(
