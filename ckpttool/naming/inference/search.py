@@ -40,7 +40,7 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
         ways = frozenset(), frozenset()
     search = _Search(straight(left, ways[0]), straight(right, ways[1]), known or {}, ways)
     steps = (
-        *(search.by_content, search.by_tree, search.by_part, search.by_module, search.by_parts),
+        *(search.by_content, search.by_tree, search.by_name, search.by_part, search.by_module, search.by_parts),
         *(search.by_relative_parts, search.by_segment, search.by_shape, search.by_order, search.by_shape_alone),
     )
     while any(step() for step in steps):
@@ -145,6 +145,13 @@ class _Search:
         if len(trees) > 1:
             self.links.tree(left, right)
         return True
+
+    def by_name(self) -> bool:
+        """Names that differ by one segment: a module that holds another, or a hook that hides it."""
+        return self._unique(
+            lambda a, b: bool(_inserted(a.template, b.template)),
+            lambda a, b: f"the same name but for the segment `{_inserted(a.template, b.template)}`",
+        )
 
     def by_part(self) -> bool:
         """Tensors of one shape whose names say the same part of a layer: query, key, value, embedding."""
@@ -269,7 +276,8 @@ class _Search:
         mine, theirs = template(left.first.key)[0], template(right.first.key)[0]
         if self.links.contradict(mine, theirs):
             return words.part(mine) == words.part(theirs) == words.HEAD
-        return not (words.kind(mine) and self.links.parts_modules(left.first.key, right.first.key))
+        kinds = words.kind(mine) and words.kind(theirs)  # else they stand in other modules than what they belong to
+        return not (kinds and self.links.parts_modules(left.first.key, right.first.key))
 
     def _agree(self, left: Group, right: Group) -> bool:
         """As `_may`, and nothing in the names or in their places speaks against it either."""
@@ -356,6 +364,14 @@ def _certain(group: Group) -> str:
 
 def _the_part(left: Group, right: Group) -> str:
     return f"both are the {_certain(left)} by name"
+
+
+def _inserted(one: Template, other: Template) -> str:
+    """The segment that the longer of two names has and the shorter has not; empty where they differ by more."""
+    short, long = sorted((one, other), key=len)
+    if len(long) - len(short) != 1:
+        return ""
+    return next((part for at, part in enumerate(long) if long[:at] + long[at + 1 :] == short), "")
 
 
 def _fit(left: Tensor, right: Tensor) -> bool:
