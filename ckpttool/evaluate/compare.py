@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
-from ckpttool.evaluate import without_torch
-from ckpttool.expression import Expression, Ref
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import same_data, stream
 
@@ -79,29 +77,6 @@ def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
         from ckpttool.evaluate import with_torch
 
         yield with_torch.to_bytes(with_torch.load(entry))
-
-
-class Digests:
-    """Hashes of the values over one section's keys, each read when it is first asked for."""
-
-    def __init__(self, entries: Mapping[str, TensorEntry | ExtraEntry]) -> None:
-        self._entries = entries
-        self._known: dict[Expression, bytes | None] = {}
-
-    def __call__(self, value: Expression) -> bytes | None:
-        """The hash of the value's bytes in row-major order; None where it is no dense tensor."""
-        if value not in self._known:
-            entry = self._entry(value)
-            self._known[value] = None if entry is None else digest(entry)
-        return self._known[value]
-
-    def _entry(self, value: Expression) -> TensorEntry | None:
-        made = without_torch.entry_of("", value, self._entries)
-        if made is None and not isinstance(value, Ref):
-            from ckpttool.evaluate import with_torch
-
-            made = with_torch.entry_of("", value, self._entries)
-        return made
 
 
 def digest(entry: TensorEntry) -> bytes:

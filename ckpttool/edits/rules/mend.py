@@ -1,4 +1,4 @@
-"""The commands that bring one checkpoint's names to another's by inferred rules, and what they leave undone."""
+"""What mends a diff by inferred rules: the rules, the commands that carry them out, what they leave undone."""
 
 from __future__ import annotations
 
@@ -18,31 +18,38 @@ _FEW = 3  # rules that are shown as options; more of them go into a file
 _SHOWN = 5  # keys that a note names
 
 
-def suggestion(diff: Diff, left: Checkpoint, right: Checkpoint) -> Suggestion | None:
-    """The rules of what a diff inferred; None where there are none."""
+def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = False) -> Diff:
+    """The diff with the suggested rules, the commands that carry them out, and what they leave undone.
+
+    `values`: the diff compared values.
+    """
+    found = _suggestion(diff, left, right)
+    if found is None:
+        return diff
+    diff = replace(diff, rules=found.text(), notes=(*diff.notes, *_undone(found)))
+    if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
+        return diff
+    options, out = _options(found), beside(diff.left, "renamed")
+    fix = (shell("ckpttool", "remap", diff.left, *options, "-o", out),) if options else _with_file(diff, values)
+    return replace(diff, fix=fix)
+
+
+def by_file(diff: Diff, rules: str) -> Diff:
+    """The diff with the command that carries its rules out, which were written to the file `rules`."""
+    return replace(diff, fix=(_remap_by(diff.left, rules),))
+
+
+def _remap_by(left: str, rules: str) -> str:
+    return shell("ckpttool", "remap", left, "--rules", rules, "-o", beside(left, "renamed"))
+
+
+def _suggestion(diff: Diff, left: Checkpoint, right: Checkpoint) -> Suggestion | None:
     if diff.inferred is None:
         return None
     paired = {key for pair in diff.inferred.pairs for key in pair.left}
     same = {mine: theirs for mine, theirs in known(diff.entries).items() if mine not in paired}
     taken = [key for one in diff.inferred.ambiguous for key in one.left]
     return suggest(diff.inferred.pairs, same, model_section(left), model_section(right), taken)
-
-
-def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = False, file: str = "") -> Diff:
-    """The diff with the commands that carry the suggested rules out, and with what they leave undone.
-
-    `file` is where the rules were written already; `values`: the diff compared values.
-    """
-    found = suggestion(diff, left, right)
-    if found is None or "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
-        return diff
-    source, out = left.source, beside(left.source, "renamed")
-    if file:
-        fix: tuple[str, ...] = (shell("ckpttool", "remap", source, "--rules", file, "-o", out),)
-    else:
-        options = _options(found)
-        fix = (shell("ckpttool", "remap", source, *options, "-o", out),) if options else _by_file(diff, values, out)
-    return replace(diff, fix=fix, notes=tuple(dict.fromkeys((*diff.notes, *_undone(found)))))
 
 
 def _options(found: Suggestion) -> list[str]:
@@ -53,13 +60,13 @@ def _options(found: Suggestion) -> list[str]:
     return [word for text in plain for word in ("--rule", text)] + [w for key in found.drops for w in ("--drop", key)]
 
 
-def _by_file(diff: Diff, values: bool, out: str) -> tuple[str, ...]:
+def _with_file(diff: Diff, values: bool) -> tuple[str, ...]:
     path = beside(diff.left, "rules")
     rules = (name(path) if is_url(path) else path).rpartition(".rules")[0] + ".rules.toml"
     compared = ["--values"] if values else []
     return (
         shell("ckpttool", "diff", diff.left, diff.right, *compared, "--suggest", rules),
-        shell("ckpttool", "remap", diff.left, "--rules", rules, "-o", out),
+        _remap_by(diff.left, rules),
     )
 
 

@@ -91,7 +91,7 @@ def _suggest(
     used = {key for pair in pairs for key in pair.left} | same.keys()
     made = {key for pair in pairs for key in pair.right} | set(same.values())
     remaining = tuple(key for key in want if key not in made and key not in right.aliases())
-    spare = [key for key in have if key not in used and key not in left.aliases()]
+    spare = [key for key in have if key not in used]
     dropped = () if remaining else tuple(key for key in spare if key not in taken)
     kept = [key for key in have if key not in used and key not in dropped]
     turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}

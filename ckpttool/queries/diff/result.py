@@ -37,7 +37,8 @@ class Diff:
     """The answer of `diff`. `fix` are commands that can be pasted; `notes` are sentences about no single key.
 
     `inferred` is what may be one tensor under two names, where no model was there to ask: suggestions, on which
-    `identical` does not rest. None where the question does not arise.
+    `identical` does not rest; `rules` is the text of a rules file that carries them out. None where the question does
+    not arise, and where there are no such rules.
     """
 
     left: str
@@ -47,6 +48,7 @@ class Diff:
     fix: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     inferred: Inference | None = None
+    rules: str | None = None
 
     @property
     def summary(self) -> dict[str, int]:
@@ -65,7 +67,7 @@ class Diff:
             "entries": [_entry_json(entry) for entry in self.entries],
             "fix": list(self.fix),
             "notes": list(self.notes),
-            **({} if self.inferred is None else _inferred_json(self.inferred)),
+            **({} if self.inferred is None else {**_inferred_json(self.inferred), "rules": self.rules}),
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.evaluate.compare import Digests
+from ckpttool.evaluate.digests import Digests
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.naming.inference.search import infer
 from ckpttool.naming.inference.values import Inference, Side, Tensor
