@@ -66,11 +66,14 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))
 
 
-def inspect(ckpt: Ckpt) -> Inspection:
-    """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers. Raises `CkptError`."""
+def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
+    """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
+
+    Raises `CkptError` where something cannot be read.
+    """
     from ckpttool.queries import inspection
 
-    return inspection.inspect(open_checkpoint(ckpt))
+    return inspection.inspect(open_checkpoint(ckpt), stats=stats)
 
 
 @_takes(OptimizerOptions)
