@@ -38,7 +38,8 @@ class Diff:
 
     `inferred` is what may be one tensor under two names, where no model was there to ask: suggestions, on which
     `identical` does not rest; `rules` is the text of a rules file that carries them out. None where the question does
-    not arise, and where there are no such rules.
+    not arise, and where there are no such rules. `exchangeable` are keys of one shape in the same layers, which only
+    their names tell apart: a tuple for each shape.
     """
 
     left: str
@@ -49,6 +50,7 @@ class Diff:
     notes: tuple[str, ...] = ()
     inferred: Inference | None = None
     rules: str | None = None
+    exchangeable: tuple[tuple[str, ...], ...] = ()
 
     @property
     def summary(self) -> dict[str, int]:
@@ -67,6 +69,7 @@ class Diff:
             "entries": [_entry_json(entry) for entry in self.entries],
             "fix": list(self.fix),
             "notes": list(self.notes),
+            **({"exchangeable": [list(keys) for keys in self.exchangeable]} if self.exchangeable else {}),
             **({} if self.inferred is None else {**_inferred_json(self.inferred), "rules": self.rules}),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -10,11 +11,14 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
 from ckpttool.names import Names
+from ckpttool.naming.inference.alike import exchangeable
+from ckpttool.naming.inference.values import Tensor
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff import mend
+from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
@@ -97,7 +101,19 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
     fix = () if identical else mend.load(model, checkpoint.source, entries)
-    return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
+    alike = exchangeable(_distinct(names))
+    right = f"{model.title} (what it loads)"
+    return Diff(checkpoint.source, right, identical, entries, fix, tuple(notes), exchangeable=alike)
+
+
+def _distinct(names: Names) -> Iterator[Tensor]:
+    """The tensors that the model loads, those with several keys once."""
+    seen = set[object]()
+    for key in names.serialized:
+        if key.shape is not None and key.source not in seen:
+            yield Tensor(key.key, key.dtype, key.shape)
+        if key.source is not None:
+            seen.add(key.source)
 
 
 def _optimizer(model: ModelOperand, checkpoint: Checkpoint) -> Diff:
@@ -122,6 +138,7 @@ def _checkpoints(
         return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
+    entries = explained(entries, mine, theirs)
     harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)

@@ -48,6 +48,8 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     if diff.inferred is not None:
         blocks += [shortened(_suggested(diff.inferred), None if all else _ROWS), _ambiguous(diff.inferred)]
     blocks += [Note(note, "notice" if diff.identical else "warning") for note in diff.notes]
+    if diff.exchangeable:
+        blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
@@ -133,6 +135,17 @@ def _ambiguous(inferred: Inference) -> Table:
     rows = tuple((_keys(one.left), _keys(one.right), one.reason) for one in inferred.ambiguous)
     columns = (Column("left", "key"), Column("right", "key"), Column("why"))
     return Table("Not paired: could be each other in more than one way", columns, rows)
+
+
+def _exchangeable(diff: Diff) -> str:
+    """Which tensors only their names tell apart, those of one shape as an example."""
+    count = sum(map(len, diff.exchangeable))
+    groups = collapse((key, None) for key in diff.exchangeable[0])
+    example = ", ".join(group.pattern for group in groups)
+    return (
+        f"{plural(count, 'tensor')} could be exchanged with others of their layer without any shape error, "
+        f"as {example}: only their names tell them apart"
+    )
 
 
 def _listed(entries: Iterable[Entry]) -> Table:
