@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import is_lightning, segments, weigh
@@ -54,9 +55,26 @@ class Inspection:
                 for section in checkpoint.sections
                 for flat in flat_params(section)
             ],
+            "adapters": [
+                {
+                    "section": path,
+                    "kinds": list(adapter.kinds),
+                    "modules": list(adapter.modules),
+                    "tensors": sum(map(len, adapter.modules.values())),
+                    "alone": adapter.alone,
+                }
+                for path, adapter in self.adapters.items()
+            ],
             "metadata": dict(checkpoint.metadata),
             "notes": list(self.notes),
         }
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The adapters among the keys of state dicts, by section path."""
+        states = (section for section in self.checkpoint.sections if section.kind == "state_dict")
+        found = ((section.path, adapter_of(section.by_key())) for section in states)
+        return {path: adapter for path, adapter in found if adapter is not None}
 
     def _section(self, section: Section) -> dict[str, Any]:
         return {

@@ -18,6 +18,7 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff import mend
+from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
@@ -100,6 +101,8 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
+    if not identical:
+        notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
     fix = () if identical else mend.load(model, checkpoint.source, entries)
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"
@@ -142,7 +145,8 @@ def _checkpoints(
     harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
-    notes = (*hidden, *differing_optimizers(left, right, names))
+    adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
+    notes = (*hidden, *adapters, *differing_optimizers(left, right, names))
     fix = mend.checkpoints(left, right, entries, bool(hidden))
     inferred = suggestions(left, right, entries, values is not None) if names is None else None
     return Diff(left.source, right.source, identical, entries, fix, notes, inferred)

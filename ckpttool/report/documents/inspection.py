@@ -30,6 +30,7 @@ def document(inspection: Inspection, *, all: bool = False) -> Document:
         shortened(_tensors(inspection, all), limit),
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(inspection), limit),
+        _adapters(inspection),
         shortened(_aliases(inspection), limit),
         shortened(_extras(inspection), limit),
         shortened(_globals(inspection), limit),
@@ -118,6 +119,17 @@ def _flat_parameters(inspection: Inspection) -> Table:
     ]
     columns = (Column("key", "key"), Column("parameters of"), Column("elements", "number"))
     return Table("Flat parameters: all parameters of a module, end to end", columns, tuple(rows))
+
+
+def _adapters(inspection: Inspection) -> Table:
+    columns = (Column("section", "key"), Column("adapter"), Column("modules", "number"), Column("touches", "key"))
+    rows: list[tuple[Inline, ...]] = []
+    for path, adapter in inspection.adapters.items():
+        touched = ", ".join(group.pattern for group in collapse((module, None) for module in adapter.modules))
+        alone = "alone: no weights of its model" if adapter.alone else "beside its model"
+        kinds = f"{' and '.join(adapter.kinds)}, {alone}"
+        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), touched[:_VALUE_WIDTH]))
+    return Table("Adapters: what is added to a model's layers", columns, tuple(rows))
 
 
 def _aliases(inspection: Inspection) -> Table:
