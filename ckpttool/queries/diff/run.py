@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -10,11 +11,15 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
 from ckpttool.names import Names
+from ckpttool.naming.inference.alike import exchangeable
+from ckpttool.naming.inference.values import Tensor
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff import mend
+from ckpttool.queries.diff.adapters import adapter_notes
+from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
@@ -26,6 +31,7 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.queries.diff.suggestions import suggestions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +101,22 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
+    if not identical:
+        notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
     fix = () if identical else mend.load(model, checkpoint.source, entries)
-    return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
+    alike = exchangeable(_distinct(names))
+    right = f"{model.title} (what it loads)"
+    return Diff(checkpoint.source, right, identical, entries, fix, tuple(notes), exchangeable=alike)
+
+
+def _distinct(names: Names) -> Iterator[Tensor]:
+    """The tensors that the model loads, those with several keys once."""
+    seen = set[object]()
+    for key in names.serialized:
+        if key.shape is not None and key.source not in seen:
+            yield Tensor(key.key, key.dtype, key.shape)
+        if key.source is not None:
+            seen.add(key.source)
 
 
 def _optimizer(model: ModelOperand, checkpoint: Checkpoint) -> Diff:
@@ -121,12 +141,15 @@ def _checkpoints(
         return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
+    entries = explained(entries, mine, theirs)
     harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
-    notes = (*hidden, *differing_optimizers(left, right, names))
+    adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
+    notes = (*hidden, *adapters, *differing_optimizers(left, right, names))
     fix = mend.checkpoints(left, right, entries, bool(hidden))
-    return Diff(left.source, right.source, identical, entries, fix, notes)
+    inferred = suggestions(left, right, entries, values is not None) if names is None else None
+    return Diff(left.source, right.source, identical, entries, fix, notes, inferred)
 
 
 def _optimizers(
