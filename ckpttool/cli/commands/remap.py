@@ -24,11 +24,12 @@ from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.names import FSDP_FLAT, SERIALIZED, Names
-from ckpttool.operands.checkpoint import model_section, open_operand, split
+from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, parse_kwargs, read_json
 from ckpttool.operands.output import Target, target_for
 from ckpttool.optimizer_state import FORMS as KEYS
 from ckpttool.plan import Plan
+from ckpttool.words import shell
 
 
 def command(
@@ -140,12 +141,14 @@ def _made(asked: Asked, source: Checkpoint, names: Names | None) -> Remap:
     steps = _steps(asked, rules)
     to_names = _to_names(asked)
     renaming = (Renames(steps),) if steps else rules
-    wanted = Wanted(asked.optimizer_keys, names, to_names, renaming, FORMS.get(asked.to or ""))
+    form, beside = FORMS.get(asked.to or ""), saved_state_dicts(source)
+    wanted = Wanted(asked.optimizer_keys, names, to_names, renaming, form, beside, _by_old_model(asked))
+    about_optimizers = gathered is None and _is_about_optimizers(asked, wanted, source)
     way = Way(
-        names=None if gathered is None and _is_about_optimizers(asked, wanted) else names,
+        names=None if about_optimizers else names,
         to=SERIALIZED if asked.to == FSDP_FLAT else asked.to,
         was=asked.was,
-        to_names=to_names if asked.to_model is not None else None,
+        to_names=None if about_optimizers or asked.to_model is None else to_names,
         like=None if asked.like is None else model_section(open_operand(asked.like)),
         rules=() if steps else rules,
         steps=steps,
@@ -173,10 +176,21 @@ def _steps(asked: Asked, rules: tuple[Rule, ...]) -> tuple[Step, ...]:
     return read(asked.rules_file, reverse=asked.reverse, rules=rules)
 
 
-def _is_about_optimizers(asked: Asked, wanted: Wanted) -> bool:
+def _is_about_optimizers(asked: Asked, wanted: Wanted, source: Checkpoint) -> bool:
     """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
-    about_keys = (asked.to, asked.was, asked.like, asked.to_model, asked.select)
+    has_model = any(section.kind == "state_dict" for section in source.sections)
+    about_keys = (asked.to, asked.was, asked.like, asked.to_model if has_model else None, asked.select)
     return wanted.changes and not asked.trainable_only and all(option is None for option in about_keys)
+
+
+def _by_old_model(asked: Asked) -> str | None:
+    """The same command, with the model named that saved the checkpoint; None where it names one already."""
+    if asked.to_model is not None or asked.to_optimizer is not None or asked.model is None:
+        return None
+    made = [] if asked.optimizer is None else ["--optimizer", asked.optimizer, "--to-optimizer", asked.optimizer]
+    keys = [] if asked.optimizer_keys is None else ["--optimizer-keys", asked.optimizer_keys]
+    out = ["--in-place"] if asked.in_place else ["-o", asked.out or "OUT"]
+    return shell("ckpttool", "remap", asked.ckpt, "--model", "OLD", "--to-model", asked.model, *made, *keys, *out)
 
 
 def _to_names(asked: Asked) -> Names | None:

@@ -14,7 +14,7 @@ from ckpttool.names import Hook, hook_json
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 STATUSES = (
-    *("same", "renamed", "transformed", "alias", "shape", "dtype", "value"),
+    *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),
 )
 

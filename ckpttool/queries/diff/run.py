@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.model import ModelOperand
+from ckpttool.optimizer_state import ID
 from ckpttool.queries.diff import mend
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
+    SavedOptimizer,
     compare_optimizers,
-    compare_with_optimizer,
     differing_optimizers,
     optimizer_alone,
     optimizer_section,
 )
+from ckpttool.queries.diff.optimizer_load import compare_with_optimizer
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.words import shell
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.optimizer_loading import OptimizerVerdict
 
 
 def diff(
@@ -42,7 +51,7 @@ def diff(
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
     if left is None:
         return _names(model)
-    return _load(model, left, ignore_dtype) if model.optimizer is None else _optimizer(model, left)
+    return _load(model, left, ignore_dtype) if model.optimizer is None else _optimizer(model, left, ignore_dtype)
 
 
 def _names(model: ModelOperand) -> Diff:
@@ -80,16 +89,38 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
 
 
-def _optimizer(model: ModelOperand, checkpoint: Checkpoint) -> Diff:
-    """A saved optimizer against the one that is to load it."""
+def _optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
+    """A saved optimizer, and the model beside it, against those that are to load them."""
     names, section = model.names(), optimizer_section(checkpoint)
     if section is None:
         raise CkptError(f"{checkpoint.source} holds no optimizer, or several", hint="name one: CKPT::optimizer")
-    entries, notes = compare_with_optimizer(section, names)
-    identical = all(entry.status in HARMLESS for entry in entries)
-    fix = () if identical else mend.optimizer(model, checkpoint.source)
+    fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, _tried(model, section))
+    fix = mend.optimizer(model, checkpoint.source, section.path, fit)
+    notes, loads = _beside(model, checkpoint, ignore_dtype)
     right = f"{model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class} (of {names.model})"
-    return Diff(checkpoint.source, right, identical, entries, fix, notes)
+    return Diff(checkpoint.source, right, fit.fits and loads, fit.entries, fix, (*fit.notes, *notes))
+
+
+def _tried(model: ModelOperand, section: Section) -> OptimizerVerdict | None:
+    """What torch does with the state; None where it cannot be tried, or it is in a form that goes by names."""
+    if not model.is_definition or form_of(section) != ID:
+        return None
+    from ckpttool.tracing.load_optimizer import load_optimizer
+    from ckpttool.tracing.optimizer_loading import optimizer_verdict
+
+    return optimizer_verdict(model.definition(), load_optimizer(model.optimizer), section)
+
+
+def _beside(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> tuple[tuple[str, ...], bool]:
+    """Whether the model loads from the same file, with a note where it does not; true where there is none in it."""
+    if not any(section.kind == "state_dict" for section in checkpoint.sections):
+        return (), True
+    words = shell("ckpttool", "diff", *model.words, checkpoint.source)
+    try:
+        found = _load(replace(model, optimizer=None), checkpoint, ignore_dtype)
+    except CkptError as error:
+        return (f"the model in this file was not compared: {error.message} ({error.hint})",), False
+    return (() if found.identical else (f"the model in this file does not load as it is ({words})",)), found.identical
 
 
 def _checkpoints(
@@ -119,7 +150,8 @@ def _optimizers(
     values: Values | None,
 ) -> Diff:
     """Two saved optimizers."""
-    entries, notes = compare_optimizers(*sections, names, values)
+    saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
+    entries, notes = compare_optimizers(*saved, names, values)
     identical = all(entry.status in HARMLESS for entry in entries)
-    fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model)
+    fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model, entries)
     return Diff(left.source, right.source, identical, entries, fix, notes)
