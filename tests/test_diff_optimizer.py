@@ -64,7 +64,9 @@ def test_another_order_of_equal_names_is_a_difference_of_places(tmp_path: Path) 
 
 
 def test_ids_alone_of_models_in_another_order_are_not_the_same(tmp_path: Path) -> None:
-    left, right = (save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered))
+    left, right = (
+        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
+    )
     state = torch.load(left)
     torch.save({**torch.load(right), "optimizer": state["optimizer"]}, right)
     entries, _ = compare_optimizers(beside(left), beside(right))

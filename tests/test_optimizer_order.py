@@ -59,7 +59,9 @@ def fill(path: Path, wanted: Spec, which: str = "old") -> str:
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, form: str) -> dict[str, Any]:
     if form == "id":
         return optimizer.state_dict()
-    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=form == "flat"))
+    return get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    )
 
 
 def resumes(path: str, wanted: Spec, form: str, which: str = "new") -> bool:
