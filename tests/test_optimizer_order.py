@@ -147,3 +147,33 @@ def test_every_state_stays_with_its_own_parameter(
             assert resumes(out, wanted, form)
             assert run(capsys, "diff", *new, out)[0] == 0
         assert status in (0, 1)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_the_optimizer_alone_is_judged_by_the_whole_file(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by the model's own order, where no optimizer is named."""
+    wanted = spec(seed)
+    path = fill(tmp_path / "old.pt", wanted)
+    new = ["--model", f"optimizer_orders:new_{seed}"]
+    made = ["--optimizer", f"optimizer_orders:make_{seed}"]
+    named = wanted.form != "id" or wanted.with_names
+    right = resumes(path, wanted, wanted.form)
+    whole, alone = (run(capsys, "diff", *new, *made, operand)[0] for operand in (path, f"{path}::optimizer"))
+    assert whole == alone
+
+    other = fill(tmp_path / "new.pt", wanted, "new")
+    status, told = run(capsys, "diff", f"{path}::optimizer", f"{other}::optimizer")
+    by_ids = any("by their ids" in note for note in told["notes"])
+    assert status == 1 or right or (by_ids and not wanted.with_model)
+    if named and wanted.kind != "SGD" and wanted.tied is None:
+        assert (status == 0) == right
+    if wanted.with_model:  # then that is the answer, and a note points at the optimizers
+        _, told = run(capsys, "diff", path, other)
+        assert any("::optimizer" in note for note in told["notes"]) == (status == 1)
+
+    out = str(tmp_path / "out.pt")
+    status, told = run(capsys, "remap", path, *new, "--optimizer-keys", wanted.form, "-o", out)
+    if status == 0 and not says_on_what_it_rests(told["notes"]):
+        assert resumes(out, wanted, wanted.form)

@@ -14,7 +14,7 @@ from torch import nn
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.optimizer_state import GROUPS, STATE, Param, rebuilt
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.load_model import LoadedModel, says_meta
 from ckpttool.tracing.load_optimizer import LoadedOptimizer
 
 _OWNER = "ckpttool.owner"  # stands in the state of each parameter, and says where it came from
@@ -64,7 +64,10 @@ def _tried(fresh: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], saved: 
     }
     if not _steps_after_loading(fresh):
         return OptimizerVerdict(landed, None, False)
-    return OptimizerVerdict(landed, _raised(lambda: _step(optimizer)), True)
+    error = _raised(lambda: _step(optimizer))
+    if error is not None and says_meta(error):  # the file's hyperparameters ask for values that meta tensors have not
+        return OptimizerVerdict(landed, None, False)
+    return OptimizerVerdict(landed, error, True)
 
 
 def _steps_after_loading(fresh: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> bool:

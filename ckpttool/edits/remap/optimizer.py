@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,9 +28,9 @@ from ckpttool.naming.optimizers.moves import (
     to_serialized,
 )
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.operands.checkpoint import saved_state_dicts, split
 from ckpttool.optimizer_state import FLAT, ID, OptimizerState, ParamGroup, numbered, renamed
-from ckpttool.words import plural
+from ckpttool.words import plural, shell
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def remap_optimizers(source: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tu
     sections: list[Section] = []
     done: list[OptimizerRemap] = []
     for section in source.sections:
-        changed = _remapped(section, wanted) if section.kind == "optimizer" else None
+        changed = _remapped(section, wanted, source.source) if section.kind == "optimizer" else None
         sections.append(section if changed is None else changed[0])
         if changed is not None:
             done.append(changed[1])
@@ -114,7 +115,7 @@ def to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
     return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}
 
 
-def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap] | None:
+def _remapped(section: Section, wanted: Wanted, source: str) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
     where = section.path or "(root)"
     state = forms.read(section)
@@ -130,7 +131,7 @@ def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap
     groups = _groups(named, sources, wanted, to, where)
     shapes: Mapping[str, Any] = {} if wanted.names is None else Parameters(wanted.names).shapes
     moved = in_groups(named, groups, carry(named, _in(groups, sources), shapes, where))
-    _check_loads(moved, wanted, where)
+    _check_loads(moved, wanted, where, _leave_out(source, section.path))
     made = numbered(moved) if to == ID else replace(moved, form=to)
     if made == state and not asked:
         return None
@@ -163,7 +164,7 @@ def _named(state: OptimizerState, wanted: Wanted, where: str) -> tuple[Optimizer
     return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None
 
 
-def _check_loads(moved: OptimizerState, wanted: Wanted, where: str) -> None:
+def _check_loads(moved: OptimizerState, wanted: Wanted, where: str, leave_out: str) -> None:
     """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
     target = wanted.to_names or wanted.names
     if wanted.to_names is not None:
@@ -171,15 +172,23 @@ def _check_loads(moved: OptimizerState, wanted: Wanted, where: str) -> None:
         check(own, moved, wanted.to_names).settled(where)
     if target is None:
         return
-    parameters = Parameters(target)
-    lacks = lacking(moved, target.optimizer_groups, parameters.first_step)
+    lacks = Counter(
+        key.rpartition(".")[2] for key in lacking(moved, target.optimizer_groups, Parameters(target).first_step)
+    )
     if lacks:
+        own_class = class_of(moved) or "another optimizer"
         raise Refused(
-            f"{where}: the state is that of {class_of(moved) or 'another optimizer'}, which {target.optimizer_class} "
-            "loads and fails with at its next step",
-            hint=f"--drop {where} leaves it out, and the optimizer starts afresh",
-            problems=[Problem("the optimizer needs it, and the file's state has none", key) for key in lacks],
+            f"{where}: the state is that of {own_class}; {target.optimizer_class} loads it, and fails at the next step",
+            hint=f"the optimizer can only start afresh: {leave_out}",
+            problems=[Problem("the optimizer needs it, and the file's state has none", name) for name in lacks],
         )
+
+
+def _leave_out(source: str, section: str) -> str:
+    """The command that leaves the optimizer `section` of `source` out."""
+    path, picked = split(source)
+    name = section or picked
+    return f"do not load {path}" if name is None else shell("ckpttool", "remap", path, "--drop", name, "-o", "OUT")
 
 
 def _sources(named: OptimizerState, wanted: Wanted, to: str) -> dict[str, Expression]:

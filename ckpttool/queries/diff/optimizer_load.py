@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpttool.errors import Refused
 from ckpttool.names import Names
+from ckpttool.naming.forms import read as read_keys
+from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers.classes import class_of, lacking
 from ckpttool.naming.optimizers.forms import read
 from ckpttool.naming.optimizers.ids import Owners, own_names, owners, resolve
@@ -31,13 +33,20 @@ _OF_ANOTHER = "torch gives state to parameters by position: this one would get a
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFit:
-    """`fits`: torch loads the state, and every parameter has its own. `form` is the file's; `remedy` mends it."""
+    """`fits`: torch loads the state, and every parameter has its own. `form` is the file's; `remedy` mends it.
+
+    With ``old_model`` the command has to say more: `same_groups`, whether the optimizer that saved the file can be the
+    one that is to load it (None: its ids are in the model's order), and `foreign_keys`, tensors beside it that the new
+    model has no place for.
+    """
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
     fits: bool
     form: str
     remedy: Remedy | None = None
+    same_groups: bool | None = None
+    foreign_keys: tuple[str, ...] = ()
 
 
 def compare_with_optimizer(
@@ -70,7 +79,8 @@ def compare_with_optimizer(
         notes.append(known.rests_on("left"))
     foreign = bool(needs) or (failed and not differing)
     remedy = None if fits else _remedy(mine, target, known, foreign, notes)
-    return OptimizerFit(tuple(entries), tuple(notes), fits, state.form, remedy)
+    fit = OptimizerFit(tuple(entries), tuple(notes), fits, state.form, remedy)
+    return _by_old_model(fit, state, target, saved) if remedy == "old_model" else fit
 
 
 def _unknown(state: OptimizerState, target: Parameters, saved: SavedOptimizer, notes: list[str]) -> OptimizerFit:
@@ -80,7 +90,18 @@ def _unknown(state: OptimizerState, target: Parameters, saved: SavedOptimizer, n
     entries = group_entries(state, numbered(fresh)) if own is None else group_entries(renamed(state, own.names), fresh)
     if own is not None:
         notes = [*notes, f"left: its parameters are named by {own.evidence}"]
-    return OptimizerFit(tuple(entries), tuple(notes), False, state.form, "old_model")
+    fit = OptimizerFit(tuple(entries), tuple(notes), False, state.form, "old_model")
+    return _by_old_model(fit, state, target, saved)
+
+
+def _by_old_model(fit: OptimizerFit, state: OptimizerState, target: Parameters, saved: SavedOptimizer) -> OptimizerFit:
+    groups = [len(group.params) for group in state.groups]
+    same: bool | None = groups == [len(group) for group in target.groups]
+    if not same and (state.form != ID or len(groups) == 1 or all(group.param_names for group in state.groups)):
+        same = None
+    tables = Relation(target.names)
+    keys = [key for section in saved.beside for key in read_keys(tables, section).match.unmatched]
+    return replace(fit, same_groups=same, foreign_keys=tuple(dict.fromkeys(keys)))
 
 
 def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple[Owners | None, list[str]]:

@@ -109,12 +109,25 @@ def _optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) 
     """A saved optimizer, and the model beside it, against those that are to load them."""
     names, section = model.names(), optimizer_section(checkpoint)
     if section is None:
-        raise CkptError(f"{checkpoint.source} holds no optimizer, or several", hint="name one: CKPT::optimizer")
+        raise _no_optimizer(model, checkpoint)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, _tried(model, section))
     fix = mend.optimizer(model, checkpoint.source, section.path, fit)
     notes, loads = _beside(model, checkpoint, ignore_dtype)
     right = f"{model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class} (of {names.model})"
     return Diff(checkpoint.source, right, fit.fits and loads, fit.entries, fix, (*fit.notes, *notes))
+
+
+def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
+    paths = [section.path for section in checkpoint.sections if section.kind == "optimizer"]
+    if paths:
+        several = ", ".join(path or "(root)" for path in paths)
+        hint = f"pick one: {checkpoint.source}::{paths[0]}"
+        return CkptError(f"{checkpoint.source} holds several optimizers: {several}", hint=hint)
+    words = shell("ckpttool", "diff", *model.words, checkpoint.source)
+    return CkptError(
+        f"{checkpoint.source} holds no optimizer: one that resumes from it starts afresh",
+        hint=f"its model: {words}",
+    )
 
 
 def _tried(model: ModelOperand, section: Section) -> OptimizerVerdict | None:
