@@ -53,7 +53,9 @@ class Owners:
     doubt: Doubt | None = None
 
     def rests_on(self, where: str) -> str:
-        """On what an answer rests that assumes them."""
+        """On what an answer rests where the file does not name the parameters."""
+        if not self.assumed:
+            return f"{where}: its ids are those of the {self.evidence}: the model's keys in the file stand in its order"
         return (
             f"{where}: nothing in the file says whose state its ids are, or shows in which order its model was "
             f"registered: they are taken for those of the {self.evidence}, and this answer rests on that"

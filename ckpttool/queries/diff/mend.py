@@ -36,10 +36,12 @@ def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit)
     """For an optimizer's state that another optimizer is to load."""
     ckpt, picked = split(source)
     made = model.optimizer if isinstance(model.optimizer, str) else "OPTIMIZER"
+    by_optimizer = () if model.optimizer is None else ("--optimizer", made)
+    to_optimizer = () if model.optimizer is None else ("--to-optimizer", made)
     words: dict[Remedy | None, tuple[tuple[str, ...], str]] = {
-        "by_name": ((*model.words, "--optimizer", made, "--optimizer-keys", fit.form), "ordered"),
-        "regroup": ((*model.words, "--to-optimizer", made), "mapped"),
-        "old_model": ((*_saver(made, fit), "--to-model", *model.words[1:2], "--to-optimizer", made), "mapped"),
+        "by_name": ((*model.words, *by_optimizer, "--optimizer-keys", fit.form), "ordered"),
+        "regroup": ((*model.words, *to_optimizer), "mapped"),
+        "old_model": ((*_saver(by_optimizer, fit), "--to-model", *model.words[1:2], *to_optimizer), "mapped"),
     }
     if fit.remedy == "afresh" and (section or picked):
         words["afresh"] = ("--drop", section or picked or ""), "afresh"
@@ -49,9 +51,9 @@ def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit)
     return (_remap(ckpt, *options, out=beside(ckpt, word)),)
 
 
-def _saver(optimizer: str, fit: OptimizerFit) -> tuple[str, ...]:
+def _saver(optimizer: tuple[str, ...], fit: OptimizerFit) -> tuple[str, ...]:
     """The options that name what saved the file, and leave out what the new model has no place for."""
-    of_old = {True: ("--optimizer", optimizer), False: ("--optimizer", "OLD_OPTIMIZER"), None: ()}[fit.same_groups]
+    of_old = {True: optimizer, False: ("--optimizer", "OLD_OPTIMIZER"), None: ()}[fit.same_groups]
     return ("--model", "OLD", *of_old, *(word for key in fit.foreign_keys for word in ("--drop", key)))
 
 

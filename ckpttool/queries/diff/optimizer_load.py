@@ -6,19 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ckpttool.errors import Refused
-from ckpttool.names import Names
+from ckpttool.checkpoint import Section
+from ckpttool.errors import CkptError, Refused
+from ckpttool.names import Names, OptimizerParam
 from ckpttool.naming.forms import read as read_keys
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers.classes import class_of, lacking
 from ckpttool.naming.optimizers.forms import read
 from ckpttool.naming.optimizers.ids import Owners, own_names, owners, resolve
-from ckpttool.naming.optimizers.moves import arranged, identity
+from ckpttool.naming.optimizers.moves import arranged, carry, identity
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.optimizer_state import FLAT, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered, renamed
+from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered, renamed
 from ckpttool.queries.diff.optimizer import SavedOptimizer, said
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries
 from ckpttool.queries.diff.result import HARMLESS, Entry
+from ckpttool.words import plural
 
 if TYPE_CHECKING:
     from ckpttool.tracing.optimizer_loading import OptimizerVerdict
@@ -49,6 +51,24 @@ class OptimizerFit:
     foreign_keys: tuple[str, ...] = ()
 
 
+def in_model_order(names: Names, section: Section) -> Names:
+    """`names` with the optimizer that takes as many of the model's parameters as the file has, in their order.
+
+    Raises `CkptError` where that is not one group, of all parameters or of all that are trainable.
+    """
+    state, parameters = read(section), Parameters(names)
+    chosen = [own for own in (tuple(parameters.shapes), parameters.trainable) if len(own) == len(state.params)]
+    if len(state.groups) != 1 or not chosen:
+        counts = f"{plural(len(state.params), 'parameter')} in {plural(len(state.groups), 'param group')}"
+        raise CkptError(
+            f"{counts}: nothing says which optimizer of {names.model} is to load them",
+            hint="pass --optimizer file.py:make, the function that makes the optimizer of the model",
+        )
+    fqn_of = {t.canonical: t.fqn for t in reversed(names.runtime)}
+    params = tuple(OptimizerParam(place, fqn_of[name], 0) for place, name in enumerate(chosen[0]))
+    return replace(names, optimizer=params, optimizer_groups=(state.groups[0].hyperparameters,))
+
+
 def compare_with_optimizer(
     saved: SavedOptimizer, names: Names, verdict: OptimizerVerdict | None = None
 ) -> OptimizerFit:
@@ -75,8 +95,8 @@ def compare_with_optimizer(
     failed = verdict is not None and verdict.error is not None
     fits = not (differing or failed or known.doubt)
     notes += more
-    if fits and known.assumed:
-        notes.append(known.rests_on("left"))
+    if fits:
+        notes += _grounds(state, mine, target, known)
     foreign = bool(needs) or (failed and not differing)
     remedy = None if fits else _remedy(mine, target, known, foreign, notes)
     fit = OptimizerFit(tuple(entries), tuple(notes), fits, state.form, remedy)
@@ -182,6 +202,16 @@ def _stateless(mine: OptimizerState, target: Parameters) -> list[Entry]:
     return [Entry("missing", (), (f"{STATE}.{name}",), reason) for name in without]
 
 
+def _grounds(state: OptimizerState, mine: OptimizerState, target: Parameters, known: Owners) -> list[str]:
+    """On what it rests that the state fits: on names that are there, or on positions."""
+    if state.form == FQN and mine.params != target.fresh_optimizer.params:
+        return [
+            "left: set_optimizer_state_dict, which goes by name, loads it; Optimizer.load_state_dict goes by position, "
+            "and would give state to other parameters (remap --optimizer-keys id puts it in order)"
+        ]
+    return [] if known.evidence in ("param_names", "names") else [known.rests_on("left")]
+
+
 def _is_option(entry: Entry) -> bool:
     """Whether it is about a hyperparameter: loading takes the file's."""
     return _is_hyperparameter(next(iter((*entry.left, *entry.right))))
@@ -197,9 +227,11 @@ def _remedy(mine: OptimizerState, target: Parameters, known: Owners, foreign: bo
     if known.doubt is not None:
         return "old_model"
     try:
-        arranged(mine, identity(mine.params), target.groups, target.names.optimizer_groups)
+        groups = arranged(mine, identity(mine.params), target.groups, target.names.optimizer_groups)
+        have = set(mine.params)
+        carry(mine, identity([p for group in groups for p in group.params if p in have]), target.shapes, "left")
     except Refused as error:
-        notes.append(f"no remap puts it into the new param groups: {error.message}: {error.problems[0]}")
+        notes.append(f"no remap puts it into the new order and param groups: {error.message}: {error.problems[0]}")
         return "afresh"
     by_name = known.evidence in ("param_names", "names") and _same_parameters(mine, target)
     return "by_name" if by_name else "regroup"

@@ -11,7 +11,9 @@ from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.forms import form_of
-from ckpttool.operands.checkpoint import model_section
+from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.naming.optimizers.saved_order import saved_order
+from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.optimizer_state import ID
 from ckpttool.options import OptimizerOptions, option
@@ -25,7 +27,7 @@ from ckpttool.queries.diff.optimizer import (
     optimizer_alone,
     optimizer_section,
 )
-from ckpttool.queries.diff.optimizer_load import compare_with_optimizer
+from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff
 from ckpttool.words import shell
@@ -67,7 +69,9 @@ def run(left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions)
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
     if left is None:
         return _names(model)
-    return _load(model, left, ignore_dtype) if model.optimizer is None else _optimizer(model, left, ignore_dtype)
+    if model.optimizer is None and optimizer_alone(left) is None:
+        return _load(model, left, ignore_dtype)
+    return _optimizer(model, left, ignore_dtype)
 
 
 def _names(model: ModelOperand) -> Diff:
@@ -101,8 +105,22 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
+    notes += _of_other_order(names, checkpoint)
     fix = () if identical else mend.load(model, checkpoint.source, entries)
     return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
+
+
+def _of_other_order(names: Names, checkpoint: Checkpoint) -> list[str]:
+    """A note on optimizers beside the model that were saved by another definition of it."""
+    paths = [section.path for section in checkpoint.sections if section.kind == "optimizer"]
+    order = saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes)) if paths else None
+    if order is None or not order.differing:
+        return []
+    which = ", ".join(path or "(root)" for path in paths)
+    return [
+        "the model that saved this file registers its parameters in another order, by which torch gives optimizers' "
+        f"state to them: {which} is not compared without --optimizer"
+    ]
 
 
 def _optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -110,10 +128,13 @@ def _optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) 
     names, section = model.names(), optimizer_section(checkpoint)
     if section is None:
         raise _no_optimizer(model, checkpoint)
+    if not names.optimizer:
+        names = in_model_order(names, section)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, _tried(model, section))
     fix = mend.optimizer(model, checkpoint.source, section.path, fit)
     notes, loads = _beside(model, checkpoint, ignore_dtype)
-    right = f"{model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class} (of {names.model})"
+    made = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
+    right = f"{made} (of {names.model})"
     return Diff(checkpoint.source, right, fit.fits and loads, fit.entries, fix, (*fit.notes, *notes))
 
 
@@ -132,7 +153,7 @@ def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
 
 def _tried(model: ModelOperand, section: Section) -> OptimizerVerdict | None:
     """What torch does with the state; None where it cannot be tried, or it is in a form that goes by names."""
-    if not model.is_definition or form_of(section) != ID:
+    if model.optimizer is None or not model.is_definition or form_of(section) != ID:
         return None
     from ckpttool.tracing.load_optimizer import load_optimizer
     from ckpttool.tracing.optimizer_loading import optimizer_verdict
