@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def _fresh(model: LoadedModel, optimizer: LoadedOptimizer) -> tuple[nn.Module, t
 def _tried(fresh: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], saved: Mapping[Any, Any]) -> OptimizerVerdict:
     model, optimizer = fresh()
     state = rebuilt({STATE: saved.get(STATE), GROUPS: saved.get(GROUPS)}, lambda _, value: _on_meta(value))
+    state[GROUPS] = copy.deepcopy(state[GROUPS])  # a hook may change them where they are
     state[STATE] = {param: {**own, _OWNER: param} for param, own in state[STATE].items() if isinstance(own, Mapping)}
     error = _raised(lambda: optimizer.load_state_dict(state))
     if error is not None:

@@ -211,3 +211,21 @@ def test_names_as_keys_in_another_order_are_loaded_by_name_only(
     status, found = told(capsys, *words, out)
     assert status == 0
     assert any("Optimizer.load_state_dict goes by position" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("saved", ["in_order", "adamw"])
+def test_a_renamed_layer_is_no_layer_to_be_dropped(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tagged(tmp_path / "old.pt", models.Net, getattr(models, saved)), str(tmp_path / "out.pt")
+    words = ("diff", "--model", "optimizer_models:Renamed", "--optimizer", "optimizer_models:in_order")
+    status, found = told(capsys, *words, path)
+    assert status == 1
+    assert found["fix"] == []
+    said = "the model in this file does not load as it is" if saved == "adamw" else "remap --rule 'FROM => TO'"
+    assert any(said in note for note in found["notes"])
+    old = () if saved == "in_order" else ("--model", "optimizer_models:Net")
+    rule = ("--rule", "first.{x} => body.{x}", "--optimizer-keys", "fqn")
+    assert main(["remap", path, *old, *rule, "-o", out]) == 0
+    status, found = told(capsys, *words, out)
+    assert status == 0, found["notes"]

@@ -50,6 +50,14 @@ class Shrunk(Net):
         return self.head(self.norm(torch.tanh(self.first(torch.tanh(self.embed(x))))))
 
 
+class Renamed(Net):
+    """Its first layer has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {{"first": "body"}.get(name, name): module for name, module in self._modules.items()}
+
+
 class Frozen(Net):
     """Its first layers take no steps."""
 

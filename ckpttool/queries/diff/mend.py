@@ -9,7 +9,6 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import ModelOperand
-from ckpttool.optimizer_state import ID
 from ckpttool.queries.diff.optimizer_load import OptimizerFit, Remedy
 from ckpttool.queries.diff.result import Entry
 from ckpttool.words import shell
@@ -61,7 +60,7 @@ def optimizers(left: str, form: str, wanted: str, model: ModelOperand | None, en
     """For an optimizer in one form or order, where the other is in another."""
     if form == wanted and not any(entry.status == "order" for entry in entries):
         return ()
-    words = ["--model", "MODEL", "--optimizer", "OPTIMIZER"] if model is None and wanted == ID else []
+    words = ["--model", "MODEL", "--optimizer", "OPTIMIZER"] if model is None and form == wanted else []
     words += [] if model is None else [*model.words]
     if model is not None and isinstance(model.optimizer, str):
         words += ["--optimizer", model.optimizer]

@@ -119,9 +119,16 @@ def _by_old_model(fit: OptimizerFit, state: OptimizerState, target: Parameters, 
     same: bool | None = groups == [len(group) for group in target.groups]
     if not same and (state.form != ID or len(groups) == 1 or all(group.param_names for group in state.groups)):
         same = None
-    tables = Relation(target.names)
-    keys = [key for section in saved.beside for key in read_keys(tables, section).match.unmatched]
-    return replace(fit, same_groups=same, foreign_keys=tuple(dict.fromkeys(keys)))
+    matches = [read_keys(Relation(target.names), section).match for section in saved.beside]
+    foreign = tuple(dict.fromkeys(key for match in matches for key in match.unmatched))
+    if foreign and all(match.missing for match in matches):
+        note = (
+            f"{target.names.model} has no {foreign[0]}, and the file no {matches[0].missing[0]}: what is one "
+            "tensor under another name has to be renamed first, for model and optimizer: "
+            "remap --rule 'FROM => TO' --optimizer-keys fqn"
+        )
+        return replace(fit, remedy=None, notes=(*fit.notes, note))
+    return replace(fit, same_groups=same, foreign_keys=foreign)
 
 
 def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple[Owners | None, list[str]]:
