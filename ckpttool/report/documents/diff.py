@@ -22,6 +22,7 @@ _MEANING = {
     "same": "same key, dtype and shape",
     "renamed": "one tensor under two names",
     "transformed": "computed from other tensors",
+    "order": "state that would reach another parameter",
     "alias": "a second name of one tensor",
     "shape": "another shape",
     "dtype": "another dtype",
