@@ -16,7 +16,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.run import SwapOptions
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.run import DiffOptions
 
@@ -117,10 +117,12 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
-    from ckpttool.queries.diff.run import run
+    from ckpttool.edits.mend.attempt import Question
+    from ckpttool.edits.mend.run import mended
 
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
-    return run(first, second, options)
+    question = Question(first, second, options, operand_of(options))
+    return mended(question, question.answer())
 
 
 @_takes(RemapOptions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from ckpttool.tracing.load_model import LoadedModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelOperand:
-    """A MODEL and what goes with it.
+    """A MODEL and what goes with it. Its names are read once.
 
     `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
     a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
@@ -44,6 +45,10 @@ class ModelOperand:
 
         Only code needs torch. Raises `CkptError` where an operand is none of these.
         """
+        return self._names
+
+    @cached_property
+    def _names(self) -> Names:
         if not self.is_definition:
             return self._listed()
         from ckpttool.tracing.trace import trace

@@ -161,10 +161,10 @@ def _step(path: str, children: Mapping[str, set[str]], lightning: bool) -> tuple
 
 def _inside(below: Collection[str], peft: bool) -> Iterable[str]:
     """Which of the segments below one path are a wrapper's around a single module."""
-    if len(below) == 1:
-        return (segment for segment in below if segment in SEGMENTS - AMBIGUOUS)
     if "base_layer" in below and (peft or any(segment.startswith(ADAPTERS) for segment in below)):
         return ("base_layer",)
+    if len(below) == 1:
+        return (segment for segment in below if segment in SEGMENTS - AMBIGUOUS)
     return ("original_module",) if {"original_module", "modules_to_save"} <= set(below) else ()
 
 

@@ -45,15 +45,18 @@ class DiffOptions(OptimizerOptions):
         return None
 
 
-def run(left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions) -> Diff:
-    """What differs, why, and the commands that mend it.
+def run(
+    left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions, model: ModelOperand | None = None
+) -> Diff:
+    """What differs, and why; what mends it is found by `edits.mend`, but for optimizers.
 
     `left` is what there is, `right` what is expected. With a model alone: its serialized keys against its runtime
     names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
     succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
-    against it. Raises `CkptError` where this asks for nothing.
+    against it. `model` is that of the options, where it has been read already. Raises `CkptError` where this asks for
+    nothing.
     """
-    model = operand_of(options)
+    model = operand_of(options) if model is None else model
     values, ignore_dtype = options.comparison, options.ignore_dtype
     if left is not None and right is not None:
         return _checkpoints(left, right, model, values, ignore_dtype)
@@ -75,8 +78,7 @@ def _names(model: ModelOperand) -> Diff:
         if names.roundtrips
         else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
     )
-    fix = () if identical else mend.names(model, entries)
-    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, fix, notes)
+    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -95,8 +97,7 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
-    fix = () if identical else mend.load(model, checkpoint.source, entries)
-    return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
+    return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, notes=tuple(notes))
 
 
 def _optimizer(model: ModelOperand, checkpoint: Checkpoint) -> Diff:
@@ -125,8 +126,7 @@ def _checkpoints(
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
     notes = (*hidden, *differing_optimizers(left, right, names))
-    fix = mend.checkpoints(left, right, entries, bool(hidden))
-    return Diff(left.source, right.source, identical, entries, fix, notes)
+    return Diff(left.source, right.source, identical, entries, notes=notes)
 
 
 def _optimizers(
