@@ -18,14 +18,15 @@ def drops(gone: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
     while rest:
         if len(found) == _MOST:
             return None
-        text = next(text for text in _ways(rest[0]) if not any(matches(text, key) for key in kept))
-        found.append(text)
-        rest = [key for key in rest if not matches(text, key)]
+        fitting = [text for text in _ways(rest[0]) if not any(matches(text, key) for key in kept)]
+        reach = {text: [key for key in rest if matches(text, key)] for text in fitting}
+        found.append(max(reach, key=lambda text: len(reach[text])))
+        rest = [key for key in rest if key not in set(reach[found[-1]])]
     return tuple(found)
 
 
 def _ways(key: str) -> Iterator[str]:
-    """Patterns for the key, the widest first: a module, a segment wherever it stands, the key alone."""
+    """Patterns for the key, the plainest first: a module, a segment wherever it stands, the key alone."""
     parts = key.split(".")
     if not re.search(r"[\[\]*?{}]", key):
         yield from (".".join([*parts[:depth], "{rest*}"]) for depth in range(1, len(parts)))
