@@ -13,6 +13,7 @@ from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, co
 from ckpttool.errors import CkptError, Refused
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.io.ranges import read_span
+from ckpttool.words import a
 
 Load = Callable[[str], torch.Tensor]
 _NAMESPACES = ("aten", "prims")
@@ -81,7 +82,7 @@ def evaluate(expression: Expression, load: Load) -> torch.Tensor:
     with torch.no_grad():
         result = value(expression)
     if not isinstance(result, torch.Tensor):
-        raise CkptError(f"an expression gives a {type(result).__name__}, not a tensor", hint="check the plan")
+        raise CkptError(f"an expression gives {a(result)}, not a tensor", hint="check the plan")
     return result
 
 

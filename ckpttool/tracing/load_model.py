@@ -23,6 +23,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ckpttool.errors import CkptError
+from ckpttool.words import a
 
 _FORM = "a model is package.module:attr or path/to/file.py:attr"
 _ABSENT = object()
@@ -78,7 +79,7 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
         return LoadedModel(operand, lambda real: copied(target, real), materialize)
     if not callable(target):
         raise CkptError(
-            f"{operand} is no model but a {type(target).__name__}",
+            f"{operand} is no model but {a(target)}",
             hint="name an nn.Module, a class of one, or a function that returns one",
         )
     return LoadedModel(operand, _factory(target, dict(kwargs or {}), operand), materialize)
@@ -97,7 +98,7 @@ def of_object(model: Any, kwargs: Mapping[str, Any] | None = None, materialize: 
     if isinstance(model, nn.Module):
         return LoadedModel(type(model).__name__, lambda real: copied(model, real), materialize)
     if not callable(model):
-        raise CkptError(f"a {type(model).__name__} is no model", hint="pass a module, a program, or file.py:build")
+        raise CkptError(f"{a(model)} is no model", hint="pass a module, a program, or file.py:build")
     name = getattr(model, "__name__", repr(model))
     return LoadedModel(name, _factory(model, dict(kwargs or {}), name), materialize)
 
@@ -117,7 +118,7 @@ def _factory(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -
             built = target(**kwargs)
         if not isinstance(built, nn.Module):
             raise CkptError(
-                f"{operand} gives a {type(built).__name__}, not an nn.Module",
+                f"{operand} gives {a(built)}, not an nn.Module",
                 hint="name an nn.Module, a class of one, or a function that returns one",
             )
         return copied(built, real) if _is_kept(target, built) else built

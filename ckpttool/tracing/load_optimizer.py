@@ -15,6 +15,7 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.names import Names, OptimizerParam
 from ckpttool.tracing.load_model import LoadedModel, find, user_code
 from ckpttool.tracing.runtime import memory_available, nbytes
+from ckpttool.words import a, plural
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
 
@@ -36,7 +37,7 @@ class LoadedOptimizer:
         if isinstance(made, (list, tuple)) and len(made) == 1:
             made = made[0]
         if not isinstance(made, torch.optim.Optimizer):
-            raise CkptError(f"{self.operand} gives a {type(made).__name__}, not an optimizer", hint=_FORM)
+            raise CkptError(f"{self.operand} gives {a(made)}, not an optimizer", hint=_FORM)
         return made
 
 
@@ -49,7 +50,7 @@ def load_optimizer(operand: Any) -> LoadedOptimizer:
     if not isinstance(operand, str):
         operand = getattr(operand, "__name__", repr(operand))
     if not callable(target):
-        raise CkptError(f"{operand} is no function but a {type(target).__name__}", hint=_FORM)
+        raise CkptError(f"{operand} is no function but {a(target)}", hint=_FORM)
     return LoadedOptimizer(operand, target)
 
 
@@ -85,7 +86,7 @@ def _read(names: Names, model: nn.Module, optimizer: LoadedOptimizer, on_meta: b
                 params.append(OptimizerParam(len(params), fqn, index, states.get(id(parameter), ())))
     if strangers:
         raise CkptError(
-            f"{optimizer.operand}: the optimizer has {len(strangers)} parameters that the model has not",
+            f"{optimizer.operand}: the optimizer has {plural(len(strangers), 'parameter')} that the model has not",
             hint="it has to take its parameters from the model that it is called with",
             problems=strangers,
         )

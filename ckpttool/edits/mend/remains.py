@@ -35,7 +35,7 @@ _SAID: dict[str, tuple[str, str, str]] = {
     "dtype": (
         "tensor",
         "of another dtype",
-        "--ignore-dtype takes that for no difference, as loading converts; `cast` in a file of rules (--rules) converts",
+        "--ignore-dtype takes that for no difference, as loading converts; `cast` in a file of rules does it now",
     ),
     "value": ("tensor", "with other values, which no rename mends", "these are two states of training, or two models"),
     "unexpected": (

@@ -48,7 +48,8 @@ def mended(question: Question, diff: Diff) -> Diff:
 def _best(question: Question, diff: Diff) -> Attempt | None:
     """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
     differing = {entry.status for entry in diff.entries} - {"same"}
-    if differing and differing <= _NOT_BY_NAMES:
+    of_ranks = question.left is not None and question.left.format == "rank_files"
+    if differing and differing <= _NOT_BY_NAMES and not of_ranks:
         return None
     worth = ways.to_load if question.right is None else ways.to_compare
     return _first_or_best(

@@ -93,7 +93,9 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
     identical = fits and (ignore_dtype or not converts)
-    notes = [f"torch: {text}" for text in (() if verdict is None else verdict.errors)]
+    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
+    errors = () if verdict is None else verdict.errors
+    notes = [f"torch: {text}" for text in errors if text.partition(": ")[0] + ":" not in shown]
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")

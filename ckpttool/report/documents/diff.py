@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
-from ckpttool.report.collapse import collapse
+from ckpttool.report.collapse import first_pattern
 from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table
 from ckpttool.words import number, plural
 
@@ -16,6 +16,7 @@ _ROLES: dict[str, Role] = {
     "extra_state": "dim",
     "renamed": "warn",
 }
+_FEW = 2  # details of a cause, of which a cause with more shows none, unless they are shapes
 _MEANING = {
     "same": "same key, dtype and shape",
     "renamed": "one tensor under two names",
@@ -79,10 +80,12 @@ def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
     first = group[0]
     hook = first.hook
     why = first.reason if hook is None else f"{first.reason}: {hook.function} ({hook.file}:{hook.line})"
-    details = {entry.detail for entry in group} - {None}
-    if len(details) == 1:
-        why += f": {first.detail}"
-    sides = [_keys(key for entry in group for key in side(entry)) for side in (_left, _right)]
+    details = list(dict.fromkeys(entry.detail for entry in group if entry.detail is not None))
+    if 0 < len(details) <= _FEW:
+        why += f": {', '.join(details)}"
+    elif details and first.status == "shape":
+        why += f": {', '.join(details[:_FEW])}, and {len(details) - _FEW} more"
+    sides = [first_pattern(key for entry in group for key in side(entry)) for side in (_left, _right)]
     return (Cell(first.status, _ROLES.get(first.status, "bad")), number(len(group)), why, *sides)
 
 
@@ -92,14 +95,6 @@ def _left(entry: Entry) -> tuple[str, ...]:
 
 def _right(entry: Entry) -> tuple[str, ...]:
     return entry.right
-
-
-def _keys(keys: Iterable[str]) -> str:
-    """The first pattern of the keys, and how many patterns more there are."""
-    groups = collapse((key, None) for key in keys)
-    if not groups:
-        return "-"
-    return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")
 
 
 def _listed(entries: Iterable[Entry]) -> Table:
