@@ -14,12 +14,15 @@ from ckpttool.words import number, visible
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """A ``warning:`` line for each text that was warned of while the block ran, with how often, at its end."""
-    found: Counter[str] = Counter()
+    """At the end of the block a ``warning:`` line for each place that warned: its first text, and how often."""
+    texts: dict[str, str] = {}
+    count: Counter[str] = Counter()
 
-    def collect(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    def collect(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        place = f"{filename}:{lineno}"
+        count[place] += 1
         first = next(iter(str(message).strip().splitlines()), "")
-        found[f"{category.__name__}: {first} ({filename}:{lineno})"] += 1
+        texts.setdefault(place, f"{category.__name__}: {first} ({place})")
 
     before = warnings.showwarning
     warnings.showwarning = collect
@@ -27,6 +30,6 @@ def collected() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = before
-        for text, count in found.items():
-            times = f" ({number(count)} times)" if count > 1 else ""
-            sys.stderr.write(f"warning: {visible(text)}{times}\n")
+        for place, text in texts.items():
+            more = f", and {number(count[place] - 1)} more from there" if count[place] > 1 else ""
+            sys.stderr.write(f"warning: {visible(text)}{more}\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +15,7 @@ from ckpttool.errors import CkptError
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import ModelOptions, OptimizerOptions
+from ckpttool.words import shell
 
 if TYPE_CHECKING:
     from ckpttool.tracing.load_model import LoadedModel
@@ -71,6 +74,8 @@ class ModelOperand:
         from ckpttool.tracing.load_model import load, of_object
 
         if isinstance(self.model, str):
+            if os.path.isfile(self.model):
+                raise _no_attribute(self.model)
             return load(self.model, self.arguments, self.materialize)
         return of_object(self.model, self.arguments, self.materialize)
 
@@ -107,6 +112,23 @@ class ModelOperand:
             return names(path, program)
         wanted = "write a names file with `ckpttool trace MODEL -o names.json`"
         return Names.from_json(read_json(self.model, wanted), self.model)
+
+
+def _no_attribute(path: str) -> CkptError:
+    """The error for a file alone, where what it is to define must be named too; a checkpoint is no model at all."""
+    if not path.endswith(".py"):
+        return CkptError(
+            f"{path} is no model",
+            hint=f"a checkpoint stands without --model; see `{shell('ckpttool', 'inspect', path)}`",
+        )
+    try:
+        body = ast.parse(Path(path).read_bytes()).body
+    except (SyntaxError, ValueError):
+        body = []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    found = [f"{path}:{node.name}" for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+    hint = f"name what builds the model: {', '.join(found)}" if found else "as in file.py:build"
+    return CkptError(f"{path} is a file of code, and not said which model of it", hint=hint)
 
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:

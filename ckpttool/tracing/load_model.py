@@ -23,6 +23,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ckpttool.errors import CkptError
+from ckpttool.tracing.once import prints_once
 from ckpttool.words import a
 
 _FORM = "a model is package.module:attr or path/to/file.py:attr"
@@ -108,7 +109,21 @@ def find(operand: str, hint: str) -> Any:
     place, found, attr = operand.rpartition(":")
     if not found or not place or not attr or (os.sep in attr and not place.endswith(".py")):
         raise CkptError(f"{operand!r} names no Python object", hint=hint)
-    return _attribute(_module(place), attr, operand)
+    try:
+        return _attribute(_module(place), attr, operand)
+    except CkptError as error:
+        if place.endswith(".py") and "relative import" in str(error.__cause__):
+            raise CkptError(error.message, hint=_as_package(Path(place).resolve(), attr)) from error
+        raise
+
+
+def _as_package(path: Path, attr: str) -> str:
+    """The hint for a file that imports its neighbours by relative names: its name as a module of its package."""
+    folder, parts = path.parent.parent, [path.parent.name, path.stem]
+    while (folder / "__init__.py").is_file():
+        folder, parts = folder.parent, [folder.name, *parts]
+    there = "" if folder == Path.cwd() else f", in the folder {folder}"
+    return f"the file is part of a package: name it {'.'.join(parts)}:{attr}{there}"
 
 
 def _factory(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -> Callable[[bool], nn.Module]:
@@ -256,7 +271,7 @@ def _models(module: Any) -> list[str]:
 def user_code(what: str, on_meta: bool = False) -> Iterator[None]:
     """Runs the user's code: its prints go to stderr, and whatever it raises becomes a `CkptError` that says where."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with prints_once():
             yield
     except CkptError:
         raise

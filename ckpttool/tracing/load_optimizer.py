@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from ckpttool.errors import CkptError, Problem
 from ckpttool.names import Names, OptimizerParam
 from ckpttool.tracing.load_model import LoadedModel, find, user_code
+from ckpttool.tracing.once import prints_once
 from ckpttool.tracing.runtime import memory_available, nbytes
 from ckpttool.words import a, plural
 
@@ -103,7 +103,7 @@ def _states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, ...]]:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    with contextlib.suppress(Exception), contextlib.redirect_stdout(sys.stderr):  # LBFGS wants a closure, others values
+    with contextlib.suppress(Exception), prints_once():  # LBFGS wants a closure, others values
         optimizer.step()
     return {id(parameter): tuple(map(str, state)) for parameter, state in optimizer.state.items()}
 
