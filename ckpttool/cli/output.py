@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpttool.cli.streams import for_log
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
@@ -54,11 +55,11 @@ def emit(
         write_report(path, _rendered(format_of(path), document, data))
     if format == "text":
         shown, warnings = warnings_apart(document())
-        sys.stdout.write(render(format, shown, {}, _terminal()))
+        sys.stdout.write(for_log(render(format, shown, {}, _terminal()), format))
         sys.stdout.flush()
         sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block))
     else:
-        sys.stdout.write(_rendered(format, document, data))
+        sys.stdout.write(for_log(_rendered(format, document, data), format))
         sys.stdout.flush()
 
 

@@ -16,6 +16,7 @@ class Once(io.TextIOBase):
         self._begun = ""
 
     def write(self, text: str) -> int:
+        """Passes on the lines that are new; a line is a line when it ends."""
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
             if line not in self._seen:
