@@ -59,15 +59,18 @@ class DiffOptions(OptimizerOptions):
         return None
 
 
-def run(left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions) -> Diff:
-    """What differs, why, and the commands that mend it.
+def run(
+    left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions, model: ModelOperand | None = None
+) -> Diff:
+    """What differs, and why; what mends it is found by `edits.mend`, but for optimizers.
 
     `left` is what there is, `right` what is expected. With a model alone: its serialized keys against its runtime
     names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
     succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
-    against it. Raises `CkptError` where this asks for nothing.
+    against it. `model` is that of the options, where it has been read already. Raises `CkptError` where this asks for
+    nothing.
     """
-    model = operand_of(options)
+    model = operand_of(options) if model is None else model
     values, ignore_dtype = options.comparison, options.ignore_dtype
     if left is not None and right is not None:
         return _checkpoints(left, right, model, values, ignore_dtype)
@@ -91,8 +94,7 @@ def _names(model: ModelOperand) -> Diff:
         if names.roundtrips
         else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
     )
-    fix = () if identical else mend.names(model, entries)
-    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, fix, notes)
+    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -107,17 +109,18 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
     identical = fits and (ignore_dtype or not converts)
-    notes = [f"torch: {text}" for text in (() if verdict is None else verdict.errors)]
+    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
+    errors = () if verdict is None else verdict.errors
+    notes = [f"torch: {text}" for text in errors if text.partition(": ")[0] + ":" not in shown]
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
     if not identical:
         notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
     notes += _of_other_order(names, checkpoint)
-    fix = () if identical else mend.load(model, checkpoint.source, entries)
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"
-    return Diff(checkpoint.source, right, identical, entries, fix, tuple(notes), exchangeable=alike)
+    return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
 
 
 def _distinct(names: Names) -> Iterator[Tensor]:
@@ -209,9 +212,8 @@ def _checkpoints(
     hidden = () if names is not None else hidden_segments(entries)
     adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
     notes = (*hidden, *adapters, *differing_optimizers(left, right, names))
-    fix = mend.checkpoints(left, right, entries, bool(hidden))
     inferred = suggestions(left, right, entries, values is not None) if names is None else None
-    return Diff(left.source, right.source, identical, entries, fix, notes, inferred)
+    return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred)
 
 
 def _optimizers(
