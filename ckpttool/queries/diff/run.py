@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
@@ -20,6 +22,9 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.loading import Verdict
 
 
 def diff(
@@ -70,12 +75,20 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
     identical = fits and (ignore_dtype or not converts)
-    notes = [f"torch: {text}" for text in (() if verdict is None else verdict.errors)]
+    notes = _said(verdict)
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
     fix = () if identical else mend.load(model, checkpoint.source, entries)
     return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
+
+
+def _said(verdict: Verdict | None) -> list[str]:
+    """What torch says of loading beside the two lists of keys."""
+    if verdict is None:
+        return []
+    assigns = ["load_state_dict(..., assign=True) loads it: the file's tensors then take the place of the model's"]
+    return [*(f"torch: {text}" for text in verdict.errors), *(assigns if verdict.assigns else [])]
 
 
 def _optimizer(model: ModelOperand, checkpoint: Checkpoint) -> Diff:
