@@ -151,9 +151,7 @@ class AddsOnLoading(nn.Linear):
 @pattern
 def adds_on_loading() -> nn.Module:
     model = AddsOnLoading(2, 2)
-    model._register_state_dict_hook(
-        lambda m, sd, p, meta: sd.update({p + "delta": torch.zeros_like(sd[p + "weight"])})
-    )
+    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "delta": torch.zeros_like(sd[p + "weight"])}))
     return model
 
 
@@ -278,9 +276,7 @@ def selects_rows() -> nn.Module:
         sd[prefix + "weight"] = torch.zeros(4, 2).masked_scatter(used, sd[prefix + "weight"])
 
     model.register_load_state_dict_pre_hook(load)
-    model._register_state_dict_hook(
-        lambda m, sd, p, meta: sd.update({p + "used": torch.ones(4, 1, dtype=torch.bool)})
-    )
+    model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "used": torch.ones(4, 1, dtype=torch.bool)}))
     return model
 
 

@@ -23,6 +23,7 @@ import hook_zoo
 import loading_zoo
 import real_models
 from ckpttool.cli.app import main
+from ckpttool.tracing import runtime
 
 torch.set_num_threads(1)
 PAIRS = int(os.environ.get("CKPTTOOL_PAIRS", "150"))
@@ -161,7 +162,7 @@ def draw(random: random.Random, path: Path) -> tuple[str, str]:
     if hasattr(given, "_metadata"):
         state._metadata = given._metadata  # type: ignore[attr-defined]
     told = [source] if source != operand else []
-    for _ in range(random.choice([0, 1, 1, 1, 2, 3])):
+    for _ in range(random.choice([0, 1, 1, 1, 2])):
         if any(isinstance(value, torch.Tensor) for value in state.values()):
             told.append(random.choice(DAMAGES)(state, random))
     torch.save(state, path)
@@ -193,8 +194,10 @@ def is_safe(path: Path) -> bool:
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + PAIRS))
 def test_status_0_exactly_where_torch_loads_strictly(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if seed % 2:  # as if the model were large, and not to be built for real without need
+        monkeypatch.setattr(runtime, "_CHEAP", -1)
     path = tmp_path / "state.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -206,9 +209,7 @@ def test_status_0_exactly_where_torch_loads_strictly(
                 seed += 1_000_000
         refused = torchs_answer(operand, path)
         quantized = operand.endswith("quantized_linear")
-        status = main(
-            ["diff", "--model", operand, str(path), "--ignore-dtype", *(ON_CPU if quantized else [])]
-        )
+        status = main(["diff", "--model", operand, str(path), "--ignore-dtype", *(ON_CPU if quantized else [])])
     said = f"{operand}: {told}\ntorch: {refused or 'loads'}\n{capsys.readouterr()}"
     if status == 0:
         assert not refused, said
@@ -216,4 +217,3 @@ def test_status_0_exactly_where_torch_loads_strictly(
         assert refused, said
     else:
         assert refused or not is_safe(path), said
-    print(status, refused[:60])

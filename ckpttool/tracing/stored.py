@@ -53,8 +53,8 @@ class Stored:
 
 
 def needs_values(section: Section) -> bool:
-    """Whether the section holds tensors that cannot be stood for without their values: all that are not strided."""
-    return any(entry.layout not in (_STRIDED, _META) for entry in section.tensors)
+    """Whether the section holds tensors that others on meta cannot stand for: all that are no dense block of values."""
+    return any(entry.layout != _STRIDED for entry in section.tensors)
 
 
 def stored(section: Section, real: bool) -> Stored:
