@@ -1,8 +1,8 @@
 """What ``load_state_dict(checkpoint, strict=True)`` says, found out by running it.
 
-It is run on tensors without data, and recorded. Where these cannot stand for the file's (sparse, quantized, subclasses, dtypes
-that few operators know), or where it costs next to nothing, it is run once more with the file's own values and nothing
-of ours in between: what that says is the answer.
+It is run on tensors without data, and recorded. Where these cannot stand for the file's (sparse, quantized, subclasses,
+dtypes that few operators know), or where it costs next to nothing, it is run once more with the file's own values and
+nothing of ours in between: what that says is the answer.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ def _by_models(section: Section, way: Way, names: Names, seen: Evidence) -> tupl
     form = _model_form(relation, way)
     counters = dict.fromkeys(key for key in _counters(section) if key not in relation.serialized_names)
     rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
-    plan, reading, notes = _by_model(relation, rest, form, way.was if way.was in FORMS else None)
+    said = way.was if way.was in FORMS else None
+    plan, reading, notes = _by_model(relation, rest, form, said, tie=way.like is None)
     was = (seen.form or "wrapped") if reading.match.wrapped else reading.form
     if way.trainable_only:
         plan = trained(plan, relation, FORMS[form])
@@ -264,7 +265,9 @@ def _carried(sections: Iterable[Section]) -> Plan:
     return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.by_key()))
 
 
-def _by_model(relation: Relation, section: Section, to: str, was: str | None) -> tuple[Plan, Reading, list[str]]:
+def _by_model(
+    relation: Relation, section: Section, to: str, was: str | None, tie: bool
+) -> tuple[Plan, Reading, list[str]]:
     names, target = relation.names, FORMS[to]
     reading = read(relation, section, None if was is None else FORMS[was])
     if not reading.match.names:
@@ -273,7 +276,7 @@ def _by_model(relation: Relation, section: Section, to: str, was: str | None) ->
             hint=f"compare them: ckpttool diff --model {names.model} CKPT",
             problems=[Problem("no name of this model", key) for key in list(section.by_key())[:10]],
         )
-    moved = _respelled(move(relation, section, reading, target), relation, section, reading, to)
+    moved = _respelled(move(relation, section, reading, target, tie), relation, section, reading, to)
     problems = [*moved.problems, *_lost(section, moved.copies)]
     if problems:
         raise Refused(

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.formats.table import FORMATS
 from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import ModelOperand
+from ckpttool.queries.diff.names import TIED
 from ckpttool.queries.diff.result import Entry
 from ckpttool.words import shell
 
@@ -23,11 +25,17 @@ def names(model: ModelOperand, entries: Iterable[Entry]) -> Commands:
     return shell("ckpttool", "swap-weights", "PROGRAM.pt2", "CKPT", *model.words, "-o", "OUT.pt2"), remap
 
 
-def load(model: ModelOperand, ckpt: str, entries: Iterable[Entry]) -> Commands:
-    """For a checkpoint that the model does not load."""
-    if not any(entry.status == "renamed" for entry in entries):
+def load(model: ModelOperand, checkpoint: Checkpoint, entries: Sequence[Entry]) -> Commands:
+    """For a checkpoint that the model does not load, or not without losing values."""
+    source = checkpoint.source
+    tied = any(entry.status == "missing" and entry.reason.startswith(TIED) for entry in entries)
+    lost = [word for entry in entries if entry.status == "value" for word in ("--drop", entry.left[0])]
+    if not tied and not lost and not any(entry.status == "renamed" for entry in entries):
         return ()
-    return (_remap(ckpt, *model.words, "--to", "serialized", out=beside(ckpt, "serialized")),)
+    out = beside(source, "serialized")
+    if (tied or lost) and not FORMATS[checkpoint.format].aliases:  # the names have to be somewhere
+        out = str(Path(out).with_suffix(".pt"))
+    return (_remap(source, *model.words, *lost, "--to", "serialized", out=out),)
 
 
 def optimizer(model: ModelOperand, ckpt: str) -> Commands:
@@ -52,7 +60,7 @@ def checkpoints(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], h
     """What brings the left checkpoint's keys to those of the right one; `hidden`: a hook seems to hide segments."""
     statuses = {entry.status for entry in entries}
     if not statuses & {"renamed", "missing", "unexpected", "transformed"}:
-        return ()
+        return _second_names(left.source, entries)
     model = ["--model", "MODEL"] if hidden else []
     for program, weights in ((right, left), (left, right)):
         if program.format == "pt2":
@@ -62,6 +70,15 @@ def checkpoints(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], h
     if not statuses & {"missing", "unexpected", "transformed"}:
         return (_remap(source, "--like", right.source, out=beside(source, "renamed")),)
     return (_remap(source, "--model", "MODEL", "--to", "serialized", out=beside(source, "serialized")),)
+
+
+def _second_names(source: str, entries: Iterable[Entry]) -> Commands:
+    """For second names of tensors that only one side has: one that is too many is dropped, one that lacks is tied."""
+    seconds = [entry for entry in entries if entry.status == "alias"]
+    if any(entry.right for entry in seconds):
+        return (_remap(source, "--model", "MODEL", "--to", "serialized", out=beside(source, "serialized")),)
+    drops = [word for entry in seconds for word in ("--drop", entry.left[0])]
+    return (_remap(source, *drops, out=beside(source, "without")),) if drops else ()
 
 
 def beside(operand: str, word: str) -> str:

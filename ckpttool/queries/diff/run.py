@@ -74,12 +74,13 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     entries = compare_load(names, section, verdict)
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
-    identical = fits and (ignore_dtype or not converts)
+    lost = any(entry.status == "value" for entry in entries)
+    identical = fits and not lost and (ignore_dtype or not converts)
     notes = _said(verdict)
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
-    fix = () if identical else mend.load(model, checkpoint.source, entries)
+    fix = () if identical else mend.load(model, checkpoint, entries)
     return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
 
 
@@ -113,7 +114,7 @@ def _checkpoints(
         return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
+    harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
     notes = (*hidden, *differing_optimizers(left, right, names))
