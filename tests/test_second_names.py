@@ -1,4 +1,4 @@
-"""Tied weights: one tensor under several names, in models, in files that hold all of them, and in files that hold one."""
+"""Tied weights: one tensor under several names, in models and in files, which hold all of them or one."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from ckpttool.formats.table import FORMATS
 from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import ModelOperand
-from ckpttool.queries.diff.names import TIED
-from ckpttool.queries.diff.result import Entry
+from ckpttool.queries.diff.result import TIED, Entry
 from ckpttool.words import shell
 
 Commands = tuple[str, ...]

@@ -16,14 +16,13 @@ from ckpttool.naming.forms import over, read
 from ckpttool.naming.name_tables import Relation
 from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
 from ckpttool.queries.diff.reasons import segment_change, segment_reason
-from ckpttool.queries.diff.result import Entry
+from ckpttool.queries.diff.result import TIED, Entry
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
 
 NON_PERSISTENT = "a non-persistent buffer"
 ONLY_LEFT, ONLY_RIGHT = "only left has it", "only right has it"
-TIED = "tied: the model has it under several names, left under one of them (as save_pretrained saves it)"
 Entries = dict[str, Union[TensorEntry, ExtraEntry]]
 CALL_VARIANT = "a call variant of a tensor that both sides have"
 
@@ -115,7 +114,7 @@ def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, s
 
 def _lost(names: Names) -> dict[str, str]:
     """Key -> what `trace` found wrong with it."""
-    return {text.rpartition(" @ ")[2]: text for text in reversed(names.roundtrip_problems)}
+    return {problem.key: str(problem) for problem in reversed(names.roundtrip_problems)}
 
 
 def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:
@@ -150,7 +149,7 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
     for s in names.serialized:
         if s.key in have and isinstance(s.source, Ref):
             groups.setdefault(s.source, []).append(s.key)
-    found = {}
+    found: dict[tuple[str, ...], Entry] = {}
     for first, keys in groups.items():
         read = None if verdict is None else verdict.reads.get(first.key)
         last = read.key if isinstance(read, Ref) and read.key in keys else keys[-1]

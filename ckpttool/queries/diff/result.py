@@ -13,6 +13,8 @@ from ckpttool.names import Hook, hook_json
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
+# The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
+TIED = "tied: the model has it under several names, left under one of them (as save_pretrained saves it)"
 STATUSES = (
     *("same", "renamed", "transformed", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),
