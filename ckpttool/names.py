@@ -86,7 +86,8 @@ class Names:
     """All names of one model; the fields are those of the contract's `trace` object.
 
     `modules` are the module paths of the state dict's ``_metadata``, or None where it has none. `optimizer_groups` are
-    the hyperparameters of each param group, as far as they are plain values.
+    the hyperparameters of each param group, as far as they are plain values. `notes` say what was not looked at, or
+    could not be told.
     """
 
     model: str
@@ -102,6 +103,7 @@ class Names:
     modules: tuple[str, ...] | None = None
     optimizer_class: str | None = None
     optimizer_groups: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ids(self) -> tuple[OptimizerParam, ...]:
@@ -149,6 +151,7 @@ class Names:
             "modules": None if self.modules is None else list(self.modules),
             "optimizer_class": self.optimizer_class,
             "optimizer_groups": [dict(group) for group in self.optimizer_groups],
+            "notes": list(self.notes),
         }
 
     @staticmethod
@@ -176,6 +179,7 @@ class Names:
                 modules=None if value.get("modules") is None else tuple(value["modules"]),
                 optimizer_class=value.get("optimizer_class"),
                 optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),
+                notes=tuple(value.get("notes", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CkptError(f"{source} is not a names file: {error!r}", hint=_HINT) from error

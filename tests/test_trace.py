@@ -202,13 +202,13 @@ def test_split_tensors_are_put_together() -> None:
 
 
 def test_two_tensors_sent_to_one_key() -> None:
-    problems = traced("two_to_one_key").roundtrip_problems
+    problems = [str(problem) for problem in traced("two_to_one_key").roundtrip_problems]
     assert problems[0].startswith("lost in saving: it and b.weight are sent to one key, x.weight, by save (")
     assert problems[0].endswith(" on module (root) @ a.weight")
 
 
 def test_a_dropped_tensor_is_not_called_lost_to_another() -> None:
-    assert not any("sent to one key" in problem for problem in traced("drops_a_key").roundtrip_problems)
+    assert not any("sent to one key" in str(problem) for problem in traced("drops_a_key").roundtrip_problems)
 
 
 def test_a_definition_of_70_billion_parameters_takes_little_memory(tmp_path: Path) -> None:

@@ -73,11 +73,8 @@ def _names(model: ModelOperand) -> Diff:
     entries = compare_names(names)
     lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
     identical = not lost and all(entry.status in HARMLESS for entry in entries)
-    notes = (
-        ()
-        if names.roundtrips
-        else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
-    )
+    lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
+    notes = (*lossy, *names.notes)
     fix = () if identical else mend.names(model, entries)
     return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, fix, notes)
 
