@@ -83,6 +83,7 @@ def stored(section: Section, real: bool) -> Stored:
 class _Maker:
     """Makes what the nodes of one file stand for; what is one object in the file is one object here.
 
+    The payload of an entry is a node of a torch file, the name of a record, or an object of a state dict in memory.
     `keep` holds on to the nodes and storages whose ids are keys.
     """
 
@@ -97,9 +98,11 @@ class _Maker:
         if isinstance(payload, Carried) and (isinstance(entry, ExtraEntry) or payload.describes(entry)):
             return self.node(payload.node, payload.storages, 0)
         if isinstance(entry, ExtraEntry):
-            if entry.value is None:
-                raise NotMade("an object that is no tensor")
-            return entry.value
+            if isinstance(payload, str):
+                raise NotMade("an object in a record of its own")
+            return entry.value if payload is None else payload
+        if isinstance(payload, torch.Tensor):  # of a state dict in memory
+            return payload.detach()
         if entry.identity not in self.tensors:
             self.tensors[entry.identity] = self.tensor(entry)
         return self.tensors[entry.identity].detach()
