@@ -10,9 +10,11 @@ from importlib import import_module
 from itertools import pairwise
 
 from ckpttool.cli.failures import failure_of, say
-from ckpttool.cli.fields import taken_by
+from ckpttool.cli.fields import taken_by, with_limits
 from ckpttool.cli.logs import logged
 from ckpttool.cli.parse import parse
+from ckpttool.cli.streams import nothing_left, set_up
+from ckpttool.cli.warned import collected
 from ckpttool.errors import CkptError
 
 # Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
@@ -28,13 +30,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: that of the process) and returns its exit status. Never raises."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a key that the terminal's encoding has not is escaped, not an error
-            stream.reconfigure(errors="backslashreplace")
+    set_up()
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
     try:
-        with logged():
+        with nothing_left(), logged(), collected():
             status = run(args)
         sys.stdout.flush()
         return status
@@ -54,7 +54,7 @@ def _asks_for_json(args: Sequence[str]) -> bool:
 def run(args: list[str]) -> int:
     """Runs one command line and returns 0 or 1. Raises whatever the command raises, and `CkptError` for bad usage."""
     if args and args[0] in COMMANDS:
-        command = import_module(COMMANDS[args[0]][0]).command
+        command = with_limits(import_module(COMMANDS[args[0]][0]).command)
         given = parse(taken_by(command), args[1:])
         if given is not None:
             return int(command(**given) or 0)

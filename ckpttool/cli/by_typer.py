@@ -12,7 +12,7 @@ import typer
 from typer.main import get_command
 
 from ckpttool import __version__
-from ckpttool.cli.fields import Taken, taken_by
+from ckpttool.cli.fields import Taken, taken_by, with_limits
 from ckpttool.errors import CkptError
 from ckpttool.options import Argument
 
@@ -44,7 +44,7 @@ def build_app(commands: Commands, loaded: Collection[str]) -> typer.Typer:
     app.callback()(_root)
     for name, (module, summary) in commands.items():
         if name in loaded:
-            app.command(name)(typed(import_module(module).command))
+            app.command(name)(typed(with_limits(import_module(module).command)))
         else:
             app.command(name, help=summary)(_not_loaded)
     return app
