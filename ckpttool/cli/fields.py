@@ -136,7 +136,8 @@ class Taken:
     def kind(self) -> type:
         """The type of a value."""
         kind = _some(self.annotation)
-        return get_args(kind)[0] if self.many else kind
+        found: type = get_args(kind)[0] if self.many else kind
+        return found
 
 
 def taken_by(command: Callable[..., Any]) -> list[Taken]:

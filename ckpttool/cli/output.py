@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -91,4 +90,6 @@ def _terminal() -> Terminal | None:
     if not sys.stdout.isatty():
         return None
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    import shutil
+
     return Terminal(shutil.get_terminal_size().columns, color)

@@ -56,8 +56,6 @@ def _placed(arguments: Sequence[Taken], places: list[str]) -> dict[str, list[str
     given = {}
     for argument in arguments:
         given[argument.name], places = (places, []) if argument.many else (places[:1], places[1:])
-        if argument.required and not given[argument.name]:
-            raise _Unusual
     if places:
         raise _Unusual
     return {name: texts for name, texts in given.items() if texts}
@@ -65,6 +63,8 @@ def _placed(arguments: Sequence[Taken], places: list[str]) -> dict[str, list[str
 
 def _value(one: Taken, texts: list[str] | None) -> Any:
     if texts is None:
+        if one.required:
+            raise _Unusual
         return one.default
     if one.kind is bool:
         return True

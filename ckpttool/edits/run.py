@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 from ckpttool.edits.ranks.recognise import put_together
-from ckpttool.edits.ranks.scatter import scatter
 from ckpttool.edits.remap.optimizer import Wanted
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
-from ckpttool.edits.rules.patterns import Rule, parse
-from ckpttool.edits.rules.steps import Renames
-from ckpttool.edits.rules.steps import Step as RuleStep
+from ckpttool.edits.rules.patterns import Renaming, Rule, parse
 from ckpttool.edits.write import Progress, Writer, prove, quiet
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
@@ -29,6 +26,9 @@ from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.plan import Plan
 from ckpttool.words import shell
+
+if TYPE_CHECKING:
+    from ckpttool.edits.rules.steps import Step as RuleStep
 
 
 def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -> Remap:
@@ -87,6 +87,8 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
         asked = replace(asked, names=None, to_names=None)
     done = remap(source if gathered is None else gathered.checkpoint, asked, options.drop or ())
     if gathered is not None and names is not None:
+        from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
+
         done = with_gathered_optimizers(done, gathered, names)
     done = with_optimizers(done, wanted)
     if options.save_plan is not None and done.optimizers:
@@ -111,10 +113,16 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
         keep_prefix=options.keep_prefix,
         trainable_only=options.trainable_only,
     )
-    renaming = (Renames(steps),) if steps else rules
+    renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
     return asked, Wanted(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
+
+
+def _renaming(steps: tuple[RuleStep, ...]) -> tuple[Renaming, ...]:
+    from ckpttool.edits.rules.steps import Renames
+
+    return (Renames(steps),)
 
 
 def _by_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
@@ -158,6 +166,8 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:
     """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
+    from ckpttool.edits.ranks.scatter import scatter
+
     ranks = scatter(done.result, names, options.units or (), options.world_size or 0)
     if options.out is not None and not options.dry_run:
         writer.ranks(ranks, options.out, prove_it=options.verify)

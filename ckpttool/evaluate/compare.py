@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
@@ -62,6 +61,8 @@ def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
         return ()
     if entry.storage is None:
         return entry.dtype, entry.shape, entry.layout
+    import hashlib  # loads OpenSSL
+
     digest = hashlib.blake2b()
     for chunk in elements(entry):
         digest.update(chunk)
@@ -81,6 +82,8 @@ def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
 
 def digest(entry: TensorEntry) -> bytes:
     """A hash of the bytes of a dense tensor's elements in row-major order, streamed."""
+    import hashlib
+
     found = hashlib.blake2b(digest_size=16)
     for chunk in elements(entry):
         found.update(chunk)

@@ -5,7 +5,6 @@ numpy reads what it has a dtype for, torch the rest; neither is imported before 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -51,6 +50,8 @@ def statistics(entry: TensorEntry) -> Statistics | None:
     """Those of a dense tensor, read in chunks; None for another layout. Raises `CkptError` where it cannot be read."""
     if entry.storage is None:
         return None
+    import hashlib  # loads OpenSSL
+
     read, digest, sums = _reader(entry.dtype), hashlib.sha256(), _Sums()
     for chunk in _whole_elements(elements(entry), itemsize(entry.dtype)):
         digest.update(chunk)

@@ -15,8 +15,6 @@ from ckpttool.io.files import size
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
 
-LINKS = ("copy", "hard", "reflink")
-
 _FICLONE = 0x40049409  # Linux's ioctl that shares the blocks of one file with another, copied when either changes
 
 

@@ -12,8 +12,8 @@ from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Format, Reports, emit, write_report
 from ckpttool.errors import CkptError
 from ckpttool.options import Argument, option
+from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
-from ckpttool.queries.diff.run import DiffOptions
 
 
 @with_options(DiffOptions)

@@ -9,7 +9,7 @@ from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Reports, emit
 from ckpttool.cli.progress import bar
-from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument

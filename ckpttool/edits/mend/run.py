@@ -7,12 +7,8 @@ from dataclasses import replace
 
 from ckpttool.edits.mend import ways
 from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap, try_swap
-from ckpttool.edits.mend.model_alone import of_names
 from ckpttool.edits.mend.remains import sentences
-from ckpttool.edits.mend.with_a_model import with_a_model
-from ckpttool.edits.rules.mend import with_rules
-from ckpttool.edits.swap.run import SwapOptions
-from ckpttool.edits.swap.swap import Misfit
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.queries.diff.result import Diff
 from ckpttool.words import plural
@@ -23,12 +19,13 @@ PART = "the command mends a part"
 OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
 
 
-def answered(question: Question) -> Diff:
-    """The diff, with commands that mend it. Suggested rules mend what nothing else mends whole."""
-    diff = question.answer()
+def answered(question: Question, diff: Diff) -> Diff:
+    """`diff`, the answer, with commands that mend it. Suggested rules mend what nothing else mends whole."""
     done = mended(question, diff)
     if question.left is None or question.right is None or diff.inferred is None:
         return done
+    from ckpttool.edits.rules.mend import with_rules  # with a TOML reader
+
     ruled = with_rules(diff, question.left, question.right, question.options.comparison is not None)
     if ruled.fix and (not done.fix or PART in done.notes):
         return ruled
@@ -41,6 +38,8 @@ def mended(question: Question, diff: Diff) -> Diff:
     if diff.identical or diff.fix:
         return diff
     if question.left is None:
+        from ckpttool.edits.mend.model_alone import of_names
+
         return of_names(question, diff)
     if not question.is_about_models:
         return diff
@@ -50,13 +49,19 @@ def mended(question: Question, diff: Diff) -> Diff:
     best = _best(question, diff)
     best = None if swaps and best and best.drops else best  # the program takes what only a remap would drop
     found = [*swaps, *([best] if best else [])]
-    unknown = () if found else with_a_model(question, diff)
+    unknown = () if found else _with_a_model(question, diff)
     notes += [OWN_NAMES] if swaps else []
     notes += [DROPPED] if best and best.drops else []
     if not unknown and not swaps and not any(attempt.after.identical for attempt in found):
         notes += [PART] if best else []
         notes += sentences(question.left, diff, best.after if best else diff)
     return replace(diff, fix=(*(attempt.command for attempt in found), *unknown), notes=(*diff.notes, *notes))
+
+
+def _with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
+    from ckpttool.edits.mend.with_a_model import with_a_model
+
+    return with_a_model(question, diff)
 
 
 def _best(question: Question, diff: Diff) -> Attempt | None:
@@ -98,6 +103,8 @@ def _swap(question: Question) -> tuple[list[Attempt], list[str]]:
     asked = question.options
     options = SwapOptions(model=asked.model, model_kwargs=asked.model_kwargs, materialize=asked.materialize)
     found = try_swap(question, program, weights, options)
+    from ckpttool.edits.swap.swap import Misfit
+
     for _ in range(2):  # constants, and then another dtype
         if isinstance(found, Misfit) and found.advice in ("constants", "cast"):
             constants, cast = options.constants or found.advice == "constants", found.advice == "cast"

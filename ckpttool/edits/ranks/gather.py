@@ -15,7 +15,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import across, joined
 from ckpttool.expression import Expression, Op, Ref, substitute
-from ckpttool.formats.ranks.files import NAME, is_of_ranks, is_whole, parts_of
+from ckpttool.formats.ranks.files import is_of_ranks, is_whole, parts_of
 from ckpttool.formats.ranks.sharded_tensor import is_sharded
 from ckpttool.keys import is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names
@@ -73,13 +73,6 @@ def flat_entries(section: Section, names: Names | None = None) -> list[TensorEnt
     """The flat parameters among the tensors of a model's section; what the model itself calls so is none."""
     own = set() if names is None else {t.fqn for t in names.runtime}
     return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
-
-
-def needs_gathering(source: Checkpoint) -> bool:
-    """Whether the checkpoint is that of several ranks, or holds flat parameters."""
-    return source.format == NAME or any(
-        flat_entries(section) for section in source.sections if section.kind == "state_dict"
-    )
 
 
 def without_model(source: Checkpoint) -> Refused:

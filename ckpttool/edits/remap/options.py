@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ckpttool.errors import CkptError
-from ckpttool.io.write_folder import LINKS
+from ckpttool.io.pieces import LINKS
 from ckpttool.names import FSDP_FLAT
 from ckpttool.naming import model_form
 from ckpttool.naming.model_form import Form, ModelForm

@@ -13,7 +13,6 @@ from ckpttool.edits.remap.drop import drop, without
 from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
-from ckpttool.edits.rules.steps import Rename
 from ckpttool.evaluate.apply import apply
 from ckpttool.naming.model_form import Form
 from ckpttool.naming.name_tables import Relation
@@ -69,9 +68,18 @@ def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
     still = []
     if asked.select is not None:
         still.append("the state of all parameters")
-    if any(not isinstance(step, Rename) for step in asked.rule_steps):
+    if _changes_values(asked):
         still.append("the state of the parameters as they were before the rules file")
     return [f"{path} still holds {what} (--drop {path} leaves it out)" for path in paths for what in still]
+
+
+def _changes_values(asked: RemapRequest) -> bool:
+    """Whether the file of rules does more than rename."""
+    if not asked.rule_steps:
+        return False
+    from ckpttool.edits.rules.steps import Rename
+
+    return not all(isinstance(step, Rename) for step in asked.rule_steps)
 
 
 def with_optimizers(done: Remap, wanted: Wanted) -> Remap:

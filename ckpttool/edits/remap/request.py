@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
 from ckpttool.edits.remap.draft import Step
 from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps, Rewrap, Select, TakeOver
 from ckpttool.edits.rules.patterns import Rule
-from ckpttool.edits.rules.steps import Step as RuleStep
 from ckpttool.names import Names
 from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.wrappers.chain import Chain
+
+if TYPE_CHECKING:
+    from ckpttool.edits.rules.steps import Step as RuleStep
 
 
 @dataclass(frozen=True, slots=True)
