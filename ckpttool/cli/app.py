@@ -28,6 +28,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+def process() -> int:
+    """`main`, as all that a process does: what is left at its end is not searched for cycles once more."""
+    status = main()
+    gc.freeze()
+    return status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: that of the process) and returns its exit status. Never raises."""
     set_up()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from io import FileIO
@@ -60,7 +58,7 @@ def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | 
     path = Path(os.path.realpath(out))
     nbytes = sum(piece.nbytes for piece in pieces)
     try:
-        free = shutil.disk_usage(path.parent).free
+        free = free_at(path.parent)
         if nbytes > free:
             raise CkptError(
                 f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere"
@@ -72,8 +70,17 @@ def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | 
     return nbytes
 
 
+def free_at(folder: Path) -> int:
+    """Bytes that are free on the disk of a folder."""
+    import shutil  # with every compression that Python knows
+
+    return shutil.disk_usage(folder).free
+
+
 def _write_sibling(pieces: Pieces, path: Path, fsync: bool, progress: Progress | None) -> None:
     """Writes a file next to `path` and renames it, or leaves nothing behind."""
+    import tempfile
+
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:50]}.", suffix=".tmp", dir=path.parent)
     try:
         with open(descriptor, "wb", buffering=0) as file, sources_stay():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -70,10 +68,7 @@ def write_folder(
     new = not folder.is_dir()
     parent = folder.parent if new else folder
     _check_space(files, out, parent, link)
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", suffix=".tmp", dir=parent))
-    except OSError as error:
-        raise _failed(out, error) from error
+    temporary = _temporary(folder, parent, out)
     try:
         nbytes = sum(
             _put(content, folder / name, temporary / name, link, fsync, progress) for name, content in files.items()
@@ -86,10 +81,25 @@ def write_folder(
     except OSError as error:
         raise _failed(out, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
     if fsync:
         write_file.sync_folder(parent)
     return nbytes
+
+
+def _temporary(folder: Path, parent: Path, out: str) -> Path:
+    import tempfile
+
+    try:
+        return Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", suffix=".tmp", dir=parent))
+    except OSError as error:
+        raise _failed(out, error) from error
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_space(files: Files, out: str, parent: Path, link: str) -> None:
@@ -99,7 +109,7 @@ def _check_space(files: Files, out: str, parent: Path, link: str) -> None:
             needed += sum(piece.nbytes for piece in content)
         elif link == "copy":
             needed += size(content.path)
-    free = shutil.disk_usage(parent).free
+    free = write_file.free_at(parent)
     if needed > free:
         raise CkptError(f"{out}: needs {needed:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
 
