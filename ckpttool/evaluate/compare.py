@@ -1,4 +1,4 @@
-"""Compares the values of two tensors where their bytes lie, streamed; torch is needed only for views and tolerances."""
+"""Compares the values of two tensors where their bytes lie, streamed; torch is needed for views and complex numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
+from ckpttool.evaluate import with_numpy
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import same_data, stream
 
@@ -43,6 +44,8 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
         return None
     if left.storage is None or right.storage is None:
         return "not dense tensors: not compared"
+    if with_numpy.reader(left.dtype) is not None:
+        return with_numpy.difference(left.dtype, elements(left), elements(right), rtol, atol)
     from ckpttool.evaluate import with_torch
 
     return with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)

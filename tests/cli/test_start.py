@@ -58,3 +58,17 @@ def test_a_command_loads_what_it_needs(folder: Path, line: str, status: int, mos
     assert sorted({name for name in loaded if name in HEAVY or name.partition(".")[0] in HEAVY}) == []
     own = [name for name in loaded if name.startswith("ckpttool")]
     assert len(own) <= most, (len(own), " ".join(own))
+
+
+def test_values_that_differ_are_compared_without_torch(folder: Path) -> None:
+    state = {f"layers.{index}.weight": torch.zeros(2, 3, dtype=torch.bfloat16) for index in range(4)}
+    save_file(state, folder / "left.safetensors")
+    save_file({**state, "layers.0.weight": torch.ones(2, 3, dtype=torch.bfloat16)}, folder / "right.safetensors")
+    code = (
+        "import sys; from ckpttool.cli.app import main\n"
+        "status = main(['diff', 'left.safetensors', 'right.safetensors', '--values'])\n"
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    assert (done.returncode, "6 of 6 elements differ, by 1 at most" in done.stdout) == (1, True), done.stderr
