@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.checkpoint import Lazy, Span, TensorEntry
 from ckpttool.dtypes import itemsize
+from ckpttool.io.ranges import read_span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +39,24 @@ def reader(dtype: str) -> Read | None:
     return partial(_looked_up, dtype) if dtype in _EIGHT_BITS or dtype == "float8_e8m0fnu" else None
 
 
+def gathered(entry: TensorEntry) -> memoryview:
+    """The bytes of a dense tensor in row-major order, whatever its dtype and strides; reads only those it spans."""
+    import numpy as np
+
+    assert entry.storage is not None
+    if not entry.numel:
+        return memoryview(b"")
+    data, size, offset = entry.storage.data, itemsize(entry.dtype), 0
+    if isinstance(data, Lazy):
+        read, offset = bytearray().join(data.produce()), entry.offset * size
+    else:
+        count = 1 + sum((length - 1) * stride for length, stride in zip(entry.shape, entry.stride))
+        read = read_span(Span(data.path, data.offset + entry.offset * size, count * size))
+    strides = [stride * size for stride in entry.stride]
+    view = np.ndarray(entry.shape, f"V{size}", read, offset, strides)  # raises ValueError for strides that lead outside
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
+
+
 def whole_elements(chunks: Chunks, size: int) -> Iterator[bytes]:
     """The bytes, in chunks of whole elements of `size` bytes."""
     rest = b""
@@ -58,7 +78,7 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
     read, count, total, farthest = reader(dtype), 0, 0, 0.0
     assert read is not None
     with np.errstate(all="ignore"):
-        for mine, yours in _in_step(left, right, itemsize(dtype)):
+        for mine, yours in in_step(left, right, itemsize(dtype)):
             raw = read(mine), read(yours)
             a, b = (values.astype(np.float64) for values in raw)
             equal = (a == b) | (np.isnan(a) & np.isnan(b)) if raw[0].dtype.kind == "f" else raw[0] == raw[1]
@@ -73,7 +93,7 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
     return None if rtol or atol else "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
 
 
-def _in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, bytes]]:
+def in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, bytes]]:
     """The same elements of both, as many as there are of both at a time."""
     ours, theirs = whole_elements(left, size), whole_elements(right, size)
     a = b = b""

@@ -44,6 +44,8 @@ def _entry(node: Argument, have: Entries) -> TensorEntry | None:
             return entry if isinstance(entry, TensorEntry) and entry.storage is not None else None
         case Op("aten.narrow.default", (of, int(dim), int(start), int(length)), ()):
             return _narrow(_entry(of, have), dim, start, length)
+        case Op("aten.permute.default", (of, tuple(dims)), ()):
+            return _permute(_entry(of, have), dims)
         case Op("aten.reshape.default", (of, tuple(shape)), ()):
             return _reshape(_entry(of, have), shape)
         case Op("aten.clone.default", (of,), () | (("memory_format", Special("memory_format", "contiguous_format")),)):
@@ -60,6 +62,15 @@ def _narrow(entry: TensorEntry | None, dim: int, start: int, length: int) -> Ten
         return None
     shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
     return replace(entry, shape=shape, offset=entry.offset + start * entry.stride[dim])
+
+
+def _permute(entry: TensorEntry | None, dims: tuple[Argument, ...]) -> TensorEntry | None:
+    order = [dim for dim in dims if type(dim) is int]
+    if entry is None or len(order) < len(dims) or sorted(order) != list(range(len(entry.shape))):
+        return None
+    return replace(
+        entry, shape=tuple(entry.shape[dim] for dim in order), stride=tuple(entry.stride[dim] for dim in order)
+    )
 
 
 def _reshape(entry: TensorEntry | None, shape: tuple[Argument, ...]) -> TensorEntry | None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import with_numpy, with_torch
 
@@ -81,3 +82,28 @@ def cut(data: bytes) -> list[bytes]:
     """The bytes in chunks that end anywhere."""
     ends = sorted(random.Random(data).choices(range(len(data) + 1), k=2))
     return [data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] :]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_views_are_gathered_as_torch_gathers_them(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    dtype = data.draw(st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]]))
+    size, path = itemsize(dtype), tmp_path_factory.getbasetemp() / "elements"
+    path.write_bytes(random.Random(7).randbytes(200 * size))
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
+    stride = tuple(data.draw(st.integers(0, 12)) for _ in shape)
+    entry = TensorEntry(
+        "w", dtype, shape, stride, data.draw(st.integers(0, 9)), Storage(Span(str(path), 0, 200 * size))
+    )
+    numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(200, size)
+    want = numbers.as_strided((*shape, size), (*(s * size for s in stride), 1), entry.offset * size)
+    assert bytes(with_numpy.gathered(entry)) == bytes(with_torch.to_bytes(want))
+
+
+def test_strides_that_lead_outside_are_an_error() -> None:
+    lazy = Storage(Lazy(8, lambda: [bytes(8)]))
+    for shape, stride, offset in [((3,), (1,), 0), ((2,), (-1,), 0), ((2, 2), (1, 1), 1)]:
+        with pytest.raises(ValueError, match=r"incompatible|too small|offset"):
+            with_numpy.gathered(TensorEntry("w", "float32", shape, stride, offset, lazy))
