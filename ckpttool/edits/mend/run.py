@@ -10,6 +10,7 @@ from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap,
 from ckpttool.edits.mend.model_alone import of_names
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
+from ckpttool.edits.rules.mend import with_rules
 from ckpttool.edits.swap.run import SwapOptions
 from ckpttool.edits.swap.swap import Misfit
 from ckpttool.errors import CkptError
@@ -18,8 +19,24 @@ from ckpttool.words import plural
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
 DROPPED = "what --drop leaves out has no place on the right: it is not in the output"
+INFERRED = (
+    "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
+)
 PART = "the command mends a part"
 OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
+
+
+def answered(question: Question) -> Diff:
+    """The diff, with commands that mend it. Suggested rules mend what nothing else mends whole."""
+    diff = question.answer()
+    done = mended(question, diff)
+    if question.left is None or question.right is None or diff.inferred is None:
+        return done
+    ruled = with_rules(diff, question.left, question.right, question.options.comparison is not None)
+    if ruled.fix and (not done.fix or PART in done.notes):
+        return ruled
+    more = tuple(note for note in ruled.notes if note not in done.notes)
+    return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
 
 
 def mended(question: Question, diff: Diff) -> Diff:
@@ -38,6 +55,7 @@ def mended(question: Question, diff: Diff) -> Diff:
     found = [*swaps, *([best] if best else [])]
     unknown = () if found else with_a_model(question, diff)
     notes += [OWN_NAMES] if swaps else []
+    notes += [INFERRED] if best and best.infers else []
     notes += [DROPPED] if best and best.drops else []
     if not unknown and not swaps and not any(attempt.after.identical for attempt in found):
         notes += [PART] if best else []
@@ -49,7 +67,8 @@ def _best(question: Question, diff: Diff) -> Attempt | None:
     """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
     differing = {entry.status for entry in diff.entries} - {"same"}
     of_ranks = question.left is not None and question.left.format == "rank_files"
-    if differing and differing <= _NOT_BY_NAMES and not of_ranks:
+    not_by_names = _NOT_BY_NAMES if question.right is not None else _NOT_BY_NAMES - {"value"}
+    if differing and differing <= not_by_names and not of_ranks:
         return None
     worth = ways.to_load if question.right is None else ways.to_compare
     return _first_or_best(

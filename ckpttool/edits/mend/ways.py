@@ -7,14 +7,17 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.mend.attempt import Question
+from ckpttool.edits.mend.model_alone import saved_by
 from ckpttool.edits.mend.patterns import common_way, drops
 from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.rules.mend import renames
 from ckpttool.errors import CkptError
 from ckpttool.naming.forms import read
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.diff.run import DiffOptions, run
 
 Way = tuple[str, RemapOptions]  # the word for the output's name, and what is asked for
 
@@ -27,9 +30,12 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     yield "serialized", by_model
     yield "serialized", replace(by_model, from_="runtime")
     tables = Relation(question.names)
+    lost = [key for entry in diff.entries if entry.status == "value" for key in entry.left[:1]]
+    yield from _dropping(question.left, lost, by_model)  # tied names of different values: only one of these can be kept
     yield from _without(question.left, diff, by_model, RemapOptions())
     for names in (tables.serialized_names, tables.runtime_names):
         yield from _part(question.left, set(names.values()), by_model, RemapOptions(to="serialized"))
+    yield from _by_inference(question.left, saved_by(question.names))
 
 
 def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
@@ -48,6 +54,14 @@ def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
     for options in (*base, RemapOptions()):
         yield from _without(left, diff, options)
     yield from _part(left, set(model_section(right).by_key()), *base[-1:])
+
+
+def _by_inference(left: Checkpoint, right: Checkpoint) -> Iterator[Way]:
+    """Rules for names that are likely the same tensors', by their order, their trees and their shapes."""
+    found = renames(run(left, right, DiffOptions()), left, right)
+    if found is not None:
+        rules, patterns = found
+        yield "renamed", RemapOptions(rule=rules, drop=patterns or None)
 
 
 def _by_model(question: Question, to: str) -> RemapOptions:
