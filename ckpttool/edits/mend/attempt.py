@@ -51,8 +51,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A command that works, and the answer to the question once it has run. `drops`: it leaves tensors out, `infers`: its rules are
-    what names and shapes suggest.
+    """A command that works, and the answer to the question once it has run.
+
+    `drops`: it leaves tensors out; `infers`: its rules are what names and shapes suggest.
     """
 
     command: str

@@ -10,7 +10,7 @@ from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap,
 from ckpttool.edits.mend.model_alone import of_names
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
-from ckpttool.edits.rules.mend import with_rules
+from ckpttool.edits.rules.mend import needs_file, with_rules
 from ckpttool.edits.swap.run import SwapOptions
 from ckpttool.edits.swap.swap import Misfit
 from ckpttool.errors import CkptError
@@ -27,14 +27,14 @@ OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it th
 
 
 def answered(question: Question) -> Diff:
-    """The diff, with commands that mend it. Suggested rules mend what nothing else mends whole."""
+    """The diff, with commands that mend it. A file of suggested rules mends what nothing else mends whole."""
     diff = question.answer()
     done = mended(question, diff)
     if question.left is None or question.right is None or diff.inferred is None:
         return done
     ruled = with_rules(diff, question.left, question.right, question.options.comparison is not None)
-    if ruled.fix and (not done.fix or PART in done.notes):
-        return ruled
+    if needs_file(ruled) and (not done.fix or PART in done.notes):
+        return replace(ruled, notes=(*ruled.notes, INFERRED))
     more = tuple(note for note in ruled.notes if note not in done.notes)
     return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
 

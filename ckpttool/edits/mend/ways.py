@@ -35,7 +35,8 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     yield from _without(question.left, diff, by_model, RemapOptions())
     for names in (tables.serialized_names, tables.runtime_names):
         yield from _part(question.left, set(names.values()), by_model, RemapOptions(to="serialized"))
-    yield from _by_inference(question.left, saved_by(question.names))
+    right = saved_by(question.names)
+    yield from _by_inference(question.left, right, run(question.left, right, DiffOptions()))
 
 
 def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
@@ -54,11 +55,12 @@ def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
     for options in (*base, RemapOptions()):
         yield from _without(left, diff, options)
     yield from _part(left, set(model_section(right).by_key()), *base[-1:])
+    yield from _by_inference(left, right, diff)
 
 
-def _by_inference(left: Checkpoint, right: Checkpoint) -> Iterator[Way]:
+def _by_inference(left: Checkpoint, right: Checkpoint, diff: Diff) -> Iterator[Way]:
     """Rules for names that are likely the same tensors', by their order, their trees and their shapes."""
-    found = renames(run(left, right, DiffOptions()), left, right)
+    found = renames(diff, left, right)
     if found is not None:
         rules, patterns = found
         yield "renamed", RemapOptions(rule=rules, drop=patterns or None)

@@ -42,6 +42,11 @@ def renames(diff: Diff, left: Checkpoint, right: Checkpoint) -> tuple[tuple[str,
     return found.plain, found.drops
 
 
+def needs_file(diff: Diff) -> bool:
+    """Whether the commands carry the rules out by way of a file."""
+    return any("--suggest" in line for line in diff.fix)
+
+
 def by_file(diff: Diff, rules: str) -> Diff:
     """The diff with the command that carries its rules out, which were written to the file `rules`."""
     return replace(diff, fix=(_remap_by(diff.left, rules),))
