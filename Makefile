@@ -6,7 +6,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test check clean
+TIME ?= 600
+
+.PHONY: demo test check fuzz clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -19,8 +21,12 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Every reader for its share of TIME seconds; atheris guides, where it is installed: fuzz ARGS='--guided --target plan'.
+fuzz: $(STAMP)
+	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build found .corpus-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # Installed again only when what is to be installed changes.
 $(STAMP): pyproject.toml constraints.txt

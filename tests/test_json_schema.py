@@ -20,7 +20,7 @@ from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
 from ckpttool.plan import Plan
 from ckpttool.tracing.trace import trace
-from test_trace import zoo_model
+from zoo import zoo_model
 
 NAMES = json.loads(json.dumps(trace(zoo_model("fused_qkv")).to_json()))
 PLAN = {

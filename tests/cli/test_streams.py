@@ -95,4 +95,4 @@ def test_paths_in_the_metadata_that_are_no_strings(tmp_path: Path) -> None:
     metadata = torch.load(tmp_path / "o.pt")._metadata
     assert list(metadata) == [1, "", "bn", ("a", 2)]
     assert main([*line, "--force", "--to", "ddp"]) == 0
-    assert list(torch.load(tmp_path / "o.pt")._metadata)[0] == 1
+    assert next(iter(torch.load(tmp_path / "o.pt")._metadata)) == 1
