@@ -66,11 +66,14 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))
 
 
-def inspect(ckpt: Ckpt) -> Inspection:
-    """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers. Raises `CkptError`."""
+def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
+    """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
+
+    Raises `CkptError` where something cannot be read.
+    """
     from ckpttool.queries import inspection
 
-    return inspection.inspect(open_checkpoint(ckpt))
+    return inspection.inspect(open_checkpoint(ckpt), stats=stats)
 
 
 @_takes(OptimizerOptions)
@@ -120,7 +123,12 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     from ckpttool.queries.diff.run import run
 
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
-    return run(first, second, options)
+    found = run(first, second, options)
+    if first is None or second is None or found.inferred is None:
+        return found
+    from ckpttool.edits.rules.mend import with_rules
+
+    return with_rules(found, first, second, options.comparison is not None)
 
 
 @_takes(RemapOptions)

@@ -8,6 +8,7 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.formats.form_mark import taken_off
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import FORMATS
 
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
 
@@ -58,3 +59,16 @@ def model_section(checkpoint: Checkpoint) -> Section:
         )
     have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections) or "no tensors at all"
     raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {have}")
+
+
+def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:
+    """The state dicts of a file, as far as its format keeps their keys in the order that ``state_dict()`` gave.
+
+    Those of the whole file, also where the operand picks one section of it.
+    """
+    path, picked = split(checkpoint.source)
+    whole = checkpoint if picked is None else open_operand(path)
+    kind = FORMATS.get(whole.format)
+    if kind is None or not kind.pickled or kind.folder:
+        return ()
+    return tuple(section for section in whole.sections if section.kind == "state_dict")

@@ -75,7 +75,7 @@ class Arguments:
             "MemoryFormat": lambda: Special("memory_format", choose(("contiguous_format", "channels_last"))),
             "Device": lambda: Special("device", "cuda"),
         }
-        return plain[kind]()  # type: ignore[no-any-return]
+        return plain[kind]()
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> Ref:
         kind = getattr(torch, dtype)

@@ -22,8 +22,8 @@ from mutate import mutated
 from targets import TARGETS, Target
 
 FOUND = Path("found")
-SLOW = 2.0  # seconds; an input that takes longer is kept too
-_WEIGHED = 500  # one input of so many is weighed: looking at memory makes it slow
+SLOW = 2.0  # seconds of the processor; an input that takes longer is kept too
+_WEIGHED = 100  # one input of so many is weighed: looking at memory makes it slow
 
 
 @dataclass
@@ -53,13 +53,13 @@ def try_one(name: str, target: Target, data: bytes, tally: Tally) -> None:
     weighed = tally.inputs % _WEIGHED == 0
     if weighed:
         tracemalloc.start()
-    start = time.monotonic()
+    start = time.process_time()
     try:
         tally.taken += target.run(data)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         _keep(name, data, f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}"[:200], tally)
-    taken = time.monotonic() - start
+    taken = time.process_time() - start
     if weighed:
         tally.largest = max(tally.largest, tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()

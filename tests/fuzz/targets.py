@@ -268,7 +268,7 @@ _OPTION_WORDS = (b"--plan", b"--rules", b"--to", b"--from", b"--like", b"--rtol"
 
 TARGETS: dict[str, Target] = {
     "json": Target(_strict_json, _json(_PLAN, [1, 2.5, None]), _JSON_WORDS),
-    "expression": Target(_of_json(ex.from_json), _json(_PLAN["outputs"][0]["from"]), _JSON_WORDS),  # type: ignore[index]
+    "expression": Target(_of_json(ex.from_json), _json(_PLAN["outputs"][0]["from"]), _JSON_WORDS),
     "plan": Target(_of_json(Plan.from_json), _json(_PLAN), _JSON_WORDS),
     "names": Target(_of_json(lambda value: Names.from_json(value, "f")), _names, _JSON_WORDS),
     "index": Target(_of_file(read_index, "x.index.json"), _json(_INDEX), _JSON_WORDS),

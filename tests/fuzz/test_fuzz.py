@@ -29,9 +29,9 @@ def test_the_inputs_to_begin_with_are_taken(name: str) -> None:
 @given(chance=st.integers(0, 2**32))
 def test_changed_inputs_are_answered(name: str, chance: int) -> None:
     target = TARGETS[name]
-    start = time.monotonic()
+    start = time.process_time()
     target.run(mutated(_seeds(name), target.words, random.Random(chance)))
-    assert time.monotonic() - start < SOON
+    assert time.process_time() - start < SOON
 
 
 @pytest.mark.parametrize("name", TARGETS)
