@@ -20,6 +20,7 @@ from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.fields import with_limits
 from ckpttool.cli.logs import logged
 from ckpttool.cli.streams import nothing_left, set_up
+from ckpttool.cli.warned import collected
 from ckpttool.errors import CkptError
 
 # Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
     try:
-        with nothing_left(), logged():
+        with nothing_left(), logged(), collected():
             status = run(args)
         sys.stdout.flush()
         return status

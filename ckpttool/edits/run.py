@@ -153,7 +153,7 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
         writer.target(target, content)
         if options.verify:
             prove(target.path, expected)
-    return replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+    return replace(done, result=fitted, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
 
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:

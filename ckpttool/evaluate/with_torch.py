@@ -17,7 +17,7 @@ from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem,
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.io.ranges import read_span
 from ckpttool.limits import limits
-from ckpttool.words import human_bytes
+from ckpttool.words import a, human_bytes
 
 Load = Callable[[str], torch.Tensor]
 
@@ -112,7 +112,7 @@ def evaluate(expression: Expression, load: Load) -> torch.Tensor:
     with torch.no_grad():
         result = value(expression)
     if not isinstance(result, torch.Tensor):
-        raise CkptError(f"an expression gives a {type(result).__name__}, not a tensor", hint="check the plan")
+        raise CkptError(f"an expression gives {a(result)}, not a tensor", hint="check the plan")
     return result
 
 
