@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -10,6 +12,7 @@ from ckpttool.formats.form_mark import taken_off
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
 
+_MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
 
 
@@ -18,6 +21,8 @@ def open_operand(operand: str) -> Checkpoint:
 
     Raises `CkptError` where the file cannot be read or has no such section.
     """
+    if _MODEL.fullmatch(operand) and not os.path.lexists(operand):
+        raise CkptError(f"{operand} is a MODEL, and stands where a checkpoint is to stand", hint=f"--model {operand}")
     path, picked = split(operand)
     checkpoint = taken_off(open_checkpoint(path))
     if picked is None:
@@ -57,7 +62,8 @@ def model_section(checkpoint: Checkpoint) -> Section:
             f"{checkpoint.source} holds several state dicts: {', '.join(s.path or '(root)' for s in found)}",
             hint=f"pick one: {checkpoint.source}::{found[0].path}",
         )
-    have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections) or "no tensors at all"
+    have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections)
+    have = have or "; ".join(checkpoint.notes) or "no tensors at all"
     raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {have}")
 
 

@@ -1,11 +1,10 @@
-"""The commands that mend what a diff found, as lines that can be pasted into a shell."""
+"""The commands that mend what a diff found between optimizers, as lines that can be pasted into a shell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from ckpttool.checkpoint import Checkpoint
 from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import ModelOperand
@@ -14,21 +13,6 @@ from ckpttool.queries.diff.result import Entry
 from ckpttool.words import shell
 
 Commands = tuple[str, ...]
-
-
-def names(model: ModelOperand, entries: Iterable[Entry]) -> Commands:
-    """For a model whose serialized keys are not its runtime names; which checkpoint is meant is not known here."""
-    remap = _remap("CKPT", *model.words, "--to", "exported", out="OUT")
-    if not any(entry.status in ("renamed", "transformed") for entry in entries):
-        return (remap,)
-    return shell("ckpttool", "swap-weights", "PROGRAM.pt2", "CKPT", *model.words, "-o", "OUT.pt2"), remap
-
-
-def load(model: ModelOperand, ckpt: str, entries: Iterable[Entry]) -> Commands:
-    """For a checkpoint that the model does not load."""
-    if not any(entry.status == "renamed" for entry in entries):
-        return ()
-    return (_remap(ckpt, *model.words, "--to", "serialized", out=beside(ckpt, "serialized")),)
 
 
 def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit) -> Commands:
@@ -65,22 +49,6 @@ def optimizers(left: str, form: str, wanted: str, model: ModelOperand | None, en
     if model is not None and isinstance(model.optimizer, str):
         words += ["--optimizer", model.optimizer]
     return (_remap(split(left)[0], *words, "--optimizer-keys", wanted, out=beside(left, wanted)),)
-
-
-def checkpoints(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], hidden: bool) -> Commands:
-    """What brings the left checkpoint's keys to those of the right one; `hidden`: a hook seems to hide segments."""
-    statuses = {entry.status for entry in entries}
-    if not statuses & {"renamed", "missing", "unexpected", "transformed"}:
-        return ()
-    model = ["--model", "MODEL"] if hidden else []
-    for program, weights in ((right, left), (left, right)):
-        if program.format == "pt2":
-            path, new = program.source, weights.source
-            return (shell("ckpttool", "swap-weights", path, new, *model, "-o", beside(path, "swapped")),)
-    source = left.source
-    if not statuses & {"missing", "unexpected", "transformed"}:
-        return (_remap(source, "--like", right.source, out=beside(source, "renamed")),)
-    return (_remap(source, "--model", "MODEL", "--to", "serialized", out=beside(source, "serialized")),)
 
 
 def beside(operand: str, word: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,8 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
 from ckpttool.names import Names
+from ckpttool.naming.inference.alike import exchangeable
+from ckpttool.naming.inference.values import Tensor
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import saved_order
@@ -18,6 +21,8 @@ from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.optimizer_state import ID
 from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff import mend
+from ckpttool.queries.diff.adapters import adapter_notes
+from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
@@ -29,10 +34,12 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import shell
 
 if TYPE_CHECKING:
+    from ckpttool.tracing.loading import Verdict
     from ckpttool.tracing.optimizer_loading import OptimizerVerdict
 
 
@@ -53,15 +60,18 @@ class DiffOptions(OptimizerOptions):
         return None
 
 
-def run(left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions) -> Diff:
-    """What differs, why, and the commands that mend it.
+def run(
+    left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions, model: ModelOperand | None = None
+) -> Diff:
+    """What differs, and why; what mends it is found by `edits.mend`, but for optimizers.
 
     `left` is what there is, `right` what is expected. With a model alone: its serialized keys against its runtime
     names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
     succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
-    against it. Raises `CkptError` where this asks for nothing.
+    against it. `model` is that of the options, where it has been read already. Raises `CkptError` where this asks for
+    nothing.
     """
-    model = operand_of(options)
+    model = operand_of(options) if model is None else model
     values, ignore_dtype = options.comparison, options.ignore_dtype
     if left is not None and right is not None:
         return _checkpoints(left, right, model, values, ignore_dtype)
@@ -80,13 +90,9 @@ def _names(model: ModelOperand) -> Diff:
     entries = compare_names(names)
     lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
     identical = not lost and all(entry.status in HARMLESS for entry in entries)
-    notes = (
-        ()
-        if names.roundtrips
-        else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
-    )
-    fix = () if identical else mend.names(model, entries)
-    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, fix, notes)
+    lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
+    notes = (*lossy, *names.notes)
+    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -100,14 +106,38 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     entries = compare_load(names, section, verdict)
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
-    identical = fits and (ignore_dtype or not converts)
-    notes = [f"torch: {text}" for text in (() if verdict is None else verdict.errors)]
+    lost = any(entry.status == "value" for entry in entries)
+    identical = fits and not lost and (ignore_dtype or not converts)
+    notes = _said(verdict, entries)
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
+    if not identical:
+        notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
     notes += _of_other_order(names, checkpoint)
-    fix = () if identical else mend.load(model, checkpoint.source, entries)
-    return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
+    alike = exchangeable(_distinct(names))
+    right = f"{model.title} (what it loads)"
+    return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
+
+
+def _said(verdict: Verdict | None, entries: Iterable[Entry]) -> list[str]:
+    """What torch says of loading beside the two lists of keys and the shapes that are listed."""
+    if verdict is None:
+        return []
+    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
+    errors = [f"torch: {text}" for text in verdict.errors if text.partition(": ")[0] + ":" not in shown]
+    assigns = ["load_state_dict(..., assign=True) loads it: the file's tensors then take the place of the model's"]
+    return [*errors, *(assigns if verdict.assigns else [])]
+
+
+def _distinct(names: Names) -> Iterator[Tensor]:
+    """The tensors that the model loads, those with several keys once."""
+    seen = set[object]()
+    for key in names.serialized:
+        if key.shape is not None and key.source not in seen:
+            yield Tensor(key.key, key.dtype, key.shape)
+        if key.source is not None:
+            seen.add(key.source)
 
 
 def _of_other_order(names: Names, checkpoint: Checkpoint) -> list[str]:
@@ -183,12 +213,14 @@ def _checkpoints(
         return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
+    entries = explained(entries, mine, theirs)
+    harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
-    notes = (*hidden, *differing_optimizers(left, right, names))
-    fix = mend.checkpoints(left, right, entries, bool(hidden))
-    return Diff(left.source, right.source, identical, entries, fix, notes)
+    adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
+    notes = (*hidden, *adapters, *differing_optimizers(left, right, names))
+    inferred = suggestions(left, right, entries, values is not None) if names is None else None
+    return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred)
 
 
 def _optimizers(
