@@ -84,7 +84,7 @@ def resumes(path: str, wanted: Spec, form: str, which: str = "new") -> bool:
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.dim()
         ]
-        held = all(v.shape == p.shape and bool((v == own[p]).all()) for p, v in moments)
+        held = all(v.shape == p.shape and torch.equal(v, torch.full_like(v, own[p])) for p, v in moments)
         step(model, optimizer)
     except (RuntimeError, ValueError, KeyError):
         return False
