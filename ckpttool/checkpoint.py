@@ -38,6 +38,7 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole storage, of which a tensor may show a part."""
         return self.data.length
 
 
@@ -63,6 +64,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor; 1 for a scalar."""
         return prod(self.shape)
 
     @property
@@ -72,6 +74,7 @@ class TensorEntry:
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other in row-major order, as ``Tensor.is_contiguous()`` says."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride)):
             if size != 1 and stride != expected and self.numel:
@@ -128,6 +131,7 @@ class Section:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the elements of all tensors; those of a tied tensor count under each of its names."""
         return sum(entry.nbytes for entry in self.tensors)
 
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
@@ -155,8 +159,8 @@ class Checkpoint:
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
-    same format's writer needs it, nothing else looks into it. `notes` say, in sentences, what the reader found odd and
-    read all the same.
+    modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
+    `notes` say, in sentences, what the reader found odd and read all the same.
     """
 
     source: str

@@ -48,13 +48,15 @@ class LocalFile(io.BufferedReader):
 
     @property
     def size(self) -> int:
+        """Bytes of the file."""
         return os.fstat(self.fileno()).st_size
 
     def read_at(self, offset: int, count: int) -> bytes:
+        """At most `count` bytes from byte `offset` on: fewer at the end of the file only."""
         return os.pread(self.fileno(), count, offset)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        pass
+        """Nothing: the kernel reads ahead."""
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -136,7 +138,8 @@ def by_layer(model: nn.Module) -> torch.optim.Optimizer:
     """The second layer learns slowly: its group has the same shapes as the first layer in the other group."""
     slow = list(model.second.parameters())
     rest = [p for p in model.parameters() if all(p is not other for other in slow)]
-    return torch.optim.AdamW([{"params": slow, "lr": 0.001}, {"params": rest}], 0.01)
+    groups: list[dict[str, Any]] = [{"params": slow, "lr": 0.001}, {"params": rest}]
+    return torch.optim.AdamW(groups, 0.01)
 
 
 def backwards(model: nn.Module) -> torch.optim.Optimizer:

@@ -33,8 +33,8 @@ def section_of(state: dict[str, Any]) -> Section:
     return Section("", "state_dict", tensors, extras, getattr(state, "_metadata", None))
 
 
-def damaged(state: dict[str, Any], damages: list[tuple[str, int]]) -> OrderedDict[str, Any]:
-    found = OrderedDict(state)
+def damaged(state: Any, damages: list[tuple[str, int]]) -> Any:
+    found: Any = OrderedDict(state)
     if hasattr(state, "_metadata"):
         found._metadata = state._metadata
     for kind, number in damages:

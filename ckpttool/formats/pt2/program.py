@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from ckpttool.checkpoint import Section, Storage
+from ckpttool.checkpoint import Checkpoint, Section, Storage
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.containers.zip_archive import Archive, read_record
@@ -67,7 +67,13 @@ class Program:
 
     @property
     def compiled(self) -> bool:
+        """Whether it is an AOTInductor package: compiled code, and no graph."""
         return not self.model
+
+
+def program_of(checkpoint: Checkpoint) -> Program | None:
+    """The program that the checkpoint is; None for any other checkpoint."""
+    return checkpoint.container if isinstance(checkpoint.container, Program) else None
 
 
 def root_of(archive: Archive) -> str:

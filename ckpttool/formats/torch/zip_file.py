@@ -195,6 +195,10 @@ def _fresh(checkpoint: Checkpoint) -> Pieces:
 
 
 def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
+    """The pieces of a file that nothing is kept of: the records and the order of today's ``torch.save``.
+
+    Its serialization id, a random number in torch, is made from `root`: the same content gives the same bytes.
+    """
     data, keys = dumped(root, protocol)
     serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
     notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}

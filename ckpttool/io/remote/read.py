@@ -175,11 +175,13 @@ class RemoteFile:
         self._at = 0
 
     def read(self, count: int = -1, /) -> bytes:
+        """The next `count` bytes, fewer at the end of the file; all that are left without `count`."""
         data = self.read_at(self._at, self.size if count < 0 else count)
         self._at += len(data)
         return data
 
     def seek(self, offset: int, /) -> int:
+        """Goes to byte `offset` from the start of the file."""
         self._at = offset
         return offset
 

@@ -18,7 +18,7 @@ from torch import nn
 from ckpttool.checkpoint import Span
 from ckpttool.edits.ranks.gather import gather
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.ranks.files import OnRanks
+from ckpttool.formats.ranks.files import RankParts
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import misfit, shard_sizes, slots, unit_paths
@@ -138,7 +138,7 @@ def test_the_parts_say_which_rank_they_are_of(runs: dict[int, Path]) -> None:
     checkpoint = open_checkpoint(str(runs[3] / "flat_rank_*.pt"))
     assert "rank 2 flat_rank_2.pt" in checkpoint.notes[0]
     flat = checkpoint.section("model").by_key()["_flat_param"]
-    assert isinstance(flat.payload, OnRanks)
+    assert isinstance(flat.payload, RankParts)
     paths = [part.storage.data.path for part in flat.payload.parts]
     assert paths == [str(runs[3] / f"flat_rank_{rank}.pt") for rank in range(3)]
 

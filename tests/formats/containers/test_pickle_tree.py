@@ -82,7 +82,7 @@ def set_state(instance: WithSetter, state: dict[str, Any]) -> None:
 
 
 def slotted() -> Slotted:
-    made = Slotted()
+    made: Any = Slotted()
     made.a, made.b = 1, [2]
     return made
 
