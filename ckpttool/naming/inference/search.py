@@ -151,6 +151,7 @@ class _Search:
         return self._unique(
             lambda a, b: bool(_inserted(a.template, b.template)),
             lambda a, b: f"the same name but for the segment `{_inserted(a.template, b.template)}`",
+            sure=True,  # also where other layers have the shorter name on both sides
         )
 
     def by_part(self) -> bool:
@@ -257,12 +258,13 @@ class _Search:
         why: Callable[[Group, Group], str],
         weak: bool = False,
         kinds: bool = True,
+        sure: bool = False,
     ) -> bool:
         """Pairs the groups of a class that are linked with each other, and with no other group."""
         taken = False
         for lefts, rights in self._classes(kinds):
             may = self._agree if weak else self._may
-            links = [(a, b) for a, b in product(lefts, rights) if linked(a, b) and may(a, b)]
+            links = [(a, b) for a, b in product(lefts, rights) if linked(a, b) and (sure or may(a, b))]
             count, counts = Counter(a.template for a, _ in links), Counter(b.template for _, b in links)
             for a, b in links:
                 if count[a.template] == counts[b.template] == 1:

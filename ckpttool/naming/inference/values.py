@@ -70,6 +70,7 @@ class Group:
 
     @property
     def first(self) -> Tensor:
+        """One of the tensors."""
         return next(iter(self.members.values()))
 
     @property
@@ -81,6 +82,7 @@ class Group:
 
 
 def is_floating(dtype: str) -> bool:
+    """Whether the dtype is one of floating-point numbers, by its name."""
     return "float" in dtype
 
 

@@ -103,11 +103,11 @@ def test_the_page_shows_what_is_suggested(
 
 
 def inferred(left: State, right: State, ordered: bool = True) -> Inference:
-    sides = (
+    mine, theirs = (
         Side(tuple(Tensor(key, str(value.dtype)[6:], tuple(value.shape)) for key, value in state.items()), ordered)
         for state in (left, right)
     )
-    return infer(*sides, {key: key for key in left if key in right and left[key].shape == right[key].shape})
+    return infer(mine, theirs, {key: key for key in left if key in right and left[key].shape == right[key].shape})
 
 
 def zeros(**shapes: tuple[int, ...]) -> State:
@@ -122,7 +122,7 @@ def test_what_the_order_alone_would_tell_is_not_paired_where_the_file_keeps_none
     ]
     found = inferred(left, right, ordered=False)
     assert found.pairs == ()
-    assert [(set(one.left), set(one.right)) for one in found.ambiguous] == [(left.keys(), right.keys())]
+    assert [(set(one.left), set(one.right)) for one in found.ambiguous] == [(set(left), set(right))]
 
 
 def test_names_of_the_field_prevail_over_the_order() -> None:
