@@ -16,7 +16,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.run import SwapOptions
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.run import DiffOptions
 
@@ -120,15 +120,11 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
-    from ckpttool.queries.diff.run import run
+    from ckpttool.edits.mend.attempt import Question
+    from ckpttool.edits.mend.run import answered
 
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
-    found = run(first, second, options)
-    if first is None or second is None or found.inferred is None:
-        return found
-    from ckpttool.edits.rules.mend import with_rules
-
-    return with_rules(found, first, second, options.comparison is not None)
+    return answered(Question(first, second, options, operand_of(options)))
 
 
 @_takes(RemapOptions)

@@ -114,11 +114,12 @@ class ExtraEntry:
 class Section:
     """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
 
-    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict).
-    `modules` are the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
-    None where it has none. `mapping` is an optimizer's whole state dict: Python's own dicts, lists, tuples and scalars,
-    with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is
-    the form of a model's names that is recorded in the file, because the names alone do not tell it (`naming.mark`).
+    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict). `modules` are
+    the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or None where it
+    has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
+    optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
+    `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
+    is recorded in the file, because the names alone do not tell it (`naming.mark`).
     """
 
     path: str

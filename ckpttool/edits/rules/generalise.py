@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpttool.edits.rules.patterns import parse, pattern
+from ckpttool.edits.rules.patterns import parse
+from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError
 
 _NUMBERS = "nmkj"  # names of the layer numbers, the outermost first
@@ -74,8 +75,8 @@ def _numbered(segments: Sequence[str], count: int = len(_NUMBERS)) -> list[str]:
 
 
 def _named(text: str, keys: Iterable[str]) -> list[str]:
-    compiled = pattern(text)
-    return [key for key in keys if compiled.fullmatch(key + ".")]
+    pattern = pattern_of(text.split("."))
+    return [key for key in keys if any(True for _ in ways(pattern, key.split(".")))]
 
 
 def _shortened(segments: Sequence[str]) -> Iterator[str]:

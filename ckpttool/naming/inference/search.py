@@ -15,6 +15,7 @@ from ckpttool.naming.inference.orientation import straight, turned
 from ckpttool.naming.inference.parts import Fused, fused
 from ckpttool.naming.inference.values import (
     NUMBER,
+    SAME_NAME,
     Ambiguous,
     Group,
     Inference,
@@ -74,7 +75,7 @@ class _Search:
         self.links.pair(mine, theirs)
         if mine in self.left and theirs in self.right:
             if self._transposed(mine, theirs):
-                self._take(Pair((mine,), (theirs,), "the same name"))
+                self._take(Pair((mine,), (theirs,), SAME_NAME))
             elif self.left[mine].shape == self.right[theirs].shape:
                 del self.left[mine], self.right[theirs]
 
@@ -140,7 +141,7 @@ class _Search:
                 one, other = mine.members[at], theirs.members[at]
                 if _fit(one, other) and one.key in self.left and other.key in self.right:
                     way = "left" if one.shape != other.shape else ""
-                    evidence = f"the same name below {below}" if below else "the same name"
+                    evidence = f"{SAME_NAME} below {below}" if below else SAME_NAME
                     self._take(Pair((one.key,), (other.key,), evidence, way))
         if len(trees) > 1:
             self.links.tree(left, right)
@@ -150,7 +151,7 @@ class _Search:
         """Names that differ by one segment: a module that holds another, or a hook that hides it."""
         return self._unique(
             lambda a, b: bool(_inserted(a.template, b.template)),
-            lambda a, b: f"the same name but for the segment `{_inserted(a.template, b.template)}`",
+            lambda a, b: f"{SAME_NAME} but for the segment `{_inserted(a.template, b.template)}`",
             sure=True,  # also where other layers have the shorter name on both sides
         )
 

@@ -9,6 +9,8 @@ from ckpttool.expression import Expression
 
 NUMBER = "#"  # a generalised layer number in a template; no file's segment is mistaken for it, see `template`
 
+SAME_NAME = "the same name"  # how evidence by names alone begins
+
 Template = tuple[str, ...]
 Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None where it has none
 

@@ -15,7 +15,7 @@ from ckpttool.naming.inference.values import Inference
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 STATUSES = (
-    *("same", "renamed", "transformed", "alias", "shape", "dtype", "value"),
+    *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),
 )
 

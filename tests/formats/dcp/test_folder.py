@@ -367,6 +367,15 @@ def overlap(metadata: Any) -> None:
         metadata.storage_data[MetadataIndex("w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 0, 10)
 
 
+def no_bytes(metadata: Any) -> None:
+    metadata.storage_data[MetadataIndex("n")].length = 0
+
+
+def itself(metadata: Any) -> None:
+    info = next(iter(metadata.storage_data.values()))
+    info.relative_path, info.offset, info.length = ".metadata", 0, 10
+
+
 def negative(metadata: Any) -> None:
     next(iter(metadata.storage_data.values())).offset = -1
 
@@ -403,7 +412,7 @@ def odd_key(metadata: Any) -> None:
     "how",
     [
         *(outside, no_place, huge_shape, huge_rank, gap, overlap, negative, long_list, two_ways, deep, transformed),
-        *(no_metadata, no_chunks, odd_key, lambda metadata: far_away(metadata, 1 << 50)),
+        *(no_metadata, no_chunks, odd_key, no_bytes, itself, lambda metadata: far_away(metadata, 1 << 50)),
     ],
 )
 def test_metadata_that_lies(tmp_path: Path, how: Callable[[Any], Any]) -> None:
