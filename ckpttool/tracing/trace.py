@@ -16,6 +16,7 @@ from ckpttool.expression import Expression, Ref
 from ckpttool.names import LoadedTensor, Names
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
+from ckpttool.tracing.nested import nested_problems
 from ckpttool.tracing.overwritten import lost_problems
 from ckpttool.tracing.roundtrip import problems
 from ckpttool.tracing.runtime import fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
@@ -43,8 +44,16 @@ def trace(model: LoadedModel) -> Names:
         extra_state=saved.extra_state,
         roundtrips=not wrong,
         roundtrip_problems=tuple(wrong),
+        nested_problems=_nested(model, saved),
         modules=None if metadata is None else tuple(metadata),
     )
+
+
+def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
+    """Asked only where hooks touch the keys: without them a module's path is all that is put before them."""
+    if not any(key.hook is not None for key in saved.serialized):
+        return ()
+    return nested_problems(model, [*(key.key for key in saved.serialized), *saved.extra_state])
 
 
 def _saved(model: LoadedModel) -> Saved:

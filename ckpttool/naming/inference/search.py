@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -13,6 +13,7 @@ from ckpttool.naming.inference.links import Links
 from ckpttool.naming.inference.order import Order
 from ckpttool.naming.inference.orientation import straight, turned
 from ckpttool.naming.inference.parts import Fused, fused
+from ckpttool.naming.inference.trees import fit, fits, inserted, ties
 from ckpttool.naming.inference.values import (
     NUMBER,
     SAME_NAME,
@@ -121,8 +122,8 @@ class _Search:
                     contradict = self.links.contradict(group.template, other.template)
                     if not contradict and self._hangs(own, prefix, len(group.template) - depth):
                         found[own, prefix].append((group, other))
-        ranked = sorted(found, key=lambda at: (-_fits(found[at]), len(at[0]) + len(at[1])))
-        if not ranked or not _fits(found[ranked[0]]) or _ties(ranked, found):
+        ranked = sorted(found, key=lambda at: (-fits(found[at]), len(at[0]) + len(at[1])))
+        if not ranked or not fits(found[ranked[0]]) or ties(ranked, found):
             return False
         return self._hang(*ranked[0], found[ranked[0]])
 
@@ -139,7 +140,7 @@ class _Search:
         for mine, theirs in trees:
             for at in mine.members.keys() & theirs.members.keys():
                 one, other = mine.members[at], theirs.members[at]
-                if _fit(one, other) and one.key in self.left and other.key in self.right:
+                if fit(one, other) and one.key in self.left and other.key in self.right:
                     way = "left" if one.shape != other.shape else ""
                     evidence = f"{SAME_NAME} below {below}" if below else SAME_NAME
                     self._take(Pair((one.key,), (other.key,), evidence, way))
@@ -150,8 +151,8 @@ class _Search:
     def by_name(self) -> bool:
         """Names that differ by one segment: a module that holds another, or a hook that hides it."""
         return self._unique(
-            lambda a, b: bool(_inserted(a.template, b.template)),
-            lambda a, b: f"{SAME_NAME} but for the segment `{_inserted(a.template, b.template)}`",
+            lambda a, b: bool(inserted(a.template, b.template)),
+            lambda a, b: f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`",
             sure=True,  # also where other layers have the shorter name on both sides
         )
 
@@ -367,36 +368,3 @@ def _certain(group: Group) -> str:
 
 def _the_part(left: Group, right: Group) -> str:
     return f"both are the {_certain(left)} by name"
-
-
-def _inserted(one: Template, other: Template) -> str:
-    """The segment that the longer of two names has and the shorter has not; empty where they differ by more."""
-    short, long = sorted((one, other), key=len)
-    if len(long) - len(short) != 1:
-        return ""
-    return next((part for at, part in enumerate(long) if long[:at] + long[at + 1 :] == short), "")
-
-
-def _fit(left: Tensor, right: Tensor) -> bool:
-    """Whether the two have one shape, or one that is the other's transposed."""
-    return left.shape == right.shape or (len(left.shape) == 2 and left.shape == right.shape[::-1])
-
-
-def _fits(trees: Iterable[tuple[Group, Group]]) -> int:
-    return sum(
-        at in theirs.members and _fit(one, theirs.members[at])
-        for mine, theirs in trees
-        for at, one in mine.members.items()
-    )
-
-
-def _ties(
-    ranked: Sequence[tuple[Template, Template]], found: dict[tuple[Template, Template], list[tuple[Group, Group]]]
-) -> bool:
-    """Whether the second best explanation explains as much as the best, as shortly, and something else."""
-    if len(ranked) < 2:
-        return False
-    best, second = ranked[:2]
-    alike = _fits(found[best]) == _fits(found[second]) and sum(map(len, best)) == sum(map(len, second))
-    sides = ({(side, pair[side].template) for pair in found[at] for side in (0, 1)} for at in (best, second))
-    return alike and bool(set.intersection(*sides))

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from ckpttool.tracing.optimizer_loading import OptimizerVerdict
 
 
+FQN_MODIFIERS = (
+    "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
+    "the module has a method `_fqn_modifiers` (pytorch#146557)"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(OptimizerOptions):
     """All options of a diff that say what is compared."""
@@ -94,6 +100,9 @@ def _names(model: ModelOperand) -> Diff:
         if names.roundtrips
         else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
     )
+    notes += tuple(f"as a part of another model: {text}" for text in map(str, names.nested_problems))
+    if any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries):
+        notes += (FQN_MODIFIERS,)
     return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
