@@ -103,9 +103,9 @@ class OptimizerParam:
 class Names:
     """All names of one model; the fields are those of the contract's `trace` object.
 
-    `nested_problems` are keys that are saved otherwise where the model is a part of another; empty where no hook
-    touches its keys. `modules` are the module paths of the state dict's ``_metadata``, or None where it has none.
-    `optimizer_groups` are the hyperparameters of each param group, as far as they are plain values.
+    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none. `optimizer_groups` are
+    the hyperparameters of each param group, as far as they are plain values. `notes` say what was not looked at, or
+    could not be told.
     """
 
     model: str
@@ -117,11 +117,11 @@ class Names:
     extra_state: tuple[str, ...] = ()
     roundtrips: bool = True
     roundtrip_problems: tuple[Problem, ...] = ()
-    nested_problems: tuple[Problem, ...] = ()
     optimizer: tuple[OptimizerParam, ...] = ()
     modules: tuple[str, ...] | None = None
     optimizer_class: str | None = None
     optimizer_groups: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ids(self) -> tuple[OptimizerParam, ...]:
@@ -165,10 +165,10 @@ class Names:
             "extra_state": list(self.extra_state),
             "roundtrips": self.roundtrips,
             "roundtrip_problems": list(map(str, self.roundtrip_problems)),
-            "nested_problems": list(map(str, self.nested_problems)),
             "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.ids],
             "modules": None if self.modules is None else list(self.modules),
             "optimizer_class": self.optimizer_class,
+            "notes": list(self.notes),
             "optimizer_groups": [dict(group) for group in self.optimizer_groups],
         }
 
@@ -189,7 +189,6 @@ class Names:
             extra_state=tuple(value["extra_state"]),
             roundtrips=value["roundtrips"],
             roundtrip_problems=tuple(map(Problem.parse, value["roundtrip_problems"])),
-            nested_problems=tuple(map(Problem.parse, value.get("nested_problems", ()))),
             optimizer=tuple(
                 OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ())))
                 for p in value["optimizer"]
@@ -198,6 +197,7 @@ class Names:
             modules=None if value.get("modules") is None else tuple(value["modules"]),
             optimizer_class=value.get("optimizer_class"),
             optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),
+            notes=tuple(value.get("notes", ())),
         )
 
 
@@ -276,12 +276,7 @@ _NAMES = ObjectOf(
         "roundtrip_problems": TEXTS,
         "optimizer": ListOf(ObjectOf({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}), unique="id"),
     },
-    {
-        "nested_problems": TEXTS,
-        "modules": Nullable(TEXTS),
-        "optimizer_class": Nullable(TEXT),
-        "optimizer_groups": ListOf(OBJECT),
-    },
+    {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "optimizer_groups": ListOf(OBJECT), "notes": TEXTS},
 )
 
 

@@ -57,12 +57,17 @@ class LoadedModel:
     def build(self, materialize: bool | None = None) -> nn.Module:
         """A fresh instance: on meta, or with real weights (seed 0) where `materialize` (default: as loaded) says so.
 
-        Raises `CkptError` with the user's own error where the constructor fails.
+        Raises `CannotBuild` with the user's own error where the constructor fails.
         """
         real = self.materialize if materialize is None else materialize
-        with user_code(f"{self.operand} cannot be built", on_meta=not real), torch.random.fork_rng(devices=[]):
+        what = f"{self.operand} cannot be built"
+        with user_code(what, on_meta=not real, error=CannotBuild), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.make(real)
+
+
+class CannotBuild(CkptError):
+    """The model's constructor raised."""
 
 
 def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: bool = False) -> LoadedModel:
@@ -268,20 +273,15 @@ def _models(module: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def user_code(what: str, on_meta: bool = False) -> Iterator[None]:
-    """Runs the user's code: its prints go to stderr, and whatever it raises becomes a `CkptError` that says where."""
+def user_code(what: str, on_meta: bool = False, error: type[CkptError] = CkptError) -> Iterator[None]:
+    """Runs the user's code: its prints go to stderr, and whatever it raises becomes an `error` that says where."""
     try:
         with prints_once():
             yield
     except CkptError:
         raise
-    except (Exception, SystemExit) as error:
-        raise failure(what, error, on_meta) from error
-
-
-def failure(what: str, error: BaseException, on_meta: bool) -> CkptError:
-    """The error that tells the user what their code raised, and where."""
-    return CkptError(f"{what}: {describe(error)}", hint=_hint(error, on_meta))
+    except (Exception, SystemExit) as raised:
+        raise error(f"{what}: {describe(raised)}", hint=_hint(raised, on_meta)) from raised
 
 
 def describe(error: BaseException) -> str:

@@ -63,7 +63,8 @@ def _best(question: Question, diff: Diff) -> Attempt | None:
     """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
     differing = {entry.status for entry in diff.entries} - {"same"}
     of_ranks = question.left is not None and question.left.format == "rank_files"
-    if differing and differing <= _NOT_BY_NAMES and not of_ranks:
+    not_by_names = _NOT_BY_NAMES if question.right is not None else _NOT_BY_NAMES - {"value"}
+    if differing and differing <= not_by_names and not of_ranks:
         return None
     worth = ways.to_load if question.right is None else ways.to_compare
     return _first_or_best(

@@ -27,6 +27,8 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     yield "serialized", by_model
     yield "serialized", replace(by_model, from_="runtime")
     tables = Relation(question.names)
+    lost = [key for entry in diff.entries if entry.status == "value" for key in entry.left[:1]]
+    yield from _dropping(question.left, lost, by_model)  # tied names of different values: only one of these can be kept
     yield from _without(question.left, diff, by_model, RemapOptions())
     for names in (tables.serialized_names, tables.runtime_names):
         yield from _part(question.left, set(names.values()), by_model, RemapOptions(to="serialized"))

@@ -14,6 +14,8 @@ from ckpttool.naming.inference.values import Inference
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
+# The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
+TIED = "tied: the model has it under several names, left under one of them (as save_pretrained saves it)"
 STATUSES = (
     *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -34,11 +34,12 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import shell
 
 if TYPE_CHECKING:
+    from ckpttool.tracing.loading import Verdict
     from ckpttool.tracing.optimizer_loading import OptimizerVerdict
 
 
@@ -95,14 +96,9 @@ def _names(model: ModelOperand) -> Diff:
     entries = compare_names(names)
     lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
     identical = not lost and all(entry.status in HARMLESS for entry in entries)
-    notes = (
-        ()
-        if names.roundtrips
-        else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
-    )
-    notes += tuple(f"as a part of another model: {text}" for text in map(str, names.nested_problems))
-    if any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries):
-        notes += (FQN_MODIFIERS,)
+    lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
+    renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
+    notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
     return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
@@ -117,10 +113,9 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     entries = compare_load(names, section, verdict)
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
-    identical = fits and (ignore_dtype or not converts)
-    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
-    errors = () if verdict is None else verdict.errors
-    notes = [f"torch: {text}" for text in errors if text.partition(": ")[0] + ":" not in shown]
+    lost = any(entry.status == "value" for entry in entries)
+    identical = fits and not lost and (ignore_dtype or not converts)
+    notes = _said(verdict, entries)
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
@@ -130,6 +125,16 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"
     return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
+
+
+def _said(verdict: Verdict | None, entries: Iterable[Entry]) -> list[str]:
+    """What torch says of loading beside the two lists of keys and the shapes that are listed."""
+    if verdict is None:
+        return []
+    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
+    errors = [f"torch: {text}" for text in verdict.errors if text.partition(": ")[0] + ":" not in shown]
+    assigns = ["load_state_dict(..., assign=True) loads it: the file's tensors then take the place of the model's"]
+    return [*errors, *(assigns if verdict.assigns else [])]
 
 
 def _distinct(names: Names) -> Iterator[Tensor]:
@@ -216,7 +221,7 @@ def _checkpoints(
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
     entries = explained(entries, mine, theirs)
-    harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
+    harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
     adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
