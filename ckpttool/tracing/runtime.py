@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ckpttool.names import RuntimeTensor
 from ckpttool.naming.wrappers.table import BY_CLASS, strip
 from ckpttool.tracing.hooks import Watcher
 from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe
+from ckpttool.tracing.once import prints_once
 from ckpttool.tracing.recorder.identity import Token, token
 from ckpttool.tracing.recorder.meta_disguise import Questions, storages_told_apart
 from ckpttool.tracing.recorder.recorder import Recorder
@@ -118,7 +118,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Runs the model's own code under the recorder; its prints go to stderr, its warnings nowhere."""
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+    with prints_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with storages_told_apart(), recorder, Questions(recorder):
             yield

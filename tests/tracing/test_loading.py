@@ -46,8 +46,8 @@ def section_of(state: Mapping[str, Any]) -> Section:
     return sections[0] if sections else Section("", "state_dict", ())
 
 
-def damaged(state: dict[str, Any], damages: list[tuple[str, int]]) -> OrderedDict[str, Any]:
-    found = OrderedDict(state)
+def damaged(state: Any, damages: list[tuple[str, int]]) -> Any:
+    found: Any = OrderedDict(state)
     if hasattr(state, "_metadata"):
         found._metadata = state._metadata
     for kind, number in damages:

@@ -59,7 +59,7 @@ class ByModel:
             raise Refused(
                 f"0 of {len(section.by_key())} keys are names of {names.model}",
                 hint=f"compare them: ckpttool diff --model {names.model} CKPT",
-                problems=[Problem("no name of this model", key) for key in list(section.by_key())[:10]],
+                problems=[Problem("no name of this model", key) for key in section.by_key()],
             )
         moved = self._respelled(move(self.tables, section, reading, self.to.names, self.tie), section, reading)
         problems = [*moved.problems, *_lost(section, moved.copies)]
