@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
@@ -12,19 +13,43 @@ from ckpttool.io.ranges import same_data, stream
 
 
 def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
-    """Whether two entries have the same dtype, shape and bytes. What is no dense tensor is compared by kind only."""
+    """Whether two entries have the same dtype, shape and bytes.
+
+    What is no dense tensor is compared where its format can (`same_content`), else by kind only.
+    """
     if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
-        return type(left) is type(right)
+        return type(left) is type(right) and same_content(left, right) is not False
     if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return False
-    if left.storage is None or right.storage is None or left.identity == right.identity:
+    if left.identity == right.identity:
         return True
+    if left.storage is None or right.storage is None:
+        return same_content(left, right) is not False
     mine, yours = _in_order(left), _in_order(right)
     if mine is not None and yours is not None:
         return same_data(mine, yours)
     from ckpttool.evaluate import with_torch
 
     return with_torch.same_bits(with_torch.load(left), with_torch.load(right))
+
+
+def same_content(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool | None:
+    """Whether two entries that are no dense tensors hold the same; None where nobody can compare them."""
+    mine, yours = left.payload, right.payload
+    if mine is yours and mine is not None:
+        return True
+    if isinstance(mine, _Comparable) and isinstance(yours, _Comparable):
+        return mine.same_as(yours)
+    if isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry) and mine is None and yours is None:
+        return left.value == right.value
+    return None
+
+
+@runtime_checkable
+class _Comparable(Protocol):
+    """A payload whose format can compare it with another one."""
+
+    def same_as(self, other: object) -> bool: ...
 
 
 def _in_order(entry: TensorEntry) -> Span | Lazy | None:
@@ -40,10 +65,11 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
 
     Bitwise where both tolerances are 0, else ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
     """
+    if left.storage is None or right.storage is None:
+        same = same_content(left, right)
+        return None if same else "not dense tensors: not compared" if same is None else "their contents differ"
     if same_values(left, right):
         return None
-    if left.storage is None or right.storage is None:
-        return "not dense tensors: not compared"
     from ckpttool.evaluate import with_torch
 
     return with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)

@@ -363,6 +363,13 @@ def buffer_called_extra_state() -> nn.Module:
 
 
 @pattern
+def buffer_with_such_an_ending() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("my_extra_state", torch.ones(2))
+    return model
+
+
+@pattern
 def forgives() -> nn.Module:
     """Its post hook takes what torch found wrong off the lists."""
     model = nn.Linear(2, 2)

@@ -53,14 +53,15 @@ def mended(question: Question, diff: Diff) -> Diff:
     best = _best(question, diff)
     best = None if swaps and best and best.drops else best  # the program takes what only a remap would drop
     found = [*swaps, *([best] if best else [])]
-    unknown = () if found else with_a_model(question, diff)
+    swappable = bool(best and best.infers) and is_about_a_program(question)  # the program's own model knows better
+    unknown = with_a_model(question, diff) if swappable or not found else ()
     notes += [OWN_NAMES] if swaps else []
     notes += [INFERRED] if best and best.infers else []
     notes += [DROPPED] if best and best.drops else []
     if not unknown and not swaps and not any(attempt.after.identical for attempt in found):
         notes += [PART] if best else []
         notes += sentences(question.left, diff, best.after if best else diff)
-    return replace(diff, fix=(*(attempt.command for attempt in found), *unknown), notes=(*diff.notes, *notes))
+    return replace(diff, fix=(*unknown, *(attempt.command for attempt in found)), notes=(*diff.notes, *notes))
 
 
 def _best(question: Question, diff: Diff) -> Attempt | None:
@@ -93,10 +94,16 @@ def _loses(attempt: Attempt) -> bool:
     return attempt.drops and any(entry.status == "missing" for entry in attempt.after.entries)
 
 
+def is_about_a_program(question: Question) -> bool:
+    """Whether one of two checkpoints is an exported program."""
+    sides = (question.left, question.right)
+    return all(side is not None for side in sides) and any(side is not None and side.format == "pt2" for side in sides)
+
+
 def _swap(question: Question) -> tuple[list[Attempt], list[str]]:
     """The swap that works, where one side is a program; else why none does."""
     left, right = question.left, question.right
-    if left is None or right is None or "pt2" not in (left.format, right.format):
+    if left is None or right is None or not is_about_a_program(question):
         return [], []
     program, weights = (right, left) if right.format == "pt2" else (left, right)
     asked = question.options

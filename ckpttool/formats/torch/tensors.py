@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
+from ckpttool.io.ranges import same_data
 
 MAX_DIMS = 64  # torch's own limit
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
@@ -75,6 +76,33 @@ class Carried:
         """True where the entry is still the tensor that the node rebuilds."""
         now = (entry.dtype, entry.shape, entry.stride, entry.offset, entry.storage, entry.layout, entry.packed_bytes)
         return self.geometry == now
+
+    def same_as(self, other: object) -> bool:
+        """Whether both make the same object: equal nodes, on storages that hold the same bytes."""
+        if not isinstance(other, Carried):
+            return False
+        todo, seen = [(self.node, other.node)], set[tuple[int, int]]()
+        while todo:
+            one, two = todo.pop()
+            if type(one) is not type(two):
+                return False
+            if (id(one), id(two)) in seen:
+                continue
+            seen.add((id(one), id(two)))
+            if type(one) is Persistent:
+                mine, yours = typed_storage(one, self.storages), typed_storage(two, other.storages)
+                if mine[0] != yours[0] or not same_data(mine[1].data, yours[1].data):
+                    return False
+            elif type(one) in HOLDS:
+                parts = HOLDS[type(one)](one), HOLDS[type(two)](two)
+                if len(parts[0]) != len(parts[1]):
+                    return False
+                todo.extend(zip(*parts))
+            elif type(one) is PickledSet:
+                todo.append((one.items, two.items))
+            elif one != two and not (one != one and two != two):  # NaN is itself
+                return False
+        return True
 
 
 def malformed(message: str) -> CkptError:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.evaluate.compare import same_content
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.names import Hook
 from ckpttool.naming.alignment import pairs
@@ -42,7 +43,11 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     names = (left.key,), (right.key,)
     if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
         if type(left) is type(right):
-            return Entry("extra_state", *names, "no tensor: carried, not compared")
+            same = None if values is None else same_content(left, right)
+            if values is not None and not same:
+                what = "no tensor, and not compared" if same is None else "no tensor, and another content"
+                return Entry("value", *names, what)
+            return Entry("extra_state", *names, "no tensor: carried, not compared" if same is None else "no tensor")
         return Entry("shape", *names, "a tensor on one side only")
     if left.shape != right.shape:
         reason = PLACEHOLDER if is_placeholder(left) else "another shape"

@@ -43,6 +43,12 @@ if TYPE_CHECKING:
     from ckpttool.tracing.optimizer_loading import OptimizerVerdict
 
 
+FQN_MODIFIERS = (
+    "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
+    "the module has a method `_fqn_modifiers` (pytorch#146557)"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(OptimizerOptions):
     """All options of a diff that say what is compared."""
@@ -91,7 +97,8 @@ def _names(model: ModelOperand) -> Diff:
     lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
     identical = not lost and all(entry.status in HARMLESS for entry in entries)
     lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
-    notes = (*lossy, *names.notes)
+    renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
+    notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
     return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
