@@ -99,17 +99,17 @@ def mended(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, na
 
 
 def test_pytorch_101107_keys_of_a_compiled_model(ask: Ask) -> None:
-    model = net()
-    compiled = torch.compile(model)
+    model: Any = net()
+    compiled: Any = torch.compile(model)
     found = mended(ask, compiled.state_dict(), "net", net(), dict(model.state_dict()))
     assert "torch.compile" in found.said
 
 
 @pytest.mark.parametrize("depth", ["root", "layer"])
 def test_module_segments_of_data_parallel_at_any_depth(ask: Ask, depth: str) -> None:
-    model = net()
+    model: Any = net()
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
-    wrapped: nn.Module = model
+    wrapped: Any = model
     if depth == "root":
         wrapped = DataParallel(model)
     else:
@@ -176,7 +176,7 @@ def test_pytorch_146053_hooks_that_the_state_dict_helpers_fail_on(ask: Ask) -> N
 
 def test_pytorch_3852_groups_of_another_size(ask: Ask) -> None:
     """The parameters are named, whatever mends it."""
-    model = net()
+    model: Any = net()
     first, rest = list(model.parameters())[:1], list(model.parameters())[1:]
     optimizer = torch.optim.AdamW([{"params": first}, {"params": rest}])
     model(TOKENS).sum().backward()
@@ -200,7 +200,7 @@ def test_pytorch_3852_groups_of_another_size(ask: Ask) -> None:
 def test_pytorch_124546_state_by_name_for_an_optimizer_that_numbers(ask: Ask) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    model = net()
+    model: Any = net()
     optimizer = torch.optim.AdamW(model.parameters())
     model(TOKENS).sum().backward()
     optimizer.step()
@@ -238,7 +238,8 @@ def test_safetensors_98_tied_weights(ask: Ask) -> None:
 
 
 def test_torch_mlir_4744_a_lifted_buffer(ask: Ask) -> None:
-    program, model = exported(lifted(), torch.ones(1, 4)), lifted()
+    program = exported(lifted(), torch.ones(1, 4))
+    model: Any = lifted()
     model.scale.fill_(3)
     ckpt = saved({**model.state_dict(), "scale": model.scale})
     for words in ((), ("--model", "model.py:lifted")):
@@ -325,7 +326,7 @@ def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Ask) -> None:
     """Its base is taken out by name; the adapter alone is called one."""
     from peft import LoraConfig, get_peft_model
 
-    model = net()
+    model: Any = net()
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
     peft = get_peft_model(model, LoraConfig(target_modules=["fc"], r=2))
     state = dict(peft.state_dict())
@@ -344,7 +345,7 @@ def test_megatron_bridge_6032_keys_that_are_absent_are_said(ask: Ask) -> None:
 
 
 def test_activation_checkpoints_hide_their_segment(ask: Ask) -> None:
-    model = net()
+    model: Any = net()
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     raw = {key: value.detach() for key, value in nn.Module.named_parameters(model)}

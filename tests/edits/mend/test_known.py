@@ -141,7 +141,12 @@ def test_ties_in_safetensors(ask: Ask) -> None:
 def test_the_model_is_read_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     trace = tracing.trace
-    monkeypatch.setattr(tracing, "trace", lambda model: traced.append(model) or trace(model))
+
+    def counted(model: Any) -> Any:
+        traced.append(model)
+        return trace(model)
+
+    monkeypatch.setattr(tracing, "trace", counted)
     found = ask("--model", "model.py:net", saved({"strange.weight": torch.ones(1), **state_of(net())}))
     assert found["fix"]
     assert len(traced) == 1
