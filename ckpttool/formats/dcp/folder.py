@@ -26,6 +26,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
 from ckpttool.formats.torch.tree import find_sections
+from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.files import exists, is_file, names_in, opened, size
 from ckpttool.io.paths import join
@@ -81,6 +82,8 @@ def read(path: str) -> Checkpoint:
         others=tuple(tree.others),
         globals=_foreign([*metadata.globals, *reader.globals]),
         container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
+        notes=tuple(tree.notes),
+        unreached=tuple(unreached(root, storages, storages.found, storages.found.__getitem__)),
     )
 
 

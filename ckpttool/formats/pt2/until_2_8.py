@@ -14,9 +14,9 @@ from ckpttool.formats.containers.pickle_tree import Pickle
 from ckpttool.formats.containers.zip_archive import STORED, Archive, read_archive
 from ckpttool.formats.pt2.program import CONSTANTS, Home, Inner, Payload, Program, compressed, damaged, program_sections
 from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.rebuild import is_parameter
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
-from ckpttool.formats.torch.tree import pairs_of
 
 GRAPH = "serialized_exported_program.json"  # of torch up to 2.7
 UP_TO_2_7, IN_2_8 = "torch<=2.7", "torch 2.8"

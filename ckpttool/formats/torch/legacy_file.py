@@ -17,6 +17,7 @@ from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, 
 from ckpttool.formats.recognise_file import LEGACY_START
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor
 from ckpttool.formats.torch.tree import find_sections
+from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.zip_file import MAX_PICKLE, Container, foreign
 from ckpttool.io.files import Source, opened
 
@@ -45,7 +46,8 @@ def read(path: str) -> Checkpoint:
         others=tuple(tree.others),
         globals=foreign(pickles.tree.globals),
         container=Container(None, "", pickles.tree, tree),
-        notes=(f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else (),
+        notes=(*tree.notes, *((f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ())),
+        unreached=tuple(unreached(pickles.tree.root, storages, found, storages.found.__getitem__)),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
 
 MAX_DIMS = 64  # torch's own limit
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
@@ -25,11 +25,13 @@ class Storages:
     """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once.
 
     `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
+    `reached` are the keys of the storages that these tensors are made of.
     """
 
     find: Callable[[str, int], Storage]
     found: dict[str, Storage] = field(default_factory=dict)
     carried: dict[int, Carried] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
     parts_left: int = _MAX_PARTS
 
     def get(self, key: str, nbytes: int) -> Storage:
@@ -75,6 +77,12 @@ class Carried:
         now = (entry.dtype, entry.shape, entry.stride, entry.offset, entry.storage, entry.layout, entry.packed_bytes)
         return self.geometry == now
 
+    def content(self) -> bytes | None:
+        """See `checkpoint.Comparable`."""
+        from ckpttool.formats.torch.content import content_of
+
+        return content_of(self.node, self.storages)
+
 
 def malformed(message: str) -> CkptError:
     return CkptError(
@@ -97,6 +105,9 @@ def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
     carried = storages.carried.get(id(node))
     if carried is None:
         carried = storages.carried[id(node)] = Carried(node, storages, _geometry_of(key, node, storages))
+        if carried.geometry is not None and carried.geometry.storage is None:
+            references = (part for part in _parts(node, storages) if type(part) is Persistent)
+            storages.reached.update(map(storage_key, references))
     assert carried.geometry is not None
     return TensorEntry(key, *carried.geometry, payload=carried)
 
@@ -133,6 +144,7 @@ HOLDS: dict[type, Callable[[Any], Any]] = {
     list: lambda node: node,
     dict: lambda node: [*node.keys(), *node.values()],
     Persistent: lambda node: (node.id,),
+    PickledSet: lambda node: node.items,
     Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state),
 }
 
@@ -295,6 +307,7 @@ def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
     if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
         raise malformed(f"a storage of class {kind}")
     dtype = "uint8" if kind == "UntypedStorage" else dtypes.BY_STORAGE[kind].name
+    storages.reached.add(key)
     return dtype, storages.get(key, numel * dtypes.itemsize(dtype))
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.optimizer_mapping import node_of
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages
-from ckpttool.formats.torch.tree import REMOVE, Place, Steps, Tree, clone, edited, metadata_of, pairs_of
+from ckpttool.formats.torch.tree import REMOVE, Place, Steps, Tree, clone, edited
 from ckpttool.optimizer_state import kept
 
 _HINT = "leave it out with --drop PATTERN"
@@ -37,7 +38,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
         elif section.mapping is not place.section.mapping:
             edits[place.steps] = node_of(section.mapping, nodes.of)
         elif section is not place.section:
-            change = _state_dict_edits if section.kind == "state_dict" else _tensor_edits
+            change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
             edits.update(change(section, place, nodes))
     kept = set(checkpoint.others)
     edits.update((steps, REMOVE) for path, steps in tree.others.items() if path not in kept)
@@ -141,7 +142,8 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, 
         Problem("cannot be renamed here", entry.key) for entry in section.tensors if entry.key not in place.tensors
     ]
     if moved:
-        raise Refused("only the keys of state dicts can be renamed", hint=_HINT, problems=moved)
+        what = "take the module's state dict alone: CKPT::SECTION" if section.kind == "state_dict" else _HINT
+        raise Refused("only the keys of state dicts can be renamed", hint=what, problems=moved)
     now = {entry.key: entry for entry in section.tensors}
     edits: dict[Steps, Any] = {}
     for entry in place.section.tensors:
@@ -198,5 +200,5 @@ def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> S
         return section.tensors
     tensors = {entry.key for entry in place.section.tensors}
     queues: dict[bool, Iterator[TensorEntry | ExtraEntry]] = {True: iter(section.tensors), False: iter(section.extras)}
-    ordered = [next(queues[key in tensors], None) for key in was]
+    ordered = [next(queues[text_of(key) in tensors], None) for key in was]
     return [entry for entry in (*ordered, *queues[True], *queues[False]) if entry is not None]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage
+from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
@@ -21,6 +21,7 @@ from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
 from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
 from ckpttool.formats.torch.tree import Tree, find_sections
+from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Pieces
 
@@ -63,7 +64,19 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
         others=tuple(tree.others),
         globals=foreign(pickle.globals),
         container=Container(archive, folder, pickle, tree),
+        notes=tuple(tree.notes),
+        unreached=tuple(unreached_in(archive, folder, pickle.root, storages)),
     )
+
+
+def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> list[Unreached]:
+    """The storages of the archive that belong to no tensor that was read from them."""
+    keys = [key for record in archive.records if (key := key_of(record, folder)) is not None]
+
+    def find(key: str) -> Storage:
+        return find_storage(archive, folder, key, archive.by_name[f"{folder}data/{key}"].nbytes)
+
+    return unreached(root, storages, keys, find)
 
 
 def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
