@@ -1,12 +1,16 @@
 """The errors of the product: one line that says what is wrong, one that says what mends it, and the exit status.
 
-Everything ckpttool raises on purpose is a `CkptError`; `cli/app.py` is the only place that catches it.
+Everything ckpttool raises on purpose is a `CkptError`; only `cli/app.py` turns it into an exit status.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+# What a problem is, for code that chooses what to advise; what nobody asks about is ``other``.
+Kind = Literal["missing", "left_over", "shape", "dtype", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +19,16 @@ class Problem:
 
     problem: str
     key: str
+    kind: Kind = "other"
 
     def __str__(self) -> str:
         return f"{self.problem} @ {self.key}"
+
+    @staticmethod
+    def parse(text: str) -> Problem:
+        """What ``str`` made of a problem, but for its kind."""
+        problem, _, key = text.rpartition(" @ ")
+        return Problem(problem or text, key if problem else "")
 
 
 class CkptError(Exception):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool import expression as ex
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression
 
 SCHEMA = "ckpttool.names/1"
@@ -97,7 +97,7 @@ class Names:
     not_serialized: tuple[str, ...] = ()
     extra_state: tuple[str, ...] = ()
     roundtrips: bool = True
-    roundtrip_problems: tuple[str, ...] = ()
+    roundtrip_problems: tuple[Problem, ...] = ()
     optimizer: tuple[OptimizerParam, ...] = ()
     modules: tuple[str, ...] | None = None
     optimizer_class: str | None = None
@@ -144,7 +144,7 @@ class Names:
             "not_serialized": list(self.not_serialized),
             "extra_state": list(self.extra_state),
             "roundtrips": self.roundtrips,
-            "roundtrip_problems": list(self.roundtrip_problems),
+            "roundtrip_problems": list(map(str, self.roundtrip_problems)),
             "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.ids],
             "modules": None if self.modules is None else list(self.modules),
             "optimizer_class": self.optimizer_class,
@@ -167,7 +167,7 @@ class Names:
                 not_serialized=tuple(value["not_serialized"]),
                 extra_state=tuple(value["extra_state"]),
                 roundtrips=value["roundtrips"],
-                roundtrip_problems=tuple(value["roundtrip_problems"]),
+                roundtrip_problems=tuple(map(Problem.parse, value["roundtrip_problems"])),
                 optimizer=tuple(
                     OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ())))
                     for p in value["optimizer"]

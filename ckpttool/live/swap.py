@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.swap import swap as planning
+from ckpttool.edits.swap.swap import Advice, Misfit, swap
 from ckpttool.errors import CkptError, Refused
 from ckpttool.expression import Expression
 from ckpttool.live.model import Model, Target, module_target, names_of, package_target, program_target
@@ -19,12 +19,10 @@ from ckpttool.live.section import section_of
 from ckpttool.live.stage import check_in_place, laid_out, stage
 from ckpttool.live.tensors import put, replacements, write
 
-# What `swap` advises on the command line -> the same for a caller in Python.
-_HINTS = (
-    ("--cast", "cast=True converts them to the dtypes that are there"),
-    ("--model", "state_dict hooks may rename keys when a model is saved: pass the model, as in model=module"),
-)
-
+_HINTS: dict[Advice, str] = {
+    "cast": "cast=True converts them to the dtypes that are there",
+    "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in model=module",
+}
 
 _COMPILED_IN = "a weight of 8 elements or fewer in a row is compiled into a package's code: leave it out to keep it"
 
@@ -126,8 +124,8 @@ def _planned(target: Target, state: Mapping[str, object], model: Model | None, c
     """The plan and the refusals of the command, over an index of what is in memory."""
     have = Checkpoint(target.title, "memory", 0, (section_of(target.tensors),))
     try:
-        found = planning.swap(have, section_of(state), names_of(model), cast=cast, packed=True)
-    except Refused as error:
-        hint = next((hint for mark, hint in _HINTS if mark in error.hint), "compare the keys of the two")
+        found = swap(have, section_of(state), names_of(model), cast=cast, packed=True)
+    except Misfit as error:
+        hint = _HINTS.get(error.advice, "compare the keys of the two")
         raise Refused(error.message, hint=hint, problems=error.problems) from None
     return Swapped(found.sources, found.form, found.ignored, target.constants)

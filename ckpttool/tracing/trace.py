@@ -42,7 +42,7 @@ def trace(model: LoadedModel) -> Names:
         not_serialized=_not_serialized(saved),
         extra_state=saved.extra_state,
         roundtrips=not wrong,
-        roundtrip_problems=tuple(map(str, wrong)),
+        roundtrip_problems=tuple(wrong),
         modules=None if metadata is None else tuple(metadata),
     )
 

@@ -93,7 +93,7 @@ def feed_by_model(target: Section, weights: Section, names: Names, form: str | N
         elif name in names.extra_state or (reading.form != RUNTIME and source is None) or isinstance(source, Op):
             feed.ignored.append(key)
         else:
-            feed.problems.append(Problem("left over: the program has no such weight", key))
+            feed.problems.append(Problem("left over: the program has no such weight", key, "left_over"))
     return feed
 
 
@@ -106,7 +106,9 @@ def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:
 
 
 def _left_over(found: Match) -> list[Problem]:
-    return [Problem("left over: the program has no such weight", key) for key in found.unmatched] + list(found.problems)
+    return [Problem("left over: the program has no such weight", key, "left_over") for key in found.unmatched] + list(
+        found.problems
+    )
 
 
 def _variants(found: Match) -> list[tuple[str, str]]:

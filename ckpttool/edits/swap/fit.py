@@ -23,7 +23,11 @@ def fit_all(
     problems: list[Problem] = []
     for entry in wanted:
         source = sources.get(entry.key)
-        found = Problem("no weight for it", entry.key) if source is None else _fit(entry, source, have, cast, packed)
+        found = (
+            Problem("no weight for it", entry.key, "missing")
+            if source is None
+            else _fit(entry, source, have, cast, packed)
+        )
         if isinstance(found, Problem):
             problems.append(found)
         else:
@@ -42,11 +46,13 @@ def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, pack
     except Refused as error:
         return Problem(error.message, entry.key)
     if found.shape != entry.shape:
-        return Problem(f"shape {list(found.shape)}, the program has {list(entry.shape)} ({_named(source)})", entry.key)
+        text = f"shape {list(found.shape)}, the program has {list(entry.shape)} ({_named(source)})"
+        return Problem(text, entry.key, "shape")
     if found.dtype == entry.dtype:
         return found
     if not cast:
-        return Problem(f"dtype {found.dtype}, the program has {entry.dtype} ({_named(source)})", entry.key)
+        text = f"dtype {found.dtype}, the program has {entry.dtype} ({_named(source)})"
+        return Problem(text, entry.key, "dtype")
     return _value(entry.key, Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", entry.dtype)),)), have)
 
 

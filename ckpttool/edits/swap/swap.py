@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
@@ -20,6 +21,7 @@ from ckpttool.expression import Expression
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
 from ckpttool.formats.pt2.program import Program
 from ckpttool.names import Names
+from ckpttool.words import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,27 @@ class Swap:
     def constants(self) -> tuple[str, ...]:
         """The program's constants that stay as they are."""
         return tuple(entry.key for entry in constants_of(self.program) if entry.key not in self.sources)
+
+
+# What to do about weights that do not fit: a kind, and what the command line says of it.
+Advice = Literal["constants", "compiled", "model", "cast", "compare"]
+_HINTS: dict[Advice, str] = {
+    "constants": "some of them are constants of the program: --constants swaps these too",
+    "compiled": INSIDE,
+    "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
+    "--model file.py:build",
+    "cast": "--cast converts them to the program's dtypes",
+    "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another version of the model",
+}
+
+
+class Misfit(Refused):
+    """The weights do not fit. `advice` is the kind of the hint, for callers who have other words for it."""
+
+    def __init__(self, advice: Advice, problems: Sequence[Problem]) -> None:
+        message = f"the weights do not fit the program: {plural(len(problems), 'problem')}"
+        super().__init__(message, hint=_HINTS[advice], problems=problems)
+        self.advice = advice
 
 
 def swap(
@@ -69,8 +92,7 @@ def swap(
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is target else ())
     if problems:
-        hint = _hint(program, names, problems)
-        raise Refused(f"the weights do not fit the program: {len(problems)} problems", hint=hint, problems=problems)
+        raise Misfit(_advice(program, names, problems), problems)
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
     return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
 
@@ -114,16 +136,12 @@ def _untied(
     ]
 
 
-def _hint(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> str:
-    text = " ".join(problem.problem for problem in problems)
+def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> Advice:
+    kinds = {problem.kind for problem in problems}
     if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
-        return "some of them are constants of the program: --constants swaps these too"
-    if isinstance(program.container, Program) and program.container.compiled and "left over" in text:
-        return INSIDE
-    if names is None and ("left over" in text or "no weight" in text):
-        return (
-            "state_dict hooks may rename keys when a model is saved: pass the model's definition, --model file.py:build"
-        )
-    if "dtype" in text and "shape" not in text and "left over" not in text and "no weight" not in text:
-        return "--cast converts them to the program's dtypes"
-    return "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may belong to another version of the model"
+        return "constants"
+    if "left_over" in kinds and isinstance(program.container, Program) and program.container.compiled:
+        return "compiled"
+    if names is None and kinds & {"left_over", "missing"}:
+        return "model"
+    return "cast" if "dtype" in kinds and not kinds & {"shape", "left_over", "missing"} else "compare"

@@ -113,7 +113,7 @@ def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, s
 
 def _lost(names: Names) -> dict[str, str]:
     """Key -> what `trace` found wrong with it."""
-    return {text.rpartition(" @ ")[2]: text for text in reversed(names.roundtrip_problems)}
+    return {problem.key: str(problem) for problem in reversed(names.roundtrip_problems)}
 
 
 def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:

@@ -52,7 +52,9 @@ def _names(model: ModelOperand) -> Diff:
     lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
     identical = not lost and all(entry.status in HARMLESS for entry in entries)
     notes = (
-        () if names.roundtrips else tuple(f"does not load what it saves: {text}" for text in names.roundtrip_problems)
+        ()
+        if names.roundtrips
+        else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
     )
     fix = () if identical else mend.names(model, entries)
     return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, fix, notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ckpttool.errors import Problem
 from ckpttool.names import Names
 from ckpttool.queries.diff.names import compare_names
 from ckpttool.queries.diff.result import Diff
@@ -22,7 +21,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
     else:
         blocks.append(Note("load_state_dict() does not read back what state_dict() writes:", "warning"))
-        blocks.append(Problems(tuple(_problem(text) for text in names.roundtrip_problems), "warning"))
+        blocks.append(Problems(names.roundtrip_problems, "warning"))
     if written is not None:
         blocks.append(Note(f"names file: {written}"))
     renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
@@ -42,11 +41,6 @@ def _counts(names: Names) -> tuple[tuple[str, str], ...]:
         ("extra state", number(len(names.extra_state))),
         ("torch", names.torch),
     )
-
-
-def _problem(text: str) -> Problem:
-    problem, _, key = text.rpartition(" @ ")
-    return Problem(problem or text, key)
 
 
 def explained(found: Explanation) -> Document:
