@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from shlex import quote
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Problem, Refused
@@ -29,10 +30,26 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
 
     Raises `Refused`, all problems at once, on what the format has no place for.
     """
+    lost = _unreached(checkpoint, target)
+    if lost:
+        raise Refused(
+            f"storages of no tensor that is understood would be lost: {target.title} has no place for them",
+            hint=f"leave them out: {' '.join('--drop ' + quote(problem.key) for problem in lost[:3])}",
+            problems=lost,
+        )
     fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
     fitted = put_on(fitted, tensors_only=target.tensors_only)
     same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
     return fitted if same else replace(fitted, container=None)
+
+
+def _unreached(checkpoint: Checkpoint, target: Format) -> list[Problem]:
+    """What of the file is no tensor, and does not come along in the tree of its pickle."""
+    if checkpoint.format in (target.name, "torchscript"):  # the tensors of TorchScript's code are left out with it
+        return []
+    carried = target.pickled and FORMATS[checkpoint.format].pickled and checkpoint.container is not None
+    lost = [found for found in checkpoint.unreached if not (carried and found.is_referred)]
+    return [Problem("a storage that belongs to no tensor that is understood", found.path) for found in lost]
 
 
 def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpoint:

@@ -26,8 +26,15 @@ def open_operand(operand: str) -> Checkpoint:
     except KeyError:
         have = ", ".join(s.path or "(root)" for s in checkpoint.sections) or "none"
         raise CkptError(f"{path} has no section {picked!r}", hint=f"its sections are: {have}") from None
+    unreached = tuple(found for found in checkpoint.unreached if f"{found.path}.".startswith(f"{picked}."))
     return replace(
-        checkpoint, source=operand, sections=(replace(section, path=""),), others=(), globals=(), container=None
+        checkpoint,
+        source=operand,
+        sections=(replace(section, path=""),),
+        others=(),
+        globals=(),
+        container=None,
+        unreached=unreached,
     )
 
 
@@ -56,5 +63,8 @@ def model_section(checkpoint: Checkpoint) -> Section:
             f"{checkpoint.source} holds several state dicts: {', '.join(s.path or '(root)' for s in found)}",
             hint=f"pick one: {checkpoint.source}::{found[0].path}",
         )
-    have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections) or "no tensors at all"
-    raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {have}")
+    have = [f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections]
+    have += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
+    raise CkptError(
+        f"{checkpoint.source} holds no state dict", hint=f"it holds: {', '.join(have) or 'no tensors at all'}"
+    )

@@ -46,19 +46,24 @@ class Inspection:
             ],
             "metadata": dict(checkpoint.metadata),
             "notes": list(checkpoint.notes),
+            "unreached": [
+                {"path": found.path, "bytes": found.storage.nbytes, "referred": found.is_referred}
+                for found in checkpoint.unreached
+            ],
         }
 
     def _section(self, section: Section) -> dict[str, Any]:
         return {
             "path": section.path,
             "kind": section.kind,
-            "tensors": len(section.tensors),
+            "tensors": len(section.all_tensors()),
             "bytes": section.nbytes,
             "wrappers": list(self.wrappers[section.path]),
         }
 
     def _tensors(self, section: Section) -> list[dict[str, Any]]:
         aliases = self.aliases[section.path]
+        inside = {entry.key: extra.key for extra in section.extras for entry in extra.inside()}
         return [
             {
                 "section": section.path,
@@ -67,8 +72,9 @@ class Inspection:
                 "shape": list(entry.shape),
                 "bytes": entry.nbytes,
                 "alias_of": aliases.get(entry.key),
+                **({"inside": inside[entry.key]} if entry.key in inside else {}),
             }
-            for entry in section.tensors
+            for entry in section.all_tensors()
         ]
 
 

@@ -74,6 +74,7 @@ def read(path: str) -> Checkpoint:
     for key, storage in reader.rebuilder.storages.items():
         storages.get(key, storage.nbytes)  # also those that no tensor looks at: the writer needs them all
     tree = find_sections(root, storages)
+    tree.unreached = unreached(root, storages, storages.found, storages.found.__getitem__)
     return Checkpoint(
         source=path,
         format=FORMAT,
@@ -83,7 +84,7 @@ def read(path: str) -> Checkpoint:
         globals=_foreign([*metadata.globals, *reader.globals]),
         container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
         notes=tuple(tree.notes),
-        unreached=tuple(unreached(root, storages, storages.found, storages.found.__getitem__)),
+        unreached=tree.unreached,
     )
 
 

@@ -32,7 +32,7 @@ class _Endless(Exception):
 
 
 class _Digests:
-    """A node's digest is made of those of its parts, so that each node is looked at once, however often it is shared."""
+    """A node's digest is made of those of its parts: each is looked at once, however often it is shared."""
 
     def __init__(self, storages: Storages) -> None:
         self.storages = storages

@@ -38,6 +38,7 @@ def read(path: str) -> Checkpoint:
         storages.get(key, size)  # those of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)
     tree = find_sections(pickles.tree.root, storages)
+    tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
     return Checkpoint(
         source=path,
         format="torch_legacy",
@@ -47,7 +48,7 @@ def read(path: str) -> Checkpoint:
         globals=foreign(pickles.tree.globals),
         container=Container(None, "", pickles.tree, tree),
         notes=(*tree.notes, *((f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ())),
-        unreached=tuple(unreached(pickles.tree.root, storages, found, storages.found.__getitem__)),
+        unreached=tree.unreached,
     )
 
 

@@ -1,8 +1,8 @@
 """Which nodes of a pickle are mappings, and what they hold.
 
-Python 3 makes a dict empty and sets its items. Python 2 made an ``OrderedDict`` of a list of its items, and so do
-others (``Counter``, whatever copies an ``OrderedDict`` by its constructor): the first look at such a node puts its items
-where every other mapping has them, and from then on it is written like one.
+Python 3 makes a dict empty and sets its items. Python 2 made an ``OrderedDict`` of a list of its items, and ``Counter``
+is made of a dict still. The first look at such a node puts its items where every other mapping has them; from then on
+it is written like one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call
 from ckpttool.formats.torch.mappings import is_mapping, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
@@ -17,7 +17,6 @@ from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed
 from ckpttool.optimizer_state import looks_flat
 
-_MAX_PARTS = 20_000_000  # nodes looked at inside entries: shared parts count each time
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
 Step = tuple[str, Any]  # ("item", key or index), ("arg", index) or ("state", None)
@@ -49,8 +48,9 @@ class Tree:
     listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
     of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
-    looked_into: list[int] = field(default_factory=lambda: [0])  # nodes inside entries of state dicts
+    barren: set[int] = field(default_factory=set)  # ids of containers inside which there is no tensor to be listed
     notes: list[str] = field(default_factory=list)
+    unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
 
 
 def find_sections(root: Any, storages: Storages) -> Tree:
@@ -135,16 +135,35 @@ def _is_optimizer(node: Any) -> bool:
 
 
 def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
-    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no mapping of tensors."""
+    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no mapping of tensors.
+
+    A configuration with a tensor among its settings is none, and the states of random generators are none.
+    """
     pairs = pairs_of(node)
     names = [text_of(key) for key in pairs or ()]
     if pairs is None or None in names or len(set(names)) < len(names):
         return False
     if metadata_of(node) is not None:
         return True
-    if foreign or not any(is_tensor(value) for value in pairs.values()):
+    tensors = [value for value in pairs.values() if is_tensor(value)]
+    if foreign or not tensors or _is_settings(pairs, len(tensors)):
+        return False
+    if all(_is_random_state(entry_of("", value, tree.storages)) for value in tensors):
         return False
     return not any(_holds_tensors(tree, value) for key, value in pairs.items() if not key.endswith("_extra_state"))
+
+
+_RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
+
+
+def _is_random_state(entry: TensorEntry) -> bool:
+    return entry.dtype == "uint8" and entry.shape in _RANDOM_STATES
+
+
+def _is_settings(pairs: Mapping[Any, Any], tensors: int) -> bool:
+    """Whether most of the values are what a state dict holds rarely: plain numbers, words and nothing."""
+    plain = sum(type(value) in (bool, int, float, str, type(None)) for value in pairs.values())
+    return plain > tensors
 
 
 def _holds_tensors(tree: Tree, node: Any) -> bool:
@@ -171,13 +190,9 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
 
 
 def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
-    """What stands under a key of a state dict and is no tensor, with the tensors inside it.
-
-    Raises `CkptError` where entries share parts to an extent that no state dict does.
-    """
-    inner = Tree(tree.storages, looked_into=tree.looked_into)
-    for child_path, child_steps, child in _named_children(node, (), ()):
-        _walk_tensors(inner, child, child_path, child_steps)
+    """What stands under a key of a state dict and is no tensor, with the tensors inside it."""
+    inner = Tree(tree.storages, barren=tree.barren)
+    _walk_tensors(inner, node, (), ())
     return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.loose))
 
 
@@ -221,16 +236,20 @@ def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -
 
 def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
     """Finds all tensors below `node`, whatever they stand in."""
-    tree.looked_into[0] += 1
-    if tree.looked_into[0] > _MAX_PARTS:
-        raise malformed("its entries are made of too many parts")
     if is_tensor(node):
         if id(node) not in tree.listed:
             _add_loose(tree, ".".join(path), node, steps)
-    elif len(steps) <= _MAX_DEPTH and id(node) not in tree.seen and isinstance(node, (dict, list, tuple, Call)):
-        tree.seen.add(id(node))
-        for child_path, child_steps, child in _named_children(node, path, steps):
-            _walk_tensors(tree, child, child_path, child_steps)
+        return
+    if not isinstance(node, (dict, list, tuple, Call)) or id(node) in tree.seen or id(node) in tree.barren:
+        return
+    if len(steps) > _MAX_DEPTH:
+        return
+    tree.seen.add(id(node))
+    found = len(tree.loose)
+    for child_path, child_steps, child in _named_children(node, path, steps):
+        _walk_tensors(tree, child, child_path, child_steps)
+    if found == len(tree.loose):
+        tree.barren.add(id(node))
 
 
 _PLAIN_DEPTH = 16

@@ -11,14 +11,16 @@ from ckpttool.formats.torch.mappings import pairs_of, text_of
 from ckpttool.formats.torch.tensors import HOLDS, Storages, storage_key
 
 
-def unreached(root: Any, storages: Storages, keys: Iterable[str], find: Callable[[str], Storage]) -> list[Unreached]:
+def unreached(
+    root: Any, storages: Storages, keys: Iterable[str], find: Callable[[str], Storage]
+) -> tuple[Unreached, ...]:
     """Those of the storages `keys` that no tensor of the index is made of, by where `root` refers to them.
 
     `find` looks one up by its key. Raises `CkptError` where it cannot be read.
     """
     left = [key for key in keys if key not in storages.reached]
     if not left:
-        return []
+        return ()
     places = _places(root, set(left))
     found: dict[str, Unreached] = {}
     for key in left:
@@ -27,7 +29,7 @@ def unreached(root: Any, storages: Storages, keys: Iterable[str], find: Callable
         if name in found:
             name = f"{name} (data/{key})"
         found[name] = Unreached(name, find(key), path is not None)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _places(root: Any, wanted: set[str]) -> dict[str, str]:

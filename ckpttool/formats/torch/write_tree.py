@@ -30,6 +30,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     unknown = [Problem("the file has no such section", path or "(root)") for path in now if path not in tree.places]
     if unknown:
         raise Refused("sections cannot be added to this file", hint="write them to a new file", problems=unknown)
+    _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}
     for path, place in tree.places.items():
         section = now.get(path)
@@ -43,6 +44,23 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     kept = set(checkpoint.others)
     edits.update((steps, REMOVE) for path, steps in tree.others.items() if path not in kept)
     return edited(root, edits) if edits else root
+
+
+def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
+    """Raises `Refused` where a storage is to be left out that something in the tree refers to."""
+    kept = {found.path for found in checkpoint.unreached}
+    held = [found.path for found in tree.unreached if found.is_referred and found.path not in kept]
+    inside = [path for path in held if _is_carried(checkpoint, path)]
+    if inside:
+        problems = [Problem("what holds it stays, and cannot be written without it", path) for path in inside]
+        raise Refused("a storage cannot be left out of what holds it", hint=_HINT, problems=problems)
+
+
+def _is_carried(checkpoint: Checkpoint, path: str) -> bool:
+    """Whether what stands at `path`, or around it, is still part of the checkpoint."""
+    have = {*checkpoint.others, *(section.path for section in checkpoint.sections)}
+    steps = path.split(".")
+    return not have or any(".".join(steps[:length]) in have for length in range(len(steps) + 1))
 
 
 def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:

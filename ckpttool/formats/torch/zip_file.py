@@ -56,6 +56,7 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
     """The index of an archive that torch.save wrote; `source` is what the user calls it."""
     folder, pickle, storages = open_tree(archive)
     tree = find_sections(pickle.root, storages)
+    tree.unreached = unreached_in(archive, folder, pickle.root, storages)
     return Checkpoint(
         source=source,
         format="torch_zip",
@@ -65,11 +66,11 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
         globals=foreign(pickle.globals),
         container=Container(archive, folder, pickle, tree),
         notes=tuple(tree.notes),
-        unreached=tuple(unreached_in(archive, folder, pickle.root, storages)),
+        unreached=tree.unreached,
     )
 
 
-def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> list[Unreached]:
+def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> tuple[Unreached, ...]:
     """The storages of the archive that belong to no tensor that was read from them."""
     keys = [key for record in archive.records if (key := key_of(record, folder)) is not None]
 
@@ -174,9 +175,10 @@ def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
     root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
     if archive is None:
         return new_archive(root, pickle.protocol, rebuilder)
-    if root is pickle.root:
+    if root is pickle.root and checkpoint.unreached == container.tree.unreached:
         return layout_archive(archive, archive.records)
-    entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder)
+    orphans = [found.path.removeprefix("data/") for found in checkpoint.unreached if not found.is_referred]
+    entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder, orphans)
     return layout_archive(archive, _without_version(entries, folder, keys), _alignment(archive, folder))
 
 

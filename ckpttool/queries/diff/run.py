@@ -18,6 +18,7 @@ from ckpttool.queries.diff.optimizer import (
     optimizer_alone,
     optimizer_section,
 )
+from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff
 
@@ -102,10 +103,12 @@ def _checkpoints(
         return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
+    entries = (*entries, *compare_outside(left, right, values))
     harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
-    notes = (*hidden, *differing_optimizers(left, right, names))
+    left_out = not_compared(left, right, (mine, theirs))
+    notes = (*hidden, *differing_optimizers(left, right, names), *left_out)
     fix = mend.checkpoints(left, right, entries, bool(hidden))
     return Diff(left.source, right.source, identical, entries, fix, notes)
 
@@ -120,6 +123,7 @@ def _optimizers(
 ) -> Diff:
     """Two saved optimizers."""
     entries, notes = compare_optimizers(*sections, names, values)
+    entries = (*entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
     fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model)
     return Diff(left.source, right.source, identical, entries, fix, notes)
