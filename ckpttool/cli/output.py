@@ -23,6 +23,7 @@ def _check_reports(paths: list[str] | None) -> list[str]:
     return paths or []
 
 
+All = Annotated[bool, typer.Option("--all", help="List every key instead of one line for each cause.")]
 Format = Annotated[
     str, typer.Option("--format", metavar="|".join(FORMATS), callback=check_format, help="The format of the output.")
 ]

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -14,14 +14,13 @@ from pathlib import Path
 from ckpttool.errors import CkptError
 from ckpttool.io.files import sources_stay
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Pieces
+from ckpttool.io.pieces import Pieces, Progress
 from ckpttool.io.ranges import stream
 
 # Bytes a write, at multiples of it in the file: as fast as `cp`, which lets the kernel copy in this size. Larger writes
 # make the kernel look for larger pages, which took two to five times as long on a machine whose free memory is split up
 # or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
-Progress = Callable[[int], None]
 
 
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:

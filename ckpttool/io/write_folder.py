@@ -13,8 +13,7 @@ from ckpttool.errors import CkptError
 from ckpttool.io import write_file
 from ckpttool.io.files import size
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Link, Piece, Pieces
-from ckpttool.io.write_file import Progress
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
 
 LINKS = ("copy", "hard", "reflink")
 

@@ -7,22 +7,16 @@ from typing import Annotated
 import typer
 
 from ckpttool import api
-from ckpttool.cli.options import All, Materialize, Model, ModelKwargs, Optimizer
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.fields import with_options
+from ckpttool.cli.output import All, Format, Reports, emit
 from ckpttool.errors import CkptError
-from ckpttool.operands.model import parse_kwargs
+from ckpttool.queries.diff.run import DiffOptions
 
 
+@with_options(DiffOptions)
 def command(
+    options: DiffOptions,
     operands: Annotated[list[str] | None, typer.Argument(metavar="[LEFT RIGHT | CKPT]", help="Checkpoints.")] = None,
-    model: Model = None,
-    model_kwargs: ModelKwargs = "{}",
-    materialize: Materialize = False,
-    optimizer: Optimizer = None,
-    values: Annotated[bool, typer.Option("--values", help="Compare the bytes of the tensors too.")] = False,
-    rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance of --values.")] = 0.0,
-    atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance of --values.")] = 0.0,
-    ignore_dtype: Annotated[bool, typer.Option("--ignore-dtype", help="Another dtype is no difference.")] = False,
     all: All = False,
     format: Format = "text",
     report: Reports = None,
@@ -36,17 +30,8 @@ def command(
     from ckpttool.report.documents.diff import document
 
     if len(operands or ()) > 2:
-        raise CkptError("diff takes two checkpoints", hint="ckpttool diff LEFT RIGHT")
-    result = api.diff(
-        *(operands or ()),
-        model=model,
-        model_kwargs=parse_kwargs(model_kwargs),
-        materialize=materialize,
-        optimizer=optimizer,
-        values=values,
-        rtol=rtol,
-        atol=atol,
-        ignore_dtype=ignore_dtype,
-    )
+        raise CkptError("nothing to compare: these are more than two checkpoints", hint="ckpttool diff LEFT RIGHT")
+    left, right = [*(operands or []), None, None][:2]
+    result = api.diff_by(left, right, options)
     emit(lambda: document(result, all=all), result.to_json, format, report)
     return 0 if result.identical else 1

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from ckpttool import api
-from ckpttool.cli.options import All, Materialize, ModelKwargs, Optimizer
-from ckpttool.cli.output import Format, Reports, emit, write_report
-from ckpttool.operands.model import parse_kwargs
+from ckpttool.cli.fields import with_options
+from ckpttool.cli.output import All, Format, Reports, emit, write_report
+from ckpttool.options import OptimizerOptions
 
 
+@with_options(OptimizerOptions, without=["model"])
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="package.module:attr, file.py:attr or a .pt2 program.")],
+    options: OptimizerOptions,
     out: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")
     ] = None,
-    model_kwargs: ModelKwargs = "{}",
-    materialize: Materialize = False,
-    optimizer: Optimizer = None,
     all: All = False,
     format: Format = "text",
     report: Reports = None,
@@ -32,7 +32,7 @@ def command(
     from ckpttool.report.documents.names import document
     from ckpttool.report.renderers import json
 
-    names = api.trace(model, model_kwargs=parse_kwargs(model_kwargs), materialize=materialize, optimizer=optimizer)
+    names = api.trace_by(replace(options, model=model))
     data = names.to_json()
     if out is not None:
         write_report(out, json.render(data))
