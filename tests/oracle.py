@@ -7,10 +7,8 @@ without running any of their code.
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -53,7 +51,7 @@ class StandIn:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         base = module.partition(".")[0]
-        if base == "torch" and name.startswith("_") or module in ("collections", "copyreg", "_codecs", "torch"):
+        if (base == "torch" and name.startswith("_")) or module in ("collections", "copyreg", "_codecs", "torch"):
             return super().find_class(module, name)
         if base == "torch" and (name.endswith("Storage") or module == "torch.serialization"):
             return super().find_class(module, name)

@@ -19,7 +19,7 @@ _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed sa
 def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Sentences for `Checkpoint.notes`; none for most checkpoints."""
     found = []
-    if checkpoint.unreached:
+    if checkpoint.unreached and checkpoint.format != "torchscript":  # its reader says so in its own words
         found.append(_unreached(checkpoint.unreached))
     if _DEEPSPEED & set(checkpoint.others):
         found.append(_deepspeed(checkpoint.others))

@@ -74,6 +74,9 @@ def read(path: str) -> Checkpoint:
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
         notes=_size_notes(index, tensors),
+        unreached=tuple(
+            replace(found, path=f"{name}: {found.path}") for name, shard in shards.items() for found in shard.unreached
+        ),
     )
 
 

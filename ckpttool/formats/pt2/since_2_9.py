@@ -17,6 +17,7 @@ from ckpttool.formats.pt2.program import (
     Home,
     Payload,
     Program,
+    RecordOf,
     compressed,
     damaged,
     program_sections,
@@ -60,7 +61,7 @@ def _payloads(
             if record is None:
                 raise damaged(archive.path, f"the record {meta['path_name']} of {fqn} is missing")
             if meta["tensor_meta"] is None:
-                objects.append(ExtraEntry(fqn, meta["path_name"]))
+                objects.append(ExtraEntry(fqn, RecordOf(archive, record)))
             else:
                 tensors.append(_tensor(archive, record, fqn, meta, storages))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -81,7 +82,8 @@ def _tensor(
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
     pickled = bool(meta["use_pickle"])
-    payload = Payload(record.name, meta["is_param"] is True, tensor["requires_grad"] is True, pickled)
+    source = RecordOf(archive, record) if pickled else None
+    payload = Payload(record.name, meta["is_param"] is True, tensor["requires_grad"] is True, pickled, source)
     layout = "subclass" if pickled else _LAYOUTS.get(tensor["layout"], "unknown")
     reach = element_reach(shape, stride, offset) * itemsize(dtype)
     if layout == "strided" and reach and not record.nbytes:

@@ -1,28 +1,30 @@
-"""The whole content of a node, storages included, as one digest: equal where torch would load equal objects.
+"""The whole content of an object in a pickle as one digest: equal where torch would load equal objects.
 
-What one file shares and another repeats, how storages are numbered, and what else lies in a tensor's storage makes no
-difference.
+What one file shares and another repeats, and how storages are numbered, makes no difference.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckpttool.errors import CkptError
-from ckpttool.evaluate.compare import content_of_storage, fingerprint
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Persistent, PickledSet
 from ckpttool.formats.torch.mappings import pairs_of
-from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor, typed_storage
 
 _MAX_DEPTH = 200
 
+Leaf = Callable[[Any], "bytes | None"]
 
-def content_of(node: Any, storages: Storages) -> bytes | None:
-    """The digest of the object that `node` makes; None where it holds itself, or is nested too deep."""
+
+def content_of(node: Any, leaf: Leaf) -> bytes | None:
+    """The digest of the object that `node` makes; None where it holds itself, or is nested too deep.
+
+    `leaf` gives that of a node whose content lies outside of the pickle (a storage, a tensor), and None for all others.
+    """
     try:
-        return _Digests(storages).of(node, 0)
+        return _Digests(leaf).of(node, 0)
     except (RecursionError, _Endless, CkptError):
         return None
 
@@ -34,10 +36,9 @@ class _Endless(Exception):
 class _Digests:
     """A node's digest is made of those of its parts: each is looked at once, however often it is shared."""
 
-    def __init__(self, storages: Storages) -> None:
-        self.storages = storages
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
         self.known: dict[int, bytes | None] = {}
-        self.kept: list[Any] = []  # nodes by whose ids digests are known
 
     def of(self, node: Any, depth: int) -> bytes:
         kind = type(node)
@@ -46,22 +47,15 @@ class _Digests:
         if id(node) not in self.known:
             if depth > _MAX_DEPTH:
                 raise _Endless
-            self.kept.append(node)
             self.known[id(node)] = None
-            self.known[id(node)] = self._made(node, depth)
+            known = self.leaf(node)
+            self.known[id(node)] = self._made(node, depth) if known is None else _hashed([b"leaf", known])
         found = self.known[id(node)]
         if found is None:
             raise _Endless
         return found
 
     def _made(self, node: Any, depth: int) -> bytes:
-        if type(node) is Persistent:
-            dtype, storage = typed_storage(node, self.storages)
-            return _hashed([b"storage", dtype.encode(), content_of_storage(storage)])
-        if is_tensor(node):
-            entry = entry_of("", node, self.storages)
-            if entry.storage is not None:
-                return _hashed([b"tensor", _words(*fingerprint(entry))])
         if type(node) is Call:
             pairs_of(node)  # puts the items of a dict where all dicts have them
         name, parts = _INSIDE[type(node)](node)
@@ -91,11 +85,11 @@ def _of_call(node: Call) -> tuple[bytes, list[Any]]:
     return counts, [node.func, node.args, node.kwargs, *items, *pairs, *rest]
 
 
-_INSIDE: dict[type, Any] = {
+_INSIDE: dict[type, Callable[[Any], tuple[bytes, Iterable[Any]]]] = {
     tuple: lambda node: (_words("tuple", len(node)), node),
     list: lambda node: (_words("list", len(node)), node),
     dict: lambda node: (_words("dict", len(node)), _flat(node)),
     PickledSet: lambda node: (_words("set", node.frozen), node.items),
-    Persistent: None,
+    Persistent: lambda node: (_words("reference"), [node.id]),
     Call: _of_call,
 }

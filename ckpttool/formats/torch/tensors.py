@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
 from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.compare import content_of_storage, fingerprint
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
+from ckpttool.formats.torch.content import content_of
 
 MAX_DIMS = 64  # torch's own limit
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
@@ -42,6 +44,14 @@ class Storages:
         elif nbytes > storage.nbytes:
             raise malformed(f"storage {key} is {storage.nbytes} bytes, not {nbytes}")
         return storage
+
+    def content(self, node: Any) -> bytes | None:
+        """A digest of what a storage or a dense tensor holds; None for any other node."""
+        if type(node) is Persistent:
+            dtype, storage = typed_storage(node, self)
+            return content_of_storage(storage) + dtype.encode()
+        entry = entry_of("", node, self) if is_tensor(node) else None
+        return None if entry is None or entry.storage is None else repr(fingerprint(entry)).encode()
 
 
 class Geometry(NamedTuple):
@@ -78,10 +88,11 @@ class Carried:
         return self.geometry == now
 
     def content(self) -> bytes | None:
-        """See `checkpoint.Comparable`."""
-        from ckpttool.formats.torch.content import content_of
-
-        return content_of(self.node, self.storages)
+        """See `checkpoint.Comparable`. A Parameter's is that of the tensor in it."""
+        node = self.node
+        while is_tensor(node) and node.func.name == "_rebuild_parameter":
+            node = node.args[0]
+        return content_of(node, self.storages.content)
 
 
 def malformed(message: str) -> CkptError:

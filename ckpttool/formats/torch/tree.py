@@ -196,6 +196,11 @@ def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
     return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.loose))
 
 
+def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
+    """The entry of an object that stands alone, with the tensors inside it."""
+    return _extra(Tree(storages), key, node)
+
+
 def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
     """The state dict of a pickled module, and the tensors that the module holds beside: they are in no state dict."""
     slots = list(slots_of(node, steps))
