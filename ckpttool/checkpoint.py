@@ -103,6 +103,14 @@ class Comparable(Protocol):
         """Equal for equal content, whichever file it lies in; None where it cannot be told. Reads the storages."""
 
 
+@runtime_checkable
+class Resolvable(Protocol):
+    """A payload of a tensor whose values are to be made of its bytes."""
+
+    def resolved(self, entry: TensorEntry) -> TensorEntry:
+        """The entry as a dense tensor, where it is one lazily conjugated or negated; else the entry itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
     """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.

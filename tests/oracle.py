@@ -111,12 +111,22 @@ def disagreements(path: str) -> list[str]:
     entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
     dense = {fingerprint_of(entry): entry.key for entry in entries if entry.storage is not None}
     packed = sum(entry.storage is None for entry in entries)
-    theirs = {fingerprint(tensor) for tensor in tensors_of(loaded) if _is_dense(tensor)}
-    found = [f"torch has {dtype} {list(shape)}, the index has not" for dtype, shape, _ in theirs - dense.keys()]
-    found += [f"{dense[mark]}: torch has no such tensor" for mark in dense.keys() - theirs]
-    if packed < sum(not _is_dense(tensor) for tensor in tensors_of(loaded)):
+    theirs = {fingerprint(tensor): tensor for tensor in tensors_of(loaded) if _is_dense(tensor)}
+    named = {content_of_storage(found.storage) for found in checkpoint.unreached}
+    found = [
+        f"torch has {mark[0]} {list(mark[1])}, the index has not"
+        for mark, tensor in theirs.items()
+        if mark not in dense and hashlib.blake2b(with_torch.to_bytes(_whole(tensor))).digest() not in named
+    ]
+    found += [f"{dense[mark]}: torch has no such tensor" for mark in dense.keys() - theirs.keys()]
+    if packed + len(named) < sum(not _is_dense(tensor) for tensor in tensors_of(loaded)):
         found.append("packed tensors are missing")
     return found + _by_key(checkpoint, loaded) + _unaccounted(checkpoint, path)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage that the tensor looks at."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

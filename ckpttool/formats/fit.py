@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from shlex import quote
 
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, Resolvable, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import row_major
 from ckpttool.formats.form_mark import put_on
@@ -67,9 +67,14 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
             hint="--keep-aliases keeps the first name and records the others in __metadata__",
             problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
         )
-    dense = tuple(entry if target.aliases else row_major(entry) for entry in section.tensors)
+    resolved = tuple(map(_resolved, section.tensors))
+    dense = tuple(entry if target.aliases else row_major(entry) for entry in resolved)
     section = replace(section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None)
     return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
+
+
+def _resolved(entry: TensorEntry) -> TensorEntry:
+    return entry.payload.resolved(entry) if isinstance(entry.payload, Resolvable) else entry
 
 
 def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
@@ -103,11 +108,24 @@ def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
 
 def _narrower(checkpoint: Checkpoint) -> str:
     """The hint that names the shortest way to a checkpoint that fits."""
+    if not any(section.kind == "state_dict" for section in checkpoint.sections):
+        return _hint_without_state_dict(checkpoint)
     main = [s for s in checkpoint.sections if s.kind == "state_dict" and s.path]
     others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
     if main and others and "::" not in checkpoint.source:
         return f"take the section alone: {checkpoint.source}::{main[0].path}, or leave the rest out with --drop PATTERN"
     return "leave them out with --drop PATTERN, or choose an output that ends in .pt"
+
+
+_NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys.argv[2])"
+
+
+def _hint_without_state_dict(checkpoint: Checkpoint) -> str:
+    if [entry.key for section in checkpoint.sections for entry in section.tensors] == [""]:
+        return f'it is one tensor without a name; give it one: python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'
+    if any(section.kind == "optimizer" for section in checkpoint.sections):
+        return "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"
+    return "choose an output that ends in .pt"
 
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:

@@ -14,6 +14,7 @@ from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import content_of_storage, fingerprint
+from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.content import content_of
 
@@ -89,10 +90,23 @@ class Carried:
 
     def content(self) -> bytes | None:
         """See `checkpoint.Comparable`. A Parameter's is that of the tensor in it."""
-        node = self.node
-        while is_tensor(node) and node.func.name == "_rebuild_parameter":
-            node = node.args[0]
-        return content_of(node, self.storages.content)
+        return content_of(_bare(self.node), self.storages.content)
+
+    def resolved(self, entry: TensorEntry) -> TensorEntry:
+        """See `checkpoint.Resolvable`."""
+        if entry.layout not in _FLAGS or not self.describes(entry):
+            return entry
+        from ckpttool.evaluate import with_torch  # values that are to be computed
+
+        node = _bare(self.node)
+        is_v3 = node.func.name == "_rebuild_tensor_v3"
+        dtype, storage = typed_storage(node.args[0], self.storages)
+        view = _view(_dtype(node.args[6]) if is_v3 else dtype, storage, node.args[1:4])
+        flags = node.args[7 if is_v3 else 6]
+        value: Expression = Ref(entry.key)
+        for flag in _FLAGS:
+            value = Op(_FLAGS[flag], (value,)) if flags.get(flag) else value
+        return with_torch.entry_of(entry.key, value, {entry.key: TensorEntry(entry.key, *view)})
 
 
 def malformed(message: str) -> CkptError:
@@ -105,6 +119,17 @@ def malformed(message: str) -> CkptError:
 def is_tensor(node: Any) -> bool:
     """True for a node that rebuilds a tensor."""
     return type(node) is Call and type(node.func) is Global and node.func.name in _REBUILD and is_torch(node.func)
+
+
+_FLAGS = {"conj": "aten.conj_physical.default", "neg": "aten.neg.default"}
+
+
+def _bare(node: Any) -> Any:
+    """The node of the tensor inside a Parameter."""
+    for _ in range(_MAX_WRAPPERS):
+        if is_tensor(node) and node.func.name == "_rebuild_parameter":
+            node = node.args[0]
+    return node
 
 
 def is_torch(name: Global) -> bool:
@@ -194,7 +219,7 @@ def _view(dtype: str, storage: Storage, args: Any) -> Geometry:
 def _flagged(view: Geometry, metadata: Any) -> Geometry:
     """A lazily conjugated or negated tensor: its bytes are not its values."""
     flags = metadata[0] if metadata else {}
-    for flag in ("conj", "neg"):
+    for flag in _FLAGS:
         if flags.get(flag):
             return view.packed(flag)
     return view

@@ -150,7 +150,8 @@ def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
         return False
     if all(_is_random_state(entry_of("", value, tree.storages)) for value in tensors):
         return False
-    return not any(_holds_tensors(tree, value) for key, value in pairs.items() if not key.endswith("_extra_state"))
+    named = zip(names, pairs.values())
+    return not any(_holds_tensors(tree, value) for name, value in named if not str(name).endswith("_extra_state"))
 
 
 _RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
