@@ -194,8 +194,9 @@ class Checkpoint:
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
-    same format's writer needs it, nothing else looks into it. `notes` say, in sentences, what the reader found odd and
-    read all the same. Every storage of the file is that of a tensor in `sections`, or one of `unreached`.
+    modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
+    `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
+    tensor in `sections`, or one of `unreached`.
     """
 
     source: str

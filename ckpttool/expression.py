@@ -1,6 +1,6 @@
 """Expressions: how one tensor is computed from others. A `Ref` names a tensor, an `Op` applies a torch operator.
 
-Expressions are data: they are saved as JSON (see CONTRACT in docs/) and evaluated only by `compute.py`.
+Expressions are data: they are saved as JSON (see CONTRACT in docs/) and evaluated only by `evaluate/`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Union
+from typing import Any, Union, overload
 
 from ckpttool.errors import CkptError
 
@@ -63,6 +63,14 @@ def is_opaque(expression: Argument) -> bool:
     if isinstance(expression, Op):
         return expression.op == OPAQUE or is_opaque(expression.args) or any(is_opaque(v) for _, v in expression.kwargs)
     return isinstance(expression, tuple) and any(is_opaque(item) for item in expression)
+
+
+@overload
+def substitute(expression: Expression, replace: Callable[[str], Expression]) -> Expression: ...
+
+
+@overload
+def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument: ...
 
 
 def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument:

@@ -6,7 +6,7 @@ A plan is checked against the index of its source before a byte is written, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -143,13 +143,12 @@ def compose(first: Plan, second: Plan) -> Plan:
 
     What the second drops is dropped of the source too, where nothing else is made of it.
     """
-    made = {(output.section, output.key): output.source for output in first.outputs}
-    outputs = tuple(
-        Output(o.section, o.key, _expression_over(o.source, {key: made[o.section, key] for key in ex.refs(o.source)}))
-        for o in second.outputs
-    )
+    made: dict[str, dict[str, Expression]] = {}
+    for output in first.outputs:
+        made.setdefault(output.section, {})[output.key] = output.source
+    outputs = tuple(replace(o, source=ex.substitute(o.source, made[o.section].__getitem__)) for o in second.outputs)
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
-    dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section, d.key])}
+    dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section][d.key])}
     late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
     return Plan(outputs, (*first.dropped, *late), in_turn(first.modules, second.modules))
 
@@ -161,12 +160,6 @@ def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tu
     whole = {place: after.get((place[0], new), new) for place, new in before.items()}
     whole.update((place, new) for place, new in after.items() if place not in whole)
     return tuple(ModuleRename(section, old, new) for (section, old), new in whole.items() if new != old)
-
-
-def _expression_over(source: Expression, values: Mapping[str, Expression]) -> Expression:
-    found = ex.substitute(source, values.__getitem__)
-    assert isinstance(found, (ex.Ref, ex.Op))
-    return found
 
 
 def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, str]) -> tuple[ModuleRename, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from ckpttool.checkpoint import Comparable, Section, Storage, Unreached
+from ckpttool.checkpoint import Checkpoint, Comparable, Section, Storage, Unreached
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.formats.containers import json_text
@@ -96,6 +96,11 @@ class Program:
     @property
     def compiled(self) -> bool:
         return not self.model
+
+
+def program_of(checkpoint: Checkpoint) -> Program | None:
+    """The program that the checkpoint is; None for any other checkpoint."""
+    return checkpoint.container if isinstance(checkpoint.container, Program) else None
 
 
 def root_of(archive: Archive) -> str:
