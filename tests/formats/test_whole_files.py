@@ -6,8 +6,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,10 @@ from torch.distributed import checkpoint as dcp
 import oracle
 import python2
 from ckpttool.formats.open import open_checkpoint
+from command import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "40"))
-
-
-def run(*words: object) -> tuple[int, str, str]:
-    command = [str(Path(sys.executable).with_name("ckpttool")), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
 
 
 def saved(path: Path, value: Any, **options: Any) -> str:
@@ -70,7 +62,7 @@ def test_a_file_of_python_2_is_read(tmp_path: Path, legacy: bool) -> None:
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_a_file_of_python_2_is_compared_and_rewritten(tmp_path: Path, legacy: bool) -> None:
+def test_a_file_of_python_2_is_compared_and_rewritten(run: Run, tmp_path: Path, legacy: bool) -> None:
     one = python2.save({"model": network(0), "epoch": 3}, tmp_path / "one.pth", legacy=legacy)
     two = python2.save({"model": network(1), "epoch": 3}, tmp_path / "two.pth", legacy=legacy)
     assert run("diff", one, one, "--values")[0] == 0
@@ -84,7 +76,7 @@ def test_a_file_of_python_2_is_compared_and_rewritten(tmp_path: Path, legacy: bo
     assert list(found["model"]._metadata) == ["", "head"]
 
 
-def test_keys_that_are_not_ascii(tmp_path: Path) -> None:
+def test_keys_that_are_not_ascii(run: Run, tmp_path: Path) -> None:
     path = python2.save(OrderedDict([("caf\xe9", torch.ones(2)), ("w", torch.zeros(3))]), tmp_path / "old.pth")
     (section,) = open_checkpoint(path).sections
     assert [entry.key for entry in section.tensors] == ["caf\xe9", "w"]
@@ -157,7 +149,7 @@ def test_every_storage_is_accounted_for(tmp_path: Path, seed: int, zipped: bool)
     assert oracle.disagreements(str(path)) == []
 
 
-def test_a_storage_of_no_tensor_is_named(tmp_path: Path) -> None:
+def test_a_storage_of_no_tensor_is_named(run: Run, tmp_path: Path) -> None:
     value = {"model": {"w": torch.ones(2)}, "buffers": {"raw": torch.arange(5.0).untyped_storage()}}
     path = saved(tmp_path / "bare.pt", value)
     code, out, _ = run("inspect", path, "--format", "json")
@@ -177,7 +169,7 @@ def test_a_storage_of_no_tensor_is_named(tmp_path: Path) -> None:
     assert list(found["buffers"]["raw"]) == list(value["buffers"]["raw"])
 
 
-def test_a_record_that_nothing_refers_to_is_named_and_kept(tmp_path: Path) -> None:
+def test_a_record_that_nothing_refers_to_is_named_and_kept(run: Run, tmp_path: Path) -> None:
     import zipfile
 
     path = saved(tmp_path / "more.pt", {"w": torch.ones(2), "v": torch.zeros(3)})
@@ -211,7 +203,7 @@ def nested(first: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_tensors_inside_entries_are_listed(tmp_path: Path) -> None:
+def test_tensors_inside_entries_are_listed(run: Run, tmp_path: Path) -> None:
     path = saved(tmp_path / "nested.pt", nested(0.0))
     data = json.loads(run("inspect", path, "--format", "json")[1])
     inside = {(t["key"], t["inside"]) for t in data["tensors"] if "inside" in t}
@@ -224,7 +216,7 @@ def test_tensors_inside_entries_are_listed(tmp_path: Path) -> None:
     assert oracle.disagreements(path) == []
 
 
-def test_tensors_inside_entries_are_compared(tmp_path: Path) -> None:
+def test_tensors_inside_entries_are_compared(run: Run, tmp_path: Path) -> None:
     one, two = saved(tmp_path / "one.pt", nested(0.0)), saved(tmp_path / "two.pt", nested(1.0))
     assert run("diff", one, one, "--values")[0] == 0
     code, out, _ = run("diff", one, two, "--values")
@@ -234,7 +226,7 @@ def test_tensors_inside_entries_are_compared(tmp_path: Path) -> None:
     assert run("diff", one, other)[0] == 1
 
 
-def test_tensors_inside_entries_are_carried_under_the_new_key(tmp_path: Path) -> None:
+def test_tensors_inside_entries_are_carried_under_the_new_key(run: Run, tmp_path: Path) -> None:
     path = saved(tmp_path / "nested.pt", nested(0.5))
     out = tmp_path / "out.pt"
     assert run("remap", path, "-o", out, "--rule", "pair => two", "--verify")[0] == 0
@@ -245,7 +237,7 @@ def test_tensors_inside_entries_are_carried_under_the_new_key(tmp_path: Path) ->
     assert "pair" in said
 
 
-def test_dynamic_quantization(tmp_path: Path) -> None:
+def test_dynamic_quantization(run: Run, tmp_path: Path) -> None:
     def quantized(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, torch.qint8)
@@ -266,7 +258,7 @@ def test_dynamic_quantization(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quantized", "sparse", "conj"])
-def test_packed_tensors_are_compared_by_what_they_hold(tmp_path: Path, kind: str) -> None:
+def test_packed_tensors_are_compared_by_what_they_hold(run: Run, tmp_path: Path, kind: str) -> None:
     def packed(value: float) -> torch.Tensor:
         numbers = torch.tensor([value, 0.0, 2.0])
         if kind == "quantized":
@@ -293,7 +285,7 @@ class Net(nn.Module):
         self.plain = torch.arange(5.0)
 
 
-def test_a_pickled_module_is_its_state_dict(tmp_path: Path) -> None:
+def test_a_pickled_module_is_its_state_dict(run: Run, tmp_path: Path) -> None:
     model = Net()
     path = saved(tmp_path / "best.pt", {"model": model, "epoch": 3})
     checkpoint = open_checkpoint(path)
@@ -326,7 +318,7 @@ def test_modules_of_every_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", [torch.ones(3), torch.optim.Adam([nn.Parameter(torch.ones(2))]).state_dict(), nn.ReLU()]
 )
-def test_what_is_no_state_dict_gets_a_hint_that_fits(tmp_path: Path, value: Any) -> None:
+def test_what_is_no_state_dict_gets_a_hint_that_fits(run: Run, tmp_path: Path, value: Any) -> None:
     path = saved(tmp_path / "bare.pt", value)
     code, _, said = run("remap", path, "-o", tmp_path / "out.safetensors")
     assert code in (0, 1, 2)
@@ -348,20 +340,20 @@ def test_settings_scores_and_random_states_are_no_state_dicts(tmp_path: Path) ->
     assert sum(len(section.all_tensors()) for section in checkpoint.sections) == 5
 
 
-def test_a_lazily_conjugated_or_negated_tensor_is_resolved_for_safetensors(tmp_path: Path) -> None:
+def test_a_lazily_conjugated_or_negated_tensor_is_resolved_for_safetensors(run: Run, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     numbers = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
-    state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "part": numbers.t().conj()[1:]}
+    state = {"conj": numbers.conj(), "neg": torch._neg_view(torch.arange(4.0)), "part": numbers.t().conj()[1:]}
     path = saved(tmp_path / "lazy.pt", state)
-    assert any(value.is_neg() for value in state.values())
+    assert state["neg"].is_neg()
     out = tmp_path / "out.safetensors"
     assert run("remap", path, "-o", out, "--verify")[0] == 0
     found = load_file(out)
     assert all(torch.equal(found[key], value.resolve_conj().resolve_neg()) for key, value in state.items())
 
 
-def test_a_record_without_a_computed_crc(tmp_path: Path) -> None:
+def test_a_record_without_a_computed_crc(run: Run, tmp_path: Path) -> None:
     import zipfile
 
     state = {"w": torch.arange(9.0), "v": torch.ones(2)}
