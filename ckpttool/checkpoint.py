@@ -196,7 +196,8 @@ class Checkpoint:
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
     `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
-    tensor in `sections`, or one of `unreached`.
+    tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
+    the checkpoint and are not looked into (Megatron's ``common.pt``).
     """
 
     source: str
@@ -209,6 +210,7 @@ class Checkpoint:
     container: object = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
     unreached: tuple[Unreached, ...] = ()
+    beside: tuple[str, ...] = ()
 
     def section(self, path: str) -> Section:
         """The section at `path`; KeyError where there is none."""

@@ -35,6 +35,7 @@ def open_operand(operand: str) -> Checkpoint:
         globals=(),
         container=None,
         unreached=unreached,
+        beside=(),
     )
 
 

@@ -376,3 +376,36 @@ def test_a_record_without_a_computed_crc(run: Run, tmp_path: Path) -> None:
 def test_empty_tensors_alone_are_no_placeholders(tmp_path: Path) -> None:
     state = {"weight": torch.ones(5), "bias": torch.ones(0), "output_mask": torch.ones(0)}
     assert open_checkpoint(saved(tmp_path / "e3nn.pt", state)).notes == ()
+
+
+def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, tmp_path: Path) -> None:
+    """Megatron-Core saves the iteration and its arguments so."""
+    folder = tmp_path / "iter_0000010"
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
+    common = saved(folder / "common.pt", {"iteration": 10, "args": argparse.Namespace(lr=0.1)})
+    assert "common.pt" in run("inspect", folder).out
+    assert run("remap", folder, "-o", tmp_path / "out.dcp", "--rule", "w => v", "--verify").status == 0
+    assert (tmp_path / "out.dcp" / "common.pt").read_bytes() == Path(common).read_bytes()
+    for name in ("out.pt", "out.safetensors"):
+        done = run("remap", folder, "-o", tmp_path / name)
+        assert done.status == 1
+        assert "common.pt" in done.err
+        assert run("remap", folder, "-o", tmp_path / name, "--drop", "common.pt").status == 0
+    assert run("remap", f"{folder}::model", "-o", tmp_path / "model.pt").status == 0
+    assert run("remap", folder, "-o", tmp_path / "without.dcp", "--drop", "common.pt").status == 0
+    assert not (tmp_path / "without.dcp" / "common.pt").exists()
+
+
+def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
+    """torch 2.15 has a sixth property of each tensor in .metadata; a rename leaves it as it is."""
+    from ckpttool.formats.containers.pickle_tree import dumps, loads
+    from ckpttool.formats.dcp.metadata import parse, spelled
+
+    dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    pickle = loads((tmp_path / "folder" / ".metadata").read_bytes())
+    properties = pickle.root.state["state_dict_metadata"]["w"].state["properties"]
+    properties.state = (*properties.state[:5], (1, 2))
+    item = parse(dumps(pickle), "crafted").items["w"]
+    assert item.more == ((1, 2),)  # type: ignore[union-attr]
+    again = parse(spelled(parse(dumps(pickle), "crafted")), "written")
+    assert again.items["w"] == item

@@ -38,13 +38,15 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
             sections.append(replace(section, tensors=tensors, extras=extras))
     others = tuple(path for path in checkpoint.others if not hit("", path))
     unreached = tuple(found for found in checkpoint.unreached if not hit("", found.path))
+    beside = tuple(name for name in checkpoint.beside if not hit("", name))
     if idle:
         raise Refused(
             f"{len(idle)} of {len(patterns)} --drop patterns match nothing",
             hint=f"`ckpttool inspect {checkpoint.source}` lists what is there",
             problems=[Problem("matches nothing", text) for text in patterns if text in idle],
         )
-    return replace(checkpoint, sections=tuple(sections), others=others, unreached=unreached), dropped
+    left = replace(checkpoint, sections=tuple(sections), others=others, unreached=unreached, beside=beside)
+    return left, dropped
 
 
 def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
@@ -52,4 +54,5 @@ def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
     sections = tuple(section for section in checkpoint.sections if section.path not in paths)
     others = tuple(path for path in checkpoint.others if path not in paths)
     unreached = tuple(found for found in checkpoint.unreached if found.path not in paths)
-    return replace(checkpoint, sections=sections, others=others, unreached=unreached)
+    beside = tuple(name for name in checkpoint.beside if name not in paths)
+    return replace(checkpoint, sections=sections, others=others, unreached=unreached, beside=beside)

@@ -21,7 +21,7 @@ from ckpttool.formats.dcp.chunks import saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
 from ckpttool.formats.dcp.metadata import BytesItem, Chunk, Item, Metadata, Place, TensorItem, parse, spelled
 from ckpttool.formats.dcp.safetensors_shards import located, read_shards
-from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD
+from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
@@ -83,8 +83,9 @@ def read(path: str) -> Checkpoint:
         others=tuple(tree.others),
         globals=_foreign([*metadata.globals, *reader.globals]),
         container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
-        notes=tuple(tree.notes),
+        notes=(*tree.notes, *(f"{name} lies beside it: carried from folder to folder" for name in beside(path))),
         unreached=tree.unreached,
+        beside=beside(path),
     )
 
 
