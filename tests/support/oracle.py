@@ -164,8 +164,9 @@ def _unaccounted(checkpoint: Checkpoint, path: str) -> list[str]:
     """Storages in the file that are neither a tensor's nor named. Packed tensors account for those in their bytes."""
     stored = _storages(checkpoint, path)
     entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
-    known = {content_of_storage(entry.storage) for entry in entries if entry.storage is not None}
-    known |= {content_of_storage(found.storage) for found in checkpoint.unreached}
+    storages = {id(entry.storage): entry.storage for entry in entries if entry.storage is not None}
+    storages |= {id(found.storage): found.storage for found in checkpoint.unreached}
+    known = set(map(content_of_storage, storages.values()))
     left = [name for name, content in stored.items() if content not in known]
     packed = [entry for entry in entries if entry.storage is None]
     return [] if packed and len(left) <= 4 * len(packed) else [f"storage {name} is not accounted for" for name in left]
