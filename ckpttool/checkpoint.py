@@ -117,12 +117,15 @@ class ExtraEntry:
 
     `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None. `tensors` are
     those inside it (a tuple of packed parameters, a nested dict): their keys are the way to each from the entry's own.
+    `outline` is the value with a `TensorEntry` for each tensor and an `expression.Special` for each dtype, where it is
+    made of these and of plain values alone, else None.
     """
 
     key: str
     payload: object = field(default=None, compare=False)
     value: object = field(default=None, compare=False)
     tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
+    outline: object = field(default=None, compare=False)
 
     def inside(self) -> tuple[TensorEntry, ...]:
         """The tensors inside it under their whole keys: ``KEY.0``, ``KEY.weight``."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
-from ckpttool.expression import Argument, Expression, Op, Ref, refs
+from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.tracing.hooks import Watcher, quiet
 from ckpttool.tracing.load_model import LoadedModel, describe, says_meta
 from ckpttool.tracing.recorder.memory import opaque
@@ -186,7 +186,8 @@ def _state(section: Section, real: bool) -> OrderedDict[str, Any]:
             made[entry.identity] = _tensor(entry, real)
         state[entry.key] = made[entry.identity].detach()
     for extra in section.extras:
-        state[extra.key] = _UNKNOWN if extra.value is None else extra.value
+        known = extra.value if extra.outline is None else extra.outline
+        state[extra.key] = _UNKNOWN if known is None else _made(known, real)
     if section.modules is not None:
         versions = {path: dict(v) if isinstance(v, Mapping) else {} for path, v in section.modules.items()}
         state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
@@ -200,6 +201,17 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
+def _made(outline: Any, real: bool) -> Any:
+    """The value of an `ExtraEntry.outline`, with tensors without data."""
+    if isinstance(outline, TensorEntry):
+        return _tensor(outline, real)
+    if isinstance(outline, Special):
+        return getattr(torch, outline.name, _UNKNOWN)
+    if isinstance(outline, dict):
+        return {key: _made(part, real) for key, part in outline.items()}
+    return type(outline)(_made(part, real) for part in outline) if isinstance(outline, (list, tuple)) else outline
+
+
 def _tensor(entry: TensorEntry, real: bool) -> torch.Tensor:
     device = "cpu" if real else "meta"
     dtype = getattr(torch, entry.dtype, None)
@@ -208,6 +220,8 @@ def _tensor(entry: TensorEntry, real: bool) -> torch.Tensor:
     if entry.layout == "sparse_coo":
         indices = torch.empty((len(entry.shape), 0), dtype=torch.int64, device=device)
         return torch.sparse_coo_tensor(indices, torch.empty(0, dtype=dtype, device=device), entry.shape)
+    if entry.layout == "quantized" and real:
+        return torch.quantize_per_tensor(torch.zeros(entry.shape), 1.0, 0, dtype)
     stride = entry.stride if len(entry.stride) == len(entry.shape) else None
     try:
         made = torch.empty(entry.shape, dtype=dtype, device=device)

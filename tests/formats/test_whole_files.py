@@ -409,3 +409,52 @@ def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
     assert item.more == ((1, 2),)  # type: ignore[union-attr]
     again = parse(spelled(parse(dumps(pickle), "crafted")), "written")
     assert again.items["w"] == item
+
+
+QUANTIZED = """
+import torch
+from torch import nn
+
+def build():
+    with torch.device("cpu"):
+        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, torch.qint8)
+"""
+
+
+def test_packed_parameters_load_where_torch_loads_them(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "quantized.py").write_text(QUANTIZED)
+    space: dict[str, Any] = {}
+    exec(QUANTIZED, space)  # what diff --model builds from the file
+    whole = space["build"]().state_dict()
+    path = saved(tmp_path / "whole.pt", whole)
+    space["build"]().load_state_dict(torch.load(path, weights_only=False), strict=True)
+    model = f"{tmp_path / 'quantized.py'}:build"
+    assert run("diff", "--model", model, path).status == 0
+    without = {key: value for key, value in whole.items() if not key.endswith("_packed_params._packed_params")}
+    assert run("diff", "--model", model, saved(tmp_path / "part.pt", without)).status == 1
+
+
+def test_the_counter_of_an_averaged_model_is_no_weight_of_a_program(run: Run, tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(nn.DataParallel(nn.Linear(3, 2)))
+    program = torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),))
+    torch.export.save(program, tmp_path / "program.pt2")
+    path = saved(tmp_path / "averaged.pt", averaged.state_dict())
+    out = tmp_path / "out.pt2"
+    assert run("swap-weights", tmp_path / "program.pt2", path, "-o", out, "--verify").status == 0
+    found = torch.export.load(out).state_dict
+    assert torch.equal(found["weight"], averaged.module.module.weight)
+
+
+def test_a_wrong_total_size_is_counted_anew(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    saved(tmp_path / "w.pt", {"w": torch.ones(64), "v": torch.ones(64)})
+    assert run("remap", tmp_path / "w.pt", "-o", f"{folder}/", "--max-shard-size", "300").status == 0
+    index = folder / "model.safetensors.index.json"
+    text = json.loads(index.read_text())
+    text["metadata"]["total_size"] = 7
+    index.write_text(json.dumps(text))
+    for number, words in enumerate((["--rule", "w => x"], ["--max-shard-size", "280"])):
+        out = tmp_path / f"out{number}"
+        assert run("remap", folder, "-o", f"{out}/", *words).status == 0
+        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 512
