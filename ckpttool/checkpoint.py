@@ -38,6 +38,7 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole storage, of which a tensor may show a part."""
         return self.data.length
 
 
@@ -63,6 +64,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor; 1 for a scalar."""
         return prod(self.shape)
 
     @property
@@ -72,6 +74,7 @@ class TensorEntry:
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other in row-major order, as ``Tensor.is_contiguous()`` says."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride)):
             if size != 1 and stride != expected and self.numel:
@@ -149,11 +152,12 @@ class Unreached:
 class Section:
     """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
 
-    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict).
-    `modules` are the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
-    None where it has none. `mapping` is an optimizer's whole state dict: Python's own dicts, lists, tuples and scalars,
-    with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is
-    the form of a model's names that is recorded in the file, because the names alone do not tell it (`naming.mark`).
+    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict). `modules` are
+    the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or None where it
+    has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
+    optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
+    `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
+    is recorded in the file, because the names alone do not tell it (`naming.mark`).
     """
 
     path: str
@@ -166,6 +170,7 @@ class Section:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the elements of all tensors; those of a tied tensor count under each of its names."""
         return sum(entry.nbytes for entry in self.all_tensors())
 
     def all_tensors(self) -> tuple[TensorEntry, ...]:

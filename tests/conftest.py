@@ -11,12 +11,14 @@ import dcp_ranks
 import wrapped_ranks
 from ckpttool.cli.app import main
 from command import Done, Run
+from torch_version import needs_torch
 from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, Wrapped, filename
 
 
 @pytest.fixture(scope="session")
 def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
     """Models in every form, remapped from the plain checkpoint and loaded; training that changes its form half-way."""
+    needs_torch("2.7", "fully_shard without a GPU")
     folder = tmp_path_factory.mktemp("wrapped")
     dcp_ranks.run("save", folder, wrapped_ranks.__file__)
     for name in ("loads", "resumes", "results"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ckpttool.checkpoint import Checkpoint, Comparable, ExtraEntry, Lazy, Span, Storage, TensorEntry
 from ckpttool.errors import Problem
@@ -91,21 +91,34 @@ def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
         return (_content(entry.payload),) if entry.value is None else (repr(entry.value),)
     if entry.storage is None:
         return entry.dtype, entry.shape, entry.layout, _content(entry.payload)
-    data = _in_order(entry)
-    if data is not None:
-        return entry.dtype, entry.shape, entry.layout, content_of_storage(Storage(data))
-    from ckpttool.evaluate import with_torch
-
-    gathered = hashlib.blake2b(with_torch.to_bytes(with_torch.load(entry)))
-    return entry.dtype, entry.shape, entry.layout, gathered.digest()
+    return entry.dtype, entry.shape, entry.layout, digest(entry)
 
 
 def content_of_storage(storage: Storage) -> bytes:
     """A hash of the storage's bytes."""
-    digest = hashlib.blake2b()
+    found = hashlib.blake2b()
     for chunk in stream([Piece(storage.data)]):
-        digest.update(chunk)
-    return digest.digest()
+        found.update(chunk)
+    return found.digest()
+
+
+def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
+    """The bytes of a dense tensor in row-major order, in chunks; each is valid until the next one is asked for."""
+    data = _in_order(entry)
+    if data is not None:
+        yield from stream([Piece(data)])
+    else:
+        from ckpttool.evaluate import with_torch
+
+        yield with_torch.to_bytes(with_torch.load(entry))
+
+
+def digest(entry: TensorEntry) -> bytes:
+    """A hash of the bytes of a dense tensor's elements in row-major order, streamed."""
+    found = hashlib.blake2b(digest_size=16)
+    for chunk in elements(entry):
+        found.update(chunk)
+    return found.digest()
 
 
 def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:

@@ -63,7 +63,7 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "an idle rule": (1, "remap model.pt -o o.pt --rule a=>b", "match no key"),
     "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "does not fit"),
     "an idle drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
-    "no plan": (2, "remap model.pt -o o.pt --plan gone.json", "no such file"),
+    "no plan": (2, "remap model.pt -o o.pt --plan gone.json", "cannot read gone.json: No such file"),
     "a plan that is a list": (2, "remap model.pt -o o.pt --plan list.json", "not a plan"),
     "a plan that is no JSON": (2, "remap model.pt -o o.pt --plan text.json", "not JSON"),
     "a plan without end": (2, "remap model.pt -o o.pt --plan deep.json", "not JSON"),

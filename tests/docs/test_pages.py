@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from places import ROOT
+from torch_version import needs_torch
 
 README = ROOT / "README.md"
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
@@ -63,6 +64,7 @@ def test_the_readme_names_every_command() -> None:
 
 
 def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
+    needs_torch("2.7", "a tied weight under both names in a program")
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), str(tmp_path / "demo")],
         stdout=subprocess.PIPE,
@@ -77,3 +79,9 @@ def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
     else:
         ((_, shown, _),) = TRANSCRIPT.findall(page)
         assert LOSS.sub("loss", shown) == LOSS.sub("loss", ran.stdout)
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    named = re.findall(r"`((?:ckpttool|tests|docs)/[\w/.-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -27,7 +27,7 @@ def stored(tensor: torch.Tensor, folder: Path, key: str = "x") -> TensorEntry:
     path.write_bytes(b"-" * skipped + bytes(storage.tolist()))
     dtype = str(tensor.dtype).removeprefix("torch.")
     span = Span(str(path), skipped, storage.nbytes())
-    return TensorEntry(key, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), Storage(span))
+    return TensorEntry(key, dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), Storage(span))
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -109,7 +109,7 @@ KINDS = {
     "safetensors": Kind(save_file, load_file, "out.safetensors"),
     "torch_zip": Kind(torch.save, _load_zip, "out.pt"),
     "sharded": Kind(_save_sharded, _load_sharded, f"out/{INDEX}"),
-    "dcp": Kind(lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True), _load_dcp, "out.dcp", False),
+    "dcp": Kind(lambda state, path: dcp.save(state, checkpoint_id=path), _load_dcp, "out.dcp", False),
     "torch_legacy": Kind(
         lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
         lambda path: dict(torch.load(path, weights_only=True)),

@@ -82,7 +82,6 @@ def found_in(tmp_path, data: bytes, name: str = "model.bin") -> str:
         (lambda: written(torch.jit.save, torch.jit.script(Doubling())), "torchscript"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_formats_are_told_by_content(tmp_path, make, expected):
     assert found_in(tmp_path, make(), "misleading.html") == expected
 
@@ -124,7 +123,6 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265
         (lambda: b"\x01", "is not a checkpoint that ckpttool knows", "safetensors"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_everything_else_is_named(tmp_path, make, what, hint):
     with pytest.raises(CkptError) as caught:
         found_in(tmp_path, make())

@@ -131,7 +131,7 @@ def leaf(rng: random.Random) -> Any:
     )  # fmt: skip
 
 
-class python2_like(dict):  # type: ignore[type-arg]
+class python2_like(dict[str, Any]):
     def __reduce__(self) -> Any:
         return OrderedDict, ([[key, value] for key, value in self.items()],)
 
@@ -406,7 +406,7 @@ def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
     properties = pickle.root.state["state_dict_metadata"]["w"].state["properties"]
     properties.state = (*properties.state[:5], (1, 2))
     item = parse(dumps(pickle), "crafted").items["w"]
-    assert item.more == ((1, 2),)  # type: ignore[union-attr]
+    assert getattr(item, "more", None) == ((1, 2),)
     again = parse(spelled(parse(dumps(pickle), "crafted")), "written")
     assert again.items["w"] == item
 
@@ -442,7 +442,7 @@ def test_the_counter_of_an_averaged_model_is_no_weight_of_a_program(run: Run, tm
     out = tmp_path / "out.pt2"
     assert run("swap-weights", tmp_path / "program.pt2", path, "-o", out, "--verify").status == 0
     found = torch.export.load(out).state_dict
-    assert torch.equal(found["weight"], averaged.module.module.weight)
+    assert torch.equal(found["weight"], averaged.state_dict()["module.module.weight"])
 
 
 def test_a_wrong_total_size_is_counted_anew(run: Run, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_reflinks_are_made_or_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_a_link_onto_itself_stays(tmp_path: Path) -> None:
     (tmp_path / "d").write_bytes(b"bytes")
     (tmp_path / ".metadata").write_bytes(b"old")
-    files = {"d": Link(str(tmp_path / "d")), ".metadata": [Piece(b"new")]}
+    files: dict[str, list[Piece] | Link] = {"d": Link(str(tmp_path / "d")), ".metadata": [Piece(b"new")]}
     write_folder(files, str(tmp_path), stale={"d", ".metadata"}, link="hard")
     assert names(tmp_path) == [".metadata", "d"]
     assert (tmp_path / ".metadata").read_bytes() == b"new"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,8 +77,9 @@ def _optimizer(model: nn.Module, world_size: int) -> torch.optim.Optimizer:
     if world_size < GROUPS:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     named = list(model.named_parameters())
-    groups = [[pair for pair in named if ("layers" in pair[0]) == inside] for inside in (True, False)]
-    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+    inside, outside = ([pair for pair in named if ("layers" in pair[0]) == layer] for layer in (True, False))
+    groups: list[dict[str, Any]] = [{"params": inside}, {"params": outside, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
 def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:

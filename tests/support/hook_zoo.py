@@ -10,6 +10,7 @@ import functools
 import io
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -760,7 +761,7 @@ class OverridesStateDict(nn.Module):
         super().__init__()
         self.inner = Block()
 
-    def state_dict(self, *args: object, **kwargs: object) -> dict:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict:
         return {f"net.{k}": v for k, v in self.inner.state_dict(*args, **kwargs).items()}
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False) -> object:
@@ -847,7 +848,7 @@ def patched_instance_method() -> nn.Module:
     """alpaca-lora replaces the bound method on the instance."""
     model = Block()
     original = model.state_dict
-    model.state_dict = lambda *a, **k: {n: v for n, v in original(*a, **k).items() if "layer" in n}
+    vars(model)["state_dict"] = lambda *a, **k: {n: v for n, v in original(*a, **k).items() if "layer" in n}
     return model
 
 
@@ -855,7 +856,7 @@ def patched_instance_method() -> nn.Module:
 def patched_instance_renames() -> nn.Module:
     model = Block()
     original = model.state_dict
-    model.state_dict = lambda *a, **k: {f"n.{n}": v for n, v in original(*a, **k).items()}
+    vars(model)["state_dict"] = lambda *a, **k: {f"n.{n}": v for n, v in original(*a, **k).items()}
     return model
 
 

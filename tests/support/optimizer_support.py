@@ -33,11 +33,12 @@ def names_of(model: str, optimizer: str | None = None) -> Names:
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
     """Steps `first` to `first + count` of one and the same training run."""
     width = next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features
-    width = model.embed.in_features if hasattr(model, "embed") else width
+    embed: Any = getattr(model, "embed", None)
+    width = width if embed is None else embed.in_features
     for number in range(first, first + count):
         x = torch.randn(8, width, generator=torch.Generator().manual_seed(number))
 
-        def closure(x: torch.Tensor = x) -> torch.Tensor:
+        def closure(x: torch.Tensor = x) -> Any:
             optimizer.zero_grad()
             loss = model(x).square().mean()
             loss.backward()

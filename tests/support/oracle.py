@@ -187,7 +187,7 @@ def _legacy_storages(path: str) -> dict[str, bytes]:
     """Every storage that torch makes while it loads the file."""
     made: dict[int, torch.UntypedStorage] = {}
 
-    def keep(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    def keep(storage: Any, location: str) -> Any:
         made[id(storage)] = storage
         return storage
 

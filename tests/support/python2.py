@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# pickle._Pickler is the standard library's own, and typeshed knows nothing of it.
 """Files as torch.save wrote them under Python 2: an ``OrderedDict`` made of a list of its items, ``str`` as bytes."""
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def mixtral() -> nn.Module:
 
 def wav2vec2() -> nn.Module:
     """A convolution with a weight-norm parametrization; one parameter is made on the CPU, whatever the device."""
-    config = transformers.Wav2Vec2Config(
+    config = transformers.Wav2Vec2Config(  # type: ignore[call-arg]
         **{name: size for name, size in SIZES.items() if name != "max_position_embeddings"},
         conv_dim=(16, 16),
         conv_stride=(5, 2),

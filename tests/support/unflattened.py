@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.export.unflatten import UnflattenedModule
 
+from torch_version import needs_torch
+
 
 class Gate(nn.Module):
     """One graph for each value of `double`. All kinds of state: parameters, buffers persistent and not."""
@@ -77,6 +79,7 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 
 def unflattened(model: nn.Module, preserve: tuple[str, ...] = ()) -> UnflattenedModule:
+    needs_torch("2.7", "unflattened programs with a module for each call")
     program = torch.export.export(model, (example(),), preserve_module_call_signature=preserve)
     module = torch.export.unflatten(program)
     assert torch.equal(module(example()), model(example()))  # torch's own answer, before anything is changed

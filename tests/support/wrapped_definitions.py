@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -36,4 +38,5 @@ def hooked() -> nn.Module:
 
 
 def hooked_and_wrapped() -> nn.Module:
-    return checkpoint_wrapper(torch.compile(Split()))
+    compiled: Any = torch.compile(Split())
+    return checkpoint_wrapper(compiled)

@@ -76,10 +76,14 @@ def fsdp(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
 WRAPS: dict[str, Wrap] = {
     "ddp": DistributedDataParallel,
     "dp": nn.DataParallel,
-    "compile": lambda model: torch.compile(model, backend="eager"),
+    "compile": compiled,
     "ac": checkpoint_wrapper,
     "fsdp": fsdp,
     "fully_shard": sharded,
@@ -103,7 +107,7 @@ def wrap(form: str, model: nn.Module) -> nn.Module:
     """The model in the chain, as in ``ddp(compile)``; ``ddp, block: ac`` wraps the block too, ``plain`` nothing."""
     outside, _, block = form.rpartition("block: ") if "block: " in form else (form, "", "plain")
     if block != "plain":
-        model.block = wrap(block, model.block)
+        model.block = wrap(block, model.get_submodule("block"))
     for word in reversed(parse(outside.strip(", ")).words if outside.strip(", ") not in ("", "plain") else ()):
         model = WRAPS[word](model)
     return model
@@ -119,7 +123,7 @@ def net(seed: int) -> Net:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:

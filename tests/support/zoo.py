@@ -52,7 +52,7 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
 
 
 @cache
-def state_of(name: str) -> State | None:
+def state_of(name: str) -> Any:
     """What a model with random weights saves; None where torch.save cannot write it."""
     state = randomized(zoo_model(name).build(True), 1).state_dict()
     flat = all(isinstance(v, torch.Tensor) and not nn.parameter.is_lazy(v) for v in state.values())

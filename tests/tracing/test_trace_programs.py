@@ -60,7 +60,7 @@ CHANGE: dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], object]] = {
     "zero_": lambda t, o, a, b: t.zero_(),
     "fill_": lambda t, o, a, b: t.fill_(a),
     "copy_": lambda t, o, a, b: t.copy_(o) if t.shape == o.shape else None,
-    "copy_ a number": lambda t, o, a, b: t.copy_(a),
+    "copy_ a number": lambda t, o, a, b: t.copy_(a),  # type: ignore[arg-type]
     "assign": lambda t, o, a, b: assign(t, o),
     "set row": lambda t, o, a, b: t.__setitem__(a % t.shape[0], b),
     "set slice": lambda t, o, a, b: cut(t, a, b).mul_(3).add_(1),

@@ -265,5 +265,7 @@ def _modules(section: Section) -> Mapping[str, object] | None:
     """``_metadata`` without the paths of wrappers; where two are one then, the inner module's stays."""
     if section.modules is None:
         return None
-    wrappers = recognise(path for path in section.modules if path)
-    return {strip(path, wrappers): payload for path, payload in section.modules.items()}
+    wrappers = recognise(path for path in section.modules if path and isinstance(path, str))
+    return {
+        strip(path, wrappers) if isinstance(path, str) else path: payload for path, payload in section.modules.items()
+    }

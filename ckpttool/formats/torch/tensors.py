@@ -68,6 +68,7 @@ class Geometry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor's own elements, or of what stands for them where they are no strided block."""
         return self.packed_bytes if self.storage is None else prod(self.shape) * dtypes.itemsize(self.dtype)
 
     def packed(self, layout: str, nbytes: int | None = None) -> Geometry:
@@ -110,6 +111,7 @@ class Carried:
 
 
 def malformed(message: str) -> CkptError:
+    """The error of a file whose pickle is sound but not what torch.save writes; `message` says where."""
     return CkptError(
         f"not as torch.save writes it: {message}",
         hint="the file is damaged, or needs a newer ckpttool: pip install -U ckpttool",
@@ -133,6 +135,7 @@ def _bare(node: Any) -> Any:
 
 
 def is_torch(name: Global) -> bool:
+    """Whether the name is of torch itself, whose classes are taken for what they are called."""
     return name.module == "torch" or name.module.startswith("torch.")
 
 

@@ -36,7 +36,8 @@ ROUND = [name for name in FLAT if traced(name).roundtrips]
 
 
 def asked(names: Names | None = None, to: str | None = None, was: str | None = None, **options: Any) -> RemapRequest:
-    return RemapRequest(names, *(None if word is None else form(word) for word in (to, was)), **options)
+    target, source = (None if word is None else form(word) for word in (to, was))
+    return RemapRequest(names, target, source, **options)
 
 
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
@@ -160,7 +161,7 @@ def test_copies_that_differ_are_not_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrap", [lambda k: f"module.{k}", lambda k: f"_orig_mod.module.{k}"])
 def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) -> None:
     model = randomized(ZOO["batch_norm"](), 1)
-    state = model.state_dict()
+    state: Any = model.state_dict()
     wrapped = type(state)((wrap(key), value) for key, value in state.items())
     wrapped._metadata = {wrap(path).rstrip("."): value for path, value in state._metadata.items()}
     torch.save(wrapped, tmp_path / "wrapped.pt")
@@ -184,7 +185,7 @@ def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
 
 
 def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
-    state = ZOO["batch_norm"]().state_dict()
+    state: Any = ZOO["batch_norm"]().state_dict()
     wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
     wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
     torch.save(wrapped, tmp_path / "wrapped.pt")

@@ -206,7 +206,8 @@ def test_there_and_back_gives_the_same_file(
     assert sum(t.numel() for t in there.values()) == sum(t.numel() for t in state.values())
     back = rewrite(folder / f"there{ending}", folder / f"back{ending}", path, reverse=True)
     assert same(back, state)
-    assert (folder / f"back{ending}").read_bytes() == source.read_bytes()
+    if torch.__version__ >= "2.7":  # before, torch sorted storages as text: 0, 1, 10, 2
+        assert (folder / f"back{ending}").read_bytes() == source.read_bytes()
 
 
 def test_a_whole_model_there_and_back(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_whole_model_there_and_back(tmp_path: Path) -> None:
         [[rule]]
         rename = "norm.{p} => ln.{p}"
         """
-    there = rewrite(source, tmp_path / "there.pt", rules_in(tmp_path, text))
+    there: Any = rewrite(source, tmp_path / "there.pt", rules_in(tmp_path, text))
     assert list(there._metadata) == ["", "0", "ln"]
     rewrite(tmp_path / "there.pt", tmp_path / "back.pt", rules_in(tmp_path, text), reverse=True)
     assert (tmp_path / "back.pt").read_bytes() == source.read_bytes()

@@ -18,6 +18,7 @@ import pickle
 import pickletools
 import random
 import struct
+import tracemalloc
 import types
 import uuid
 import zipfile
@@ -30,7 +31,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Limits, Persistent, dumps, loads
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent, dumps, loads
+from ckpttool.limits import Limits, limited
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -82,7 +84,7 @@ def set_state(instance: WithSetter, state: dict[str, Any]) -> None:
 
 
 def slotted() -> Slotted:
-    made = Slotted()
+    made: Any = Slotted()
     made.a, made.b = 1, [2]
     return made
 
@@ -394,10 +396,19 @@ def test_damaged_pickles(name: str) -> None:
 
 
 def test_limits() -> None:
-    with pytest.raises(CkptError, match="bytes"):
-        loads(b"\x80\x02].", Limits(nbytes=3))
-    with pytest.raises(CkptError, match="opcodes"):
-        loads(b"\x80\x02" + b"]0" * 100 + b"].", Limits(opcodes=50))
+    with limited(Limits(pickle_bytes=3)), pytest.raises(CkptError, match="--limit pickle_bytes=6"):
+        loads(b"\x80\x02].")
+    with limited(Limits(pickle_opcodes=50)), pytest.raises(CkptError, match="--limit pickle_opcodes=100"):
+        loads(b"\x80\x02" + b"]0" * 100 + b"].")
+
+
+def test_a_million_marks_are_refused_at_the_limit_in_little_memory() -> None:
+    data = b"\x80\x02" + b"(" * 1_000_000 + b"."
+    tracemalloc.start()
+    with pytest.raises(CkptError, match="--limit pickle_marks=20000"):
+        loads(data)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 21
+    tracemalloc.stop()
 
 
 def test_memo_indexes_cost_nothing() -> None:

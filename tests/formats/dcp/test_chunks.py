@@ -75,7 +75,7 @@ def test_any_cut_gives_the_tensor_back(
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=6))
 def test_a_cover_holds_every_element_once(drawn: list[Any]) -> None:
     shape = (3, 3)
-    boxes = [((a, b), (h, w)) for a, b, h, w in drawn]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((a, b), (h, w)) for a, b, h, w in drawn]
     counts = dict.fromkeys(product(range(3), range(3)), 0)
     inside = all(at + size <= 3 for offsets, sizes in boxes for at, size in zip(offsets, sizes))
     for (top, left), (height, width) in boxes:

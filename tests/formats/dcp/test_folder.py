@@ -27,8 +27,7 @@ import dcp_ranks
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
 from ckpttool.formats.open import open_checkpoint
-
-pytestmark = pytest.mark.filterwarnings("ignore")
+from torch_version import needs_torch
 
 
 def remap(*words: object, status: int = 0) -> None:
@@ -38,7 +37,7 @@ def remap(*words: object, status: int = 0) -> None:
 def save(state: dict[str, Any], folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=folder)
     return folder
 
 
@@ -74,7 +73,7 @@ def trained(seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any) -> tup
     return model, optimizer
 
 
-def state_of(*made: Any, **options: bool) -> dict[str, Any]:
+def state_of(*made: Any, **options: Any) -> dict[str, Any]:
     weights, optimizer = get_state_dict(*made, options=StateDictOptions(**options))
     return {"model": weights, "optimizer": optimizer}
 
@@ -139,6 +138,7 @@ def test_chunks_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["distcp", "shards", "consolidated"])
 def test_safetensors_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
+    needs_torch("2.8", "files of safetensors in a folder of torch.distributed.checkpoint")
     want = dcp_ranks.tensors()
     del want["empty"]
     remap(ranks / name, "-o", tmp_path / "out.safetensors", "--verify")
@@ -167,7 +167,7 @@ def test_from_safetensors_and_to_shards(tmp_path: Path) -> None:
     remap(tmp_path / "in.safetensors", "-o", tmp_path / "mid.dcp", "--verify")
     fresh, _ = trained(seed=1)
     state = fresh.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path / "mid.dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "mid.dcp")
     assert same(dict(state), dict(model.state_dict()))
     (tmp_path / "shards").mkdir()
     remap(
@@ -238,6 +238,7 @@ def test_storages_that_no_tensor_looks_at(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    needs_torch("2.7", "fully_shard without a GPU")
     folder = tmp_path_factory.mktemp("ranks")
     dcp_ranks.run("save", folder)
     return folder
@@ -265,7 +266,7 @@ def test_an_optimizer_goes_along(tmp_path: Path, flatten: bool, link: str) -> No
     whole = nn.ModuleDict({"net": model})
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     state = state_of(whole, optimizer, flatten_optimizer_state_dict=flatten)
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "out")
     set_state_dict(
         whole, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
     )
@@ -366,6 +367,15 @@ def overlap(metadata: Any) -> None:
         metadata.storage_data[MetadataIndex("w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 0, 10)
 
 
+def no_bytes(metadata: Any) -> None:
+    metadata.storage_data[MetadataIndex("n")].length = 0
+
+
+def itself(metadata: Any) -> None:
+    info = next(iter(metadata.storage_data.values()))
+    info.relative_path, info.offset, info.length = ".metadata", 0, 10
+
+
 def negative(metadata: Any) -> None:
     next(iter(metadata.storage_data.values())).offset = -1
 
@@ -402,7 +412,7 @@ def odd_key(metadata: Any) -> None:
     "how",
     [
         *(outside, no_place, huge_shape, huge_rank, gap, overlap, negative, long_list, two_ways, deep, transformed),
-        *(no_metadata, no_chunks, odd_key, lambda metadata: far_away(metadata, 1 << 50)),
+        *(no_metadata, no_chunks, odd_key, no_bytes, itself, lambda metadata: far_away(metadata, 1 << 50)),
     ],
 )
 def test_metadata_that_lies(tmp_path: Path, how: Callable[[Any], Any]) -> None:

@@ -33,7 +33,7 @@ def test_it_is_the_plan_of_huggingface_hub(drawn: list[tuple[int, int]], limit: 
     first: dict[int, int] = {}
     tensors = {f"t{i}": (first.setdefault(group, size), group) for i, (size, group) in enumerate(drawn)}
     reference = split_state_dict_into_shards_factory(
-        tensors,  # type: ignore[arg-type]
+        tensors,
         get_storage_size=lambda tensor: tensor[0],
         get_storage_id=lambda tensor: tensor[1],
         filename_pattern="model{suffix}.safetensors",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.operands.checkpoint import model_section
 from files import write_pieces
+from torch_version import needs_torch
 
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 OUTSIDE = {
@@ -30,7 +32,6 @@ OUTSIDE = {
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="AOTInductor needs a C++ compiler"
 )
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 class Model(nn.Module):
@@ -58,6 +59,7 @@ def compiled(path: Path, config: dict[str, object]) -> str:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> str:
+    needs_torch("2.9", "weights beside the code of a package")
     return compiled(tmp_path_factory.mktemp("aoti") / "outside.pt2", OUTSIDE)
 
 
@@ -81,7 +83,8 @@ def test_weights_beside_the_code_are_read(package):
         raw = Path(package).read_bytes()[entry.storage.data.offset :][: entry.storage.data.length]
         flat = torch.frombuffer(bytearray(raw), dtype=tensor.dtype)
         assert torch.equal(flat.as_strided(entry.shape, entry.stride, entry.offset), tensor)
-    assert checkpoint.container.layout == "AOTInductor"
+    container: Any = checkpoint.container
+    assert container.layout == "AOTInductor"
     assert "small ones" in checkpoint.notes[0]
 
 
@@ -117,6 +120,7 @@ def test_a_weight_that_became_code_is_refused(package, tmp_path):
     ],
 )
 def test_weights_inside_are_refused_with_the_option_that_helps(tmp_path, config):
+    needs_torch("2.9", "weights beside the code of a package")
     path = compiled(tmp_path / "inside.pt2", config)
     checkpoint = open_checkpoint(path)
     assert checkpoint.sections == ()

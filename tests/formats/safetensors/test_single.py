@@ -24,6 +24,7 @@ DTYPES = """
     bool float4_e2m1fn_x2 uint8 int8 float8_e5m2 float8_e4m3fn float8_e8m0fnu float8_e4m3fnuz float8_e5m2fnuz
     int16 uint16 float16 bfloat16 int32 uint32 float32 complex64 float64 int64 uint64
 """.split()  # noqa: SIM905
+DTYPES = [name for name in DTYPES if hasattr(torch, name)]
 
 
 def packed(header: str | bytes, data: bytes = bytes(4), length: int | None = None) -> bytes:

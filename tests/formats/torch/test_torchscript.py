@@ -23,8 +23,6 @@ from places import DATA
 OLD = str(DATA / "script-torch-2.5.1.pt")
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-
 
 class Attention(nn.Module):
     def __init__(self):
@@ -46,7 +44,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.again = self.blocks[0]
         self.tied = nn.Linear(3, 3)
-        self.tied.weight = self.blocks[0].inner.weight
+        self.tied.weight = self.blocks.get_parameter("0.inner.weight")
         self.brain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
 
     def forward(self, x):

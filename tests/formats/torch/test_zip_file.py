@@ -26,8 +26,7 @@ from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
 from ckpttool.formats.torch.zip_file import layout, read
 from files import write_pieces
 from places import DATA
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+from torch_version import needs_torch
 
 REAL = sorted(DATA.glob("training-*.pt")) + sorted(DATA.glob("weights-*.pt"))
 
@@ -105,6 +104,7 @@ DTYPES = """
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
     bits8 bits16 bits1x8 bits2x4 bits4x2
 """.split()  # noqa: SIM905
+DTYPES = [name for name in DTYPES if hasattr(torch, name)]
 
 
 def of_dtype(name: str, *shape: int) -> torch.Tensor:
@@ -446,6 +446,7 @@ def plain(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ..
 
 
 def test_a_fresh_file_is_laid_out_as_torch_lays_it_out(tmp_path: Path) -> None:
+    needs_torch("2.7", "the layout that is written")
     tensors = {f"layer.{name}": of_dtype(name, 2, 3) for name in DTYPES}
     entries = plain(tmp_path / "raw", tensors)
     out = rewritten(tmp_path, fresh(Section("", "state_dict", entries, modules={"": {"version": 1}})))
@@ -511,6 +512,7 @@ def test_a_fresh_file_refuses_what_has_no_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", ["kept", "reversed", "dropped", "grown"])
 def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str, monkeypatch: Any) -> None:
     """Torch may compute storage offsets from the layout; with its debug variable it checks them against the truth."""
+    needs_torch("2.7", "offsets of storages from the layout")
     checkpoint = read(saved(tmp_path, {f"w{i}": torch.full((i + 1,), float(i)) for i in range(8)}))
     (section,) = checkpoint.sections
     tensors = {
@@ -522,7 +524,8 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
     renamed = tuple(replace(entry, key="x." + entry.key) for entry in tensors)
     out = rewritten(tmp_path, replace(checkpoint, sections=(replace(section, tensors=renamed),)))
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
-    with torch.utils.serialization.config.patch("load.calculate_storage_offsets", True):
+    config: Any = torch.utils.serialization.config
+    with config.patch("load.calculate_storage_offsets", True):
         assert [len(t) for t in load(out).values()] == [entry.shape[0] for entry in tensors]
         assert [len(t) for t in load(out, mmap=False).values()] == [entry.shape[0] for entry in tensors]
     assert [len(t) for t in load(out, map_location="meta").values()] == [entry.shape[0] for entry in tensors]
@@ -531,7 +534,9 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
 
 
 def test_another_storage_alignment(tmp_path: Path) -> None:
-    with torch.utils.serialization.config.patch("save.storage_alignment", 4096):
+    needs_torch("2.7", "another alignment of storages")
+    config: Any = torch.utils.serialization.config
+    with config.patch("save.storage_alignment", 4096):
         path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
     out = rewritten(tmp_path, with_keys(read(path), "", "a.much.longer.name.".__add__))
     assert all(record.data % 4096 == 0 for record in read_archive(out).records)

@@ -139,17 +139,17 @@ STATUS_OF: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("case", STATUS_OF)
 def test_statuses(case: str) -> None:
     left, right, status = STATUS_OF[case]
-    sides = [
+    first, second = (
         Section("", "state_dict", (one,)) if isinstance(one, TensorEntry) else Section("", "state_dict", (), (one,))
         for one in (left, right)
-    ]
-    (entry,) = compare(*sides)
+    )
+    (entry,) = compare(first, second)
     assert entry.status == status
 
 
 # diff --model M CKPT: status 0 if and only if torch loads it strictly and converts nothing
 
-DAMAGES: dict[str, Callable[[dict[str, torch.Tensor], str], object]] = {
+DAMAGES: dict[str, Callable[[dict[str, Any], str], object]] = {
     "none": lambda state, key: None,
     "dropped": lambda state, key: state.pop(key),
     "extra": lambda state, key: state.update({f"{key}.more": torch.zeros(1)}),

@@ -14,7 +14,7 @@ from ckpttool.formats.containers.pickle_tree.nodes import (
     PickledSet,
 )
 from ckpttool.formats.containers.pickle_tree.opcodes import check_key
-from ckpttool.formats.containers.pickle_tree.reader import Limits, loads
+from ckpttool.formats.containers.pickle_tree.reader import loads
 from ckpttool.formats.containers.pickle_tree.writer import dumps
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "ByteString",
     "Call",
     "Global",
-    "Limits",
     "Persistent",
     "Pickle",
     "PickledSet",
