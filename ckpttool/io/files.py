@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
+from ckpttool.io.journal import finish_begun
 from ckpttool.io.paths import is_url
-from ckpttool.io.sources import streamed
 
 _HINT = "check the path and its permissions"
 
@@ -69,6 +70,7 @@ def opened(path: str) -> Iterator[Source]:
         return
     try:
         with LocalFile(io.FileIO(path, "rb")) as file:
+            sources.note_opened(path, file.fileno())
             yield file
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
@@ -76,16 +78,15 @@ def opened(path: str) -> Iterator[Source]:
 
 @contextmanager
 def sources_stay() -> Iterator[None]:
-    """Raises `CkptError` at its end where a URL that tensors were read from inside is no longer what its index says.
-
-    A local file that is replaced stays readable as it was; an object behind a URL does not.
-    """
-    streamed.clear()
+    """Raises `CkptError` at its end where what tensors were read from inside is no longer what its index says."""
+    sources.streamed.clear()
     yield
-    if streamed:
+    sources.check_unchanged(source for source in sources.streamed if not is_url(source))
+    urls = [source for source in sources.streamed if is_url(source)]
+    if urls:
         from ckpttool.io.remote import read as remote
 
-        remote.check_unchanged(streamed)
+        remote.check_unchanged(urls)
 
 
 def is_file(path: str) -> bool:
@@ -141,6 +142,30 @@ def names_in(folder: str) -> list[str]:
 def is_glob(path: str) -> bool:
     """Whether `path` names files by a pattern and is no file itself."""
     return _GLOB.search(path) is not None and not exists(path)
+
+
+def files_of(source: str) -> list[str]:
+    """The local files that a CKPT operand names: itself, those that match it, those in the folder."""
+    if is_url(source) or "\0" in source:
+        return []
+    if os.path.isdir(source):
+        return [os.path.join(source, name) for name in names_in(source)]
+    return glob(source) if is_glob(source) else [source]
+
+
+def look_anew(path: str) -> None:
+    """Finishes what a killed run began at the path or URL, and forgets what was known of the files there.
+
+    Raises `CkptError` where what was begun cannot be finished.
+    """
+    if is_url(path):
+        from ckpttool.io.remote import read as remote
+
+        remote.forget(path)
+        return
+    for folder in {path} if os.path.isdir(path) else {os.path.dirname(name) or "." for name in files_of(path)}:
+        finish_begun(folder)
+    sources.forget(path)
 
 
 def glob(pattern: str) -> list[str]:

@@ -77,20 +77,33 @@ def _same(left: str, right: str) -> bool:
     return left.rstrip("/") == right.rstrip("/")
 
 
-def write(pieces: Pieces, out: str, progress: Callable[[int], None] | None = None) -> int:
+def write(pieces: Pieces, out: str, progress: Callable[[int], None] | None = None, *, replace: bool = True) -> int:
     """Writes `pieces` to the URL, which appears complete or not at all; returns its size in bytes.
 
-    Raises `CkptError` on a source that changed while it was read, and where the store refuses; `out` is then as it was.
+    Without `replace`, what came there meanwhile stays. Raises `CkptError` on a source that changed while it was read,
+    and where the store refuses; `out` is then as it was.
     """
     nbytes = sum(piece.nbytes for piece in pieces)
-    with _appearing(out, nbytes) as file, sources_stay():
-        for data in stream(pieces):
-            with answered(out):
-                file.write(data)
-            if progress is not None:
-                progress(len(data))
+    with _appearing(out, nbytes) as file:
+        with sources_stay():
+            for data in stream(pieces):
+                with answered(out):
+                    file.write(data)
+                if progress is not None:
+                    progress(len(data))
+        if not replace:
+            _check_absent(out)
     forget(out)
     return nbytes
+
+
+def _check_absent(url: str) -> None:
+    forget(url)
+    if stat(url) is not None:
+        raise CkptError(
+            f"{url} exists: another process has written it meanwhile",
+            hint="pass --force to overwrite it, or name another file",
+        )
 
 
 @contextmanager
