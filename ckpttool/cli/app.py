@@ -19,6 +19,8 @@ from ckpttool import __version__
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.logs import logged
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
+from ckpttool.io.interrupts import ended_by_signals
 
 # Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -39,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
     try:
-        with logged():
+        sources.forget_all()
+        with ended_by_signals(), logged():
             status = run(args)
         sys.stdout.flush()
         return status

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from signal import Signals
 from typing import Any
 
 import typer
 
 from ckpttool.errors import CkptError, Problem
+from ckpttool.io.interrupts import Ended
 from ckpttool.report.renderers import json
 from ckpttool.words import shell, visible
 
@@ -124,6 +126,8 @@ def _nearest(path: str) -> str:
 
 
 def _interrupt(error: KeyboardInterrupt) -> Failure:
+    if isinstance(error, Ended):
+        return Failure(128 + error.number, f"ended by {Signals(error.number).name}")
     return Failure(128 + 2, "interrupted")
 
 

@@ -5,21 +5,33 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from ckpttool.errors import CkptError
+from ckpttool.io import sources, write_file
+from ckpttool.io.pieces import Piece
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal
 
+Force = Annotated[bool, typer.Option("--force", is_eager=True, help="Overwrite files that exist.")]
 
-def _check_reports(paths: list[str] | None) -> list[str]:
+
+def check_new(context: typer.Context, path: str | None) -> str | None:
+    """An option's callback: raises `CkptError` where the file exists and --force is not given."""
+    if path is not None and os.path.isfile(path) and not context.params.get("force"):
+        raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
+    return path
+
+
+def _check_reports(context: typer.Context, paths: list[str] | None) -> list[str]:
     for path in paths or ():
         format_of(path)
+        check_new(context, path)
     return paths or []
 
 
@@ -42,14 +54,16 @@ def emit(
     data: Callable[[], Mapping[str, Any]],
     format: str,
     reports: Sequence[str] | None = None,
+    *,
+    force: bool = False,
 ) -> None:
     """Writes the report files, then prints the result to stdout: data and nothing else.
 
     `document` and `data` make the two shapes of the result; each is called only where a format shows it. The files come
-    first, so that stdout stays empty where one of them cannot be written. Raises OSError.
+    first, so that stdout stays empty where one of them cannot be written. Raises as `write_text`.
     """
     for path in reports or ():
-        write_report(path, _rendered(format_of(path), document, data))
+        write_text(path, _rendered(format_of(path), document, data), force=force)
     sys.stdout.write(_rendered(format, document, data, _terminal()))
     sys.stdout.flush()
 
@@ -63,25 +77,31 @@ def _rendered(
     return json.render(data()) if format == "json" else render(format, document(), {}, terminal)
 
 
-def write_report(path: str, text: str) -> None:
-    """Writes the file as UTF-8, whole or not at all: to a temporary sibling that is then renamed.
+def check_texts(paths: Iterable[str | None], out: str | None = None) -> None:
+    """Raises `CkptError` where one of these files is a source of the command, or what it writes (`out`) itself."""
+    named = [path for path in paths if path is not None]
+    for path in named:
+        if write_file.is_one_of(path, sources.files_read()):
+            raise CkptError(f"{path} is a source of this command", hint="name another file")
+        if sum(os.path.realpath(path) == os.path.realpath(other) for other in (*named, out) if other is not None) > 1:
+            raise CkptError(f"{path} is named for two outputs", hint="give each a name of its own")
 
-    What is no regular file (``/dev/stderr``, a pipe) is written to directly. Raises OSError that names `path`.
+
+def write_text(path: str, text: str, *, force: bool) -> None:
+    """Writes the file as UTF-8, under the rules of OUT: whole or not at all, over no source, over others by `force`.
+
+    What is no regular file (``/dev/stderr``, a pipe) is written to directly. Raises `CkptError`, and for these OSError.
     """
-    target = os.path.realpath(path)
-    direct = os.path.exists(target) and not os.path.isfile(target)
-    folder, name = os.path.split(target)
-    place = target if direct else os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    try:
-        with open(place, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        if not direct:
-            os.replace(place, target)
-    except OSError as error:
-        if not direct:
-            with suppress(OSError):
-                os.unlink(place)
-        raise OSError(error.errno, error.strerror, path) from error
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        try:
+            with open(path, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
+        return
+    check_texts([path])
+    write_file.preflight(path, (), force=force, in_place=False)
+    write_file.write([Piece(text.encode("utf-8", "backslashreplace"))], path, replace=force, in_place=False)
 
 
 def _terminal() -> Terminal | None:

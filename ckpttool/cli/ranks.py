@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.cli.writing import prove, write
+from ckpttool.cli.writing import Wanted, prove, write_files
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import write_file
+from ckpttool.io import sources, write_file
+from ckpttool.io.files import files_of, is_dir, names_in
+from ckpttool.io.paths import join, parent
+from ckpttool.io.paths import name as name_of
 from ckpttool.names import FSDP_FLAT, Names
 
 if TYPE_CHECKING:
@@ -43,7 +47,7 @@ def check(
             f"--to {FSDP_FLAT} needs the model's parameters and the number of ranks",
             hint="pass --model MODEL --world-size N, and the modules that are wrapped as in --units 'layers.*'",
         )
-    if out is not None and (PLACE not in out or FORMATS["torch_zip"].endings[0] != out[-3:]):
+    if out is not None and (PLACE not in name_of(out) or FORMATS["torch_zip"].endings[0] != out[-3:]):
         raise CkptError(f"{out}: every rank gets a file of its own", hint="name them as in -o 'rank_{rank}.pt'")
 
 
@@ -69,13 +73,29 @@ def put_together(
     return gather(source, names, units or ())
 
 
-def write_ranks(ranks: Sequence[Checkpoint], out: str, *, force: bool, fsync: bool, verify: bool) -> None:
-    """Writes the file of each rank; all outputs are checked before the first is written."""
-    paths = [out.replace(PLACE, str(rank)) for rank in range(len(ranks))]
+def write_ranks(ranks: Sequence[Checkpoint], out: str, how: Wanted) -> None:
+    """Writes the files of all ranks or none, in place of those of other ranks under the same names.
+
+    Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
+    """
+    folder, pattern = parent(out), name_of(out)
+    names = [pattern.replace(PLACE, str(rank)) for rank in range(len(ranks))]
     layouts = [FORMATS["torch_zip"].layout(rank) for rank in ranks]
-    for path, rank in zip(paths, ranks):
-        write_file.preflight(path, [rank.source], force=force, in_place=False)
-    for path, pieces, rank in zip(paths, layouts, ranks):
-        write(pieces, path, fsync=fsync)
-        if verify:
-            prove(path, rank)
+    stale = _of_ranks(folder, pattern).difference(names)
+    _check_ranks(folder, [*names, *sorted(stale)], how)
+    write_files(dict(zip(names, layouts)), folder, how, stale=stale, whole=False)
+    if how.verify:
+        for name, rank in zip(names, ranks):
+            prove(join(folder, name), rank)
+
+
+def _of_ranks(folder: str, pattern: str) -> set[str]:
+    """The files in the folder that would be taken for those of ranks too."""
+    number = r"\d+".join(map(re.escape, pattern.split(PLACE)))
+    return {name for name in names_in(folder) if re.fullmatch(number, name)} if is_dir(folder) else set()
+
+
+def _check_ranks(folder: str, names: Sequence[str], how: Wanted) -> None:
+    read = (*files_of(how.source), *sources.files_read())
+    for name in names:
+        write_file.preflight(join(folder, name), read, force=how.force, in_place=False)

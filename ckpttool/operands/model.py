@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
 
@@ -110,6 +111,7 @@ def parse_kwargs(text: str) -> dict[str, Any]:
 
 def read_json(path: str, wanted: str) -> Any:
     """The JSON in the file at `path`. Raises `CkptError` where there is none; `wanted` is the hint then."""
+    sources.note_read(path)
     try:
         return json.loads(Path(path).read_bytes())
     except FileNotFoundError:

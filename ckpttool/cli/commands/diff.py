@@ -8,7 +8,7 @@ import typer
 
 from ckpttool import api
 from ckpttool.cli.options import All, Materialize, Model, ModelKwargs, Optimizer
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, emit
 from ckpttool.errors import CkptError
 from ckpttool.operands.model import parse_kwargs
 
@@ -24,6 +24,7 @@ def command(
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance of --values.")] = 0.0,
     ignore_dtype: Annotated[bool, typer.Option("--ignore-dtype", help="Another dtype is no difference.")] = False,
     all: All = False,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> int:
@@ -48,5 +49,5 @@ def command(
         atol=atol,
         ignore_dtype=ignore_dtype,
     )
-    emit(lambda: document(result, all=all), result.to_json, format, report)
+    emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
     return 0 if result.identical else 1

@@ -8,7 +8,7 @@ import typer
 
 from ckpttool import api
 from ckpttool.cli.options import Materialize, ModelKwargs, Optimizer
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, emit
 from ckpttool.operands.model import parse_kwargs
 
 
@@ -18,6 +18,7 @@ def command(
     model_kwargs: ModelKwargs = "{}",
     materialize: Materialize = False,
     optimizer: Optimizer = None,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
@@ -26,4 +27,4 @@ def command(
 
     kwargs = parse_kwargs(model_kwargs)
     found = api.explain(name, model, model_kwargs=kwargs, materialize=materialize, optimizer=optimizer)
-    emit(lambda: explained(found), found.to_json, format, report)
+    emit(lambda: explained(found), found.to_json, format, report, force=force)

@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from ckpttool import api
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, emit
 
 
 def command(
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: file, directory, index, glob or URL.")],
     all: Annotated[bool, typer.Option("--all", help="A line for every tensor, and no list cut short.")] = False,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
@@ -23,4 +24,4 @@ def command(
     from ckpttool.report.documents.inspection import document
 
     inspection = api.inspect(ckpt)
-    emit(lambda: document(inspection, all=all), inspection.to_json, format, report)
+    emit(lambda: document(inspection, all=all), inspection.to_json, format, report, force=force)

@@ -11,10 +11,11 @@ import typer
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.cli.commands.remap_options import NO_OPTIMIZERS, Asked
 from ckpttool.cli.options import Materialize, Model, ModelKwargs, Optimizer
-from ckpttool.cli.output import Format, Reports, emit, write_report
+from ckpttool.cli.output import Force, Format, Reports, check_new, check_texts, emit, write_text
 from ckpttool.cli.ranks import Units, WorldSize, put_together, write_ranks
 from ckpttool.cli.ranks import check as check_ranks
-from ckpttool.cli.writing import DryRun, Force, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
+from ckpttool.cli.writing import DryRun, HowLinked, NoFsync, Out, Verify, check_target, prove, write_target
+from ckpttool.cli.writing import Wanted as HowWritten
 from ckpttool.edits.remap.optimizer import Wanted
 from ckpttool.edits.remap.plan import FORMS, Remap, Way, by_plan, remap, to_json, with_optimizers
 from ckpttool.edits.rules.patterns import Rule, parse
@@ -68,7 +69,8 @@ def command(
     ] = None,
     plan: Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Carry out a saved plan.")] = None,
     save_plan: Annotated[
-        str | None, typer.Option("--save-plan", metavar="FILE", help="Write the plan as JSON.")
+        str | None,
+        typer.Option("--save-plan", metavar="FILE", callback=check_new, help="Write the plan as JSON."),
     ] = None,
     keep_aliases: Annotated[
         bool, typer.Option("--keep-aliases", help="To safetensors: keep one name of a tensor, record the others.")
@@ -102,6 +104,7 @@ def command(
     target = _checked_target(asked, source)
     names = None if model is None else ModelOperand(model, parse_kwargs(model_kwargs), materialize, optimizer).names()
     done = _made(asked, source, names)
+    check_texts((save_plan, *(report or ())), asked.target)
     if to == FSDP_FLAT and names is not None:
         done = _write_ranks(asked, source, names, done)
     elif target is not None:
@@ -110,9 +113,9 @@ def command(
     if save_plan is not None:
         from ckpttool.report.renderers import json
 
-        write_report(save_plan, json.render(done.plan.to_json()))
+        write_text(save_plan, json.render(done.plan.to_json()), force=force)
     shown = partial(document, done, ckpt, asked.target, dry_run=dry_run, verified=verify)
-    emit(shown, lambda: data, format, report)
+    emit(shown, lambda: data, format, report, force=force)
 
 
 def _checked_target(asked: Asked, source: Checkpoint) -> Target | None:
@@ -194,10 +197,15 @@ def _write(asked: Asked, source: Checkpoint, target: Target, done: Remap) -> Rem
     content = target.lay_out(fitted, _shard_size(asked))
     if not asked.dry_run:
         expected = fingerprints(fitted) if asked.verify and asked.in_place else fitted
-        write_target(target, content, fsync=not asked.no_fsync, link=asked.link)
+        write_target(target, content, _how(asked))
         if asked.verify:
             prove(target.path, expected)
     return replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+
+
+def _how(asked: Asked) -> HowWritten:
+    path, _ = split(asked.ckpt)
+    return HowWritten(path, asked.force, asked.in_place, not asked.no_fsync, asked.verify, asked.link)
 
 
 def _write_ranks(asked: Asked, source: Checkpoint, names: Names, done: Remap) -> Remap:
@@ -206,5 +214,5 @@ def _write_ranks(asked: Asked, source: Checkpoint, names: Names, done: Remap) ->
 
     ranks = scatter(done.result, names, asked.units or (), asked.world_size or 0)
     if asked.target is not None and not asked.dry_run:
-        write_ranks(ranks, asked.target, force=asked.force, fsync=not asked.no_fsync, verify=asked.verify)
+        write_ranks(ranks, asked.target, _how(asked))
     return replace(done, to=asked.to, notes=(*source.notes, *done.notes))

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ckpttool.cli.options import Materialize, Model, ModelKwargs
-from ckpttool.cli.output import Format, Reports, emit
-from ckpttool.cli.writing import DryRun, Force, NoFsync, Out, Verify, prove, write
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.cli.writing import DryRun, NoFsync, Out, Verify, Wanted, prove, write
 from ckpttool.edits.remap.plan import FORMS
 from ckpttool.edits.swap.swap import swap, to_json
 from ckpttool.errors import CkptError
@@ -18,6 +18,7 @@ from ckpttool.formats.pt2.archive import read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import write_file
+from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import model_section, open_operand, split
 from ckpttool.operands.model import ModelOperand, parse_kwargs
 
@@ -62,7 +63,7 @@ def command(
     name = picked if name is None else name
     target = path if in_place else out
     if target is not None and not dry_run:
-        write_file.preflight(target, [path, split(new)[0]], force=force, in_place=in_place)
+        write_file.preflight(target, [path, split(new)[0], *files_of(split(new)[0])], force=force, in_place=in_place)
     found = sniff(path)
     if found != "pt2":
         raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint="PROGRAM is a .pt2")
@@ -71,11 +72,12 @@ def command(
     names = None if model is None else ModelOperand(model, parse_kwargs(model_kwargs), materialize).names()
     swapped = swap(deployed, weights, names, form=None if was is None else FORMS[was], cast=cast, constants=constants)
     pieces = FORMATS["pt2"].layout(swapped.program)
+    check_texts(report or (), target)
     if target is not None and not dry_run:
         expected = fingerprints(swapped.program) if verify and in_place else swapped.program
-        write(pieces, target, fsync=not no_fsync)
+        write(pieces, target, Wanted(path, force, in_place, not no_fsync, verify))
         if verify:
             prove(target, expected, read_program(target, name))
     data = to_json(swapped, program, new, target or "")
     shown = partial(document, swapped, program, new, target, dry_run=dry_run, verified=verify)
-    emit(shown, lambda: data, format, report)
+    emit(shown, lambda: data, format, report, force=force)

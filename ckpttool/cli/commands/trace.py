@@ -8,19 +8,21 @@ import typer
 
 from ckpttool import api
 from ckpttool.cli.options import All, Materialize, ModelKwargs, Optimizer
-from ckpttool.cli.output import Format, Reports, emit, write_report
+from ckpttool.cli.output import Force, Format, Reports, check_new, emit, write_text
 from ckpttool.operands.model import parse_kwargs
 
 
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="package.module:attr, file.py:attr or a .pt2 program.")],
     out: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")
+        str | None,
+        typer.Option("-o", "--output", metavar="FILE", callback=check_new, help="Write a names file (JSON)."),
     ] = None,
     model_kwargs: ModelKwargs = "{}",
     materialize: Materialize = False,
     optimizer: Optimizer = None,
     all: All = False,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
@@ -35,5 +37,5 @@ def command(
     names = api.trace(model, model_kwargs=parse_kwargs(model_kwargs), materialize=materialize, optimizer=optimizer)
     data = names.to_json()
     if out is not None:
-        write_report(out, json.render(data))
-    emit(lambda: document(names, all=all, written=out), lambda: data, format, report)
+        write_text(out, json.render(data), force=force)
+    emit(lambda: document(names, all=all, written=out), lambda: data, format, report, force=force)

@@ -13,6 +13,7 @@ from ckpttool.edits.rules.changes import Cast, Permute, Reshape, Transpose
 from ckpttool.edits.rules.patterns import Rule, matches, parse
 from ckpttool.edits.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
 from ckpttool.errors import CkptError, Problem
+from ckpttool.io import sources
 from ckpttool.words import plural
 
 if sys.version_info >= (3, 11):
@@ -86,6 +87,7 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
 
 
 def _load(path: str) -> Mapping[str, Any]:
+    sources.note_read(path)
     try:
         content: dict[str, Any] = tomllib.loads(Path(path).read_bytes().decode())
     except (ValueError, RecursionError) as error:
