@@ -1,3 +1,55 @@
-"""ckpttool inspects, diffs and converts PyTorch checkpoints, and says exactly how the names of their tensors differ."""
+"""ckpttool: inspects, diffs and converts PyTorch checkpoints. The verbs of the command line, as functions."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ckpttool.api import diff, explain, inspect, open_checkpoint, remap, swap_weights, trace, write
+    from ckpttool.checkpoint import Checkpoint
+    from ckpttool.errors import CkptError, Problem, Refused
+    from ckpttool.names import Names
+    from ckpttool.plan import Plan
+    from ckpttool.queries.diff.result import Diff
+
+__all__ = [
+    "Checkpoint",
+    "CkptError",
+    "Diff",
+    "Names",
+    "Plan",
+    "Problem",
+    "Refused",
+    "diff",
+    "explain",
+    "inspect",
+    "open_checkpoint",
+    "remap",
+    "swap_weights",
+    "trace",
+    "write",
+]
+
+# Where the values come from; the verbs come from `api`. Imported when they are asked for: nothing here costs start-up.
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "CkptError": "errors",
+    "Diff": "queries.diff.result",
+    "Names": "names",
+    "Plan": "plan",
+    "Problem": "errors",
+    "Refused": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"ckpttool.{_HOMES.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

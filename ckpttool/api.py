@@ -1,26 +1,54 @@
 """The front door: the verbs of the command line as functions, with the same words.
 
 Wherever the command line takes CKPT, these take its text, a `Checkpoint`, or a state dict in memory; wherever it takes
-MODEL, its text, a `Names`, or an object: a module, a class, a factory, an exported program.
+MODEL, its text, a `Names`, or an object: a module, a class, a factory, an exported program. Options are the fields of
+the options' dataclass, those of the command in Python's spelling (``to``, ``from_``, ``optimizer_keys``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, Union
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.swap.run import SwapOptions
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import ModelOperand
+from ckpttool.options import OptimizerOptions
+from ckpttool.queries.diff.run import DiffOptions
 
 if TYPE_CHECKING:
+    from ckpttool.edits.remap.result import Remap
+    from ckpttool.edits.swap.swap import Swap
+    from ckpttool.edits.write import Progress
+    from ckpttool.live.swap import Swapped
     from ckpttool.names import Names
     from ckpttool.queries.diff.result import Diff
     from ckpttool.queries.explanation import Explanation
     from ckpttool.queries.inspection import Inspection
 
 Ckpt = Union[str, Checkpoint, Mapping[str, Any]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _takes(options: type[Any]) -> Callable[[Function], Function]:
+    """Shows the fields of the dataclass in the function's signature, in the place of ``**options``."""
+
+    def decorate(function: Function) -> Function:
+        own = [p for p in Signature.from_callable(function).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        taken = {parameter.name for parameter in own}
+        more = [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default)
+            for field in fields(options)
+            if field.name not in taken
+        ]
+        function.__signature__ = Signature([*own, *more])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
@@ -45,47 +73,38 @@ def inspect(ckpt: Ckpt) -> Inspection:
     return inspection.inspect(open_checkpoint(ckpt))
 
 
-def trace(
-    model: Any, *, model_kwargs: Mapping[str, Any] | None = None, materialize: bool = False, optimizer: Any = None
-) -> Names:
+@_takes(OptimizerOptions)
+def trace(model: Any, **options: Any) -> Names:
     """Every name of every tensor of a model, and with `optimizer` the ids of its parameters.
 
-    `model_kwargs` are passed to a factory, `materialize` builds it with real weights instead of on the meta device.
     Raises `CkptError` where the model's own code fails.
     """
-    return ModelOperand(model, model_kwargs, materialize, optimizer).names()
+    return trace_by(OptimizerOptions(model=model, **options))
 
 
-def explain(
-    name: str,
-    model: Any,
-    *,
-    model_kwargs: Mapping[str, Any] | None = None,
-    materialize: bool = False,
-    optimizer: Any = None,
-) -> Explanation:
+def trace_by(options: OptimizerOptions) -> Names:
+    """`trace`, with its options as a value."""
+    return ModelOperand(options.model, options.model_kwargs, options.materialize, options.optimizer).names()
+
+
+@_takes(OptimizerOptions)
+def explain(name: str, model: Any, **options: Any) -> Explanation:
     """One tensor: its name in every form, its aliases, its optimizer id, the hook that renames it.
 
     `name` is its name in any form. Raises `CkptError`, with names that are like it, where the model has none.
     """
+    return explain_by(name, OptimizerOptions(model=model, **options))
+
+
+def explain_by(name: str, options: OptimizerOptions) -> Explanation:
+    """`explain`, with its options as a value."""
     from ckpttool.queries import explanation
 
-    return explanation.explain(ModelOperand(model, model_kwargs, materialize, optimizer).names(), name)
+    return explanation.explain(trace_by(options), name)
 
 
-def diff(
-    left: Ckpt | None = None,
-    right: Ckpt | None = None,
-    *,
-    model: Any = None,
-    model_kwargs: Mapping[str, Any] | None = None,
-    materialize: bool = False,
-    optimizer: Any = None,
-    values: bool = False,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    ignore_dtype: bool = False,
-) -> Diff:
+@_takes(DiffOptions)
+def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) -> Diff:
     """What differs, why, and the commands that mend it; `Diff.identical` is the answer.
 
     `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()`` writes against the
@@ -93,10 +112,67 @@ def diff(
     convert no dtype (`ignore_dtype` leaves that out). `values` compares the bytes too, `rtol` and `atol` as in
     ``torch.isclose``. Raises `CkptError` where something cannot be read, or there is nothing to compare.
     """
-    from ckpttool.evaluate.compare import difference
-    from ckpttool.queries.diff import run
+    return diff_by(left, right, DiffOptions(**options))
 
-    operand = None if model is None else ModelOperand(model, model_kwargs, materialize, optimizer)
-    how = partial(difference, rtol=rtol, atol=atol) if values or rtol or atol else None
+
+def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
+    """`diff`, with its options as a value."""
+    from ckpttool.queries.diff.run import run
+
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
-    return run.diff(first, second, operand, how, ignore_dtype)
+    return run(first, second, options)
+
+
+@_takes(RemapOptions)
+def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Any) -> Remap:
+    """Rewrites the keys, optimizer ids and format of a checkpoint; writes OUT where one is named.
+
+    `progress` is called with a title and a number of bytes, and gives a context manager of a function that is told how
+    many bytes are done. Raises `Refused`, all problems at once, where something would be lost, collide or have to be
+    guessed, `CkptError` where something cannot be read or written.
+    """
+    return remap_by(ckpt, RemapOptions(out=out, **options), progress)
+
+
+def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None) -> Remap:
+    """`remap`, with its options as a value."""
+    from ckpttool.edits.run import run
+    from ckpttool.edits.write import quiet
+
+    options.check(ckpt if isinstance(ckpt, str) else None)
+    return run(open_checkpoint(ckpt), options, progress or quiet)
+
+
+@_takes(SwapOptions)
+def swap_weights(
+    program: Any, new: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Any
+) -> Swap | Swapped:
+    """Puts new weights into an exported program: a file, or a program, module or compiled package in memory.
+
+    A file is ``PATH`` or ``PATH::NAME``, and OUT is written where one is named. For what is in memory, `new` is a state
+    dict and the options are those of `live.swap_weights`. Raises `Refused`, all problems at once, where the weights do
+    not fit.
+    """
+    if isinstance(program, str):
+        return swap_weights_by(program, new, SwapOptions(out=out, **options), progress)
+    from ckpttool.live import swap_weights as swap_in_memory
+
+    return swap_in_memory(program, new, **options)  # type: ignore[arg-type]  # it says what is no state dict
+
+
+def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Progress | None = None) -> Swap:
+    """`swap_weights` into a file, with its options as a value."""
+    from ckpttool.edits.swap.run import run
+    from ckpttool.edits.write import quiet
+
+    options.check()
+    return run(program, open_checkpoint(new), options, progress or quiet)
+
+
+def write(checkpoint: Checkpoint, out: str, **options: Any) -> None:
+    """Writes a checkpoint, what `open_checkpoint` or `remap` gave, to the file or folder OUT, whole or not at all.
+
+    `options` are those of `remap` that are about the output. Raises `CkptError` where OUT exists (`force` overwrites
+    it), `Refused` where its format cannot hold what is in the checkpoint.
+    """
+    remap(checkpoint, out, **options)

@@ -1,37 +1,98 @@
-"""The rules of the house in docs/architecture.md: who may import torch, who may print, and who may know whom."""
+"""The house in docs/architecture.md, held against the code: who may import whom, who may import torch, print, write."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+import ckpttool
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "ckpttool").rglob("*.py"))
 }
+ENTRIES = ("ckpttool", "ckpttool.__main__")  # the package itself and `python -m`: above all floors
+WITH_TORCH = ("ckpttool.tracing", "ckpttool.evaluate.with_torch", "ckpttool.live")
+
+MOST_LINES = {"function": 45, "module": 400}
+LONGER = {  # what may be longer, and why
+    "ckpttool.formats.containers.pickle_tree.opcodes": "one table, a row for each opcode of pickle",
+}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
 
 
 def imports(name: str) -> Iterator[str]:
-    """Every module that `name` imports anywhere, also within functions."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+    """Every module that `name` imports anywhere, also within functions; of a package's module that one."""
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
 
 
 def below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-WITH_TORCH = ("ckpttool.evaluate.with_torch", "ckpttool.live", "ckpttool.tracing")
+def floors() -> dict[str, dict[str, int]]:
+    """Folder -> room in it -> its floor, as the page says."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```floors\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    found = {}
+    for line in block.splitlines():
+        folder, _, rooms = line.partition(":")
+        place = "ckpttool" if folder == "ckpttool" else "ckpttool." + folder.replace("/", ".")
+        found[place] = {room: floor for floor, row in enumerate(rooms.split("|")) for room in row.split()}
+    return found
+
+
+FLOORS = floors()
+
+
+def test_the_page_names_every_room() -> None:
+    there: dict[str, set[str]] = {}
+    for name in MODULES:
+        if name not in ENTRIES:
+            folder, _, room = name.rpartition(".")
+            there.setdefault(folder, set()).add(room)
+    assert there == {folder: set(rooms) for folder, rooms in FLOORS.items()}
+
+
+def test_imports_point_to_lower_floors() -> None:
+    wrong = []
+    for name in MODULES:
+        for other in {found for found in imports(name) if below(found, "ckpttool")}:
+            if name in ENTRIES or below(name, other) or below(other, name):  # a package and what is in it
+                continue
+            mine, theirs = name.split("."), other.split(".")
+            depth = next(i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
+            rooms = FLOORS[".".join(mine[:depth])]
+            if not rooms[theirs[depth]] < rooms[mine[depth]]:
+                wrong.append(f"{name} imports {other}")
+    assert wrong == []
+
+
+def test_a_package_holds_words_only() -> None:
+    """An `__init__` says what goes in and out; what it exported would hide where it is."""
+    exporting = {"ckpttool", "ckpttool.live", "ckpttool.report", "ckpttool.formats.containers.pickle_tree"}
+    full = [n for n, path in MODULES.items() if path.name == "__init__.py" and len(tree(n).body) > 1]
+    assert set(full) == exporting
+    packages = [n for n, path in MODULES.items() if path.name == "__init__.py"]
+    assert [name for name in packages if not ast.get_docstring(tree(name))] == []
 
 
 def test_torch_is_imported_where_models_are_run_and_values_computed_and_nowhere_else() -> None:
@@ -40,31 +101,79 @@ def test_torch_is_imported_where_models_are_run_and_values_computed_and_nowhere_
 
 
 def test_what_needs_no_torch_loads_none() -> None:
-    """Not by way of another module either, those of `naming` that it uses among them."""
+    """Not by way of another module either."""
     free = [name for name in MODULES if not below(name, *WITH_TORCH, "ckpttool.__main__")]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name"
     done = subprocess.run([sys.executable, "-c", code, *free], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert len(free) > 80
+    assert len(free) > 100
 
 
 @pytest.mark.parametrize(
-    ("known", "by"),
-    [
-        ("ckpttool.cli", ("ckpttool.cli", "ckpttool.__main__")),
-        ("ckpttool.report", ("ckpttool.cli", "ckpttool.report")),
-        ("rich", ("ckpttool.report.renderers.terminal", "ckpttool.cli")),
-        ("typer", ("ckpttool.cli",)),
-    ],
+    ("known", "by"), [("rich", ("ckpttool.report.renderers.terminal", "ckpttool.cli")), ("typer", ("ckpttool.cli",))]
 )
-def test_arrows_point_one_way(known: str, by: tuple[str, ...]) -> None:
+def test_packages_of_the_command_line_stay_there(known: str, by: tuple[str, ...]) -> None:
     assert [name for name in MODULES if any(below(i, known) for i in imports(name)) and not below(name, *by)] == []
 
 
-def test_only_the_command_line_prints() -> None:
-    def prints(name: str) -> bool:
-        calls = (n for n in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))) if isinstance(n, ast.Call))
-        return any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+def calls(name: str) -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the module, by what is called: ``print``, ``open``, ``os.replace``."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                yield node.func.id, node
+            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                yield f"{node.func.value.id}.{node.func.attr}", node
 
-    assert [name for name in MODULES if prints(name) and not below(name, "ckpttool.cli")] == []
+
+def test_only_the_command_line_prints() -> None:
+    assert [n for n in MODULES if any(c == "print" for c, _ in calls(n)) and not below(n, "ckpttool.cli")] == []
+
+
+WRITERS = (
+    *(f"ckpttool.io.{name}" for name in ("write_file", "write_folder", "write_remote")),
+    *(f"ckpttool.io.{name}" for name in ("journal", "switch", "switch_folder", "temporary")),
+    "ckpttool.cli.output",
+)
+CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}
+
+
+def test_only_the_writers_write() -> None:
+    def writes(name: str) -> bool:
+        for called, call in calls(name):
+            modes = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            if called in CHANGES or (called == "open" and any(set(mode) & set("wax+") for mode in modes)):
+                return True
+        return False
+
+    assert [name for name in MODULES if writes(name) and name not in WRITERS] == []
+
+
+def test_functions_and_modules_are_short() -> None:
+    long = []
+    for name, path in MODULES.items():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MOST_LINES["module"] and name not in LONGER:
+            long.append(f"{name}: {lines} lines")
+        for node in ast.walk(tree(name)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_LINES["function"]:
+                    long.append(f"{name}.{node.name}: {lines} lines")
+    assert long == []
+
+
+def test_the_front_door_has_what_it_says() -> None:
+    assert sorted(ckpttool.__all__) == list(ckpttool.__all__)
+    public = {name for name in dir(ckpttool) if name in ckpttool.__all__}
+    assert public == set(ckpttool.__all__)
+    for name in ckpttool.__all__:
+        assert getattr(ckpttool, name).__doc__
+
+
+def test_the_front_door_opens_at_once() -> None:
+    """It imports nothing of its own before a name is asked for."""
+    code = "import sys; before = set(sys.modules); import ckpttool; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert [name for name in done.stdout.split() if name.startswith(("ckpttool.", "torch", "typer", "rich"))] == []

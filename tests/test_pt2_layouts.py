@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Storage
-from ckpttool.edits.swap.swap import swap, to_json
+from ckpttool.edits.swap.swap import swap
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.open import open_checkpoint
@@ -144,7 +144,7 @@ def test_constants_are_swapped_on_request(version, tmp_path):
         swap(program(version), weights)
     assert "--constants" in caught.value.hint
     done = swap(program(version), weights, constants=True)
-    assert (done.constants, to_json(done, "p", "w", "o")["swapped"]) == ((), 15)
+    assert (done.constants, done.to_json("p", "w", "o")["swapped"]) == ((), 15)
     out = write_pieces(layout(done.program), tmp_path / "out.pt2")
     (entry,) = read(out).sections[1].tensors
     assert Path(out).read_bytes()[entry.span.offset :][: entry.span.length] == torch.eye(6).numpy().tobytes()

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.edits.remap.plan import Remap, Way, by_plan, remap
+from ckpttool.edits.remap.remap import by_plan, remap
+from ckpttool.edits.remap.request import RemapRequest
+from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import parse
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate import with_torch
@@ -21,6 +23,8 @@ from ckpttool.formats.fit import fit
 from ckpttool.formats.form_mark import MARK
 from ckpttool.formats.table import format_for
 from ckpttool.io import write_file
+from ckpttool.names import Names
+from ckpttool.naming.model_form import parse as form
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.plan import Plan
 from hook_zoo import ZOO
@@ -42,8 +46,12 @@ FLAT = sorted(name for name in ZOO if state_of(name) is not None)
 ROUND = [name for name in FLAT if traced(name).roundtrips]
 
 
+def asked(names: Names | None = None, to: str | None = None, was: str | None = None, **options: Any) -> RemapRequest:
+    return RemapRequest(names, *(None if word is None else form(word) for word in (to, was)), **options)
+
+
 def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
-    done = remap(open_operand(str(source)), Way(traced(name), to, **options))
+    done = remap(open_operand(str(source)), asked(traced(name), to, **options))
     target = format_for(str(out))
     write_file.write(target.layout(fit(done.result, target, keep_aliases=True)), str(out), fsync=False)
     return done
@@ -136,7 +144,7 @@ def test_a_form_that_names_do_not_tell_is_recorded(tmp_path: Path, name: str, en
     assert "read as serialized" in " ".join(first.notes)
     assert MARK.encode() in there.read_bytes()
     again = converted(there, back, name, "serialized")
-    assert (again.was, again.notes) == ("runtime", ())
+    assert (again.source_form, again.notes) == ("runtime", ())
     assert back.read_bytes() == source.read_bytes()
 
 
@@ -177,11 +185,11 @@ def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) 
 
 def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
     source = saved_by("batch_norm", tmp_path)
-    done = remap(open_operand(str(source)), Way(rules=[parse("1.{x} => norm.{x}")]))
+    done = remap(open_operand(str(source)), RemapRequest(rules=[parse("1.{x} => norm.{x}")]))
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
     source = saved_by("strip_layer", tmp_path)
-    done = remap(open_operand(str(source)), Way(traced("strip_layer"), "runtime"))
+    done = remap(open_operand(str(source)), asked(traced("strip_layer"), "runtime"))
     (section,) = done.result.sections
     assert list(section.modules or ()) == list(state_of("strip_layer")._metadata)
 
@@ -191,7 +199,10 @@ def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
     wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
     wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
     torch.save(wrapped, tmp_path / "wrapped.pt")
-    done = remap(open_operand(str(tmp_path / "wrapped.pt")), Way(to="serialized", rules=[parse("1.{x} => norm.{x}")]))
+    done = remap(
+        open_operand(str(tmp_path / "wrapped.pt")),
+        RemapRequest(to=form("serialized"), rules=[parse("1.{x} => norm.{x}")]),
+    )
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
 
@@ -218,7 +229,7 @@ def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     path, options = train_file(tmp_path), dict(PLANS[name])
     options["names"] = traced(options["names"]) if "names" in options else None
     drops = options.pop("drops", ())
-    done = remap(open_operand(str(path)), Way(**options), drops)
+    done = remap(open_operand(str(path)), asked(**options), drops)
     again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
     target = format_for("out.pt")
     for word, one in (("one", done), ("two", again)):
@@ -238,18 +249,18 @@ def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     path = saved_by("fused_qkv", tmp_path)
     with pytest.raises(Refused, match="0 of 8 keys are names"):
-        remap(open_operand(str(path)), Way(traced("tied"), "runtime"))
+        remap(open_operand(str(path)), asked(traced("tied"), "runtime"))
 
 
 def test_renames_that_collide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        remap(open_operand(str(saved_by("plain", tmp_path))), Way(rules=[parse("{x}.weight => weight")]))
+        remap(open_operand(str(saved_by("plain", tmp_path))), RemapRequest(rules=[parse("{x}.weight => weight")]))
     assert [p.key for p in caught.value.problems] == ["weight"]
 
 
 def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
-    done = remap(open_operand(str(tmp_path / "in.safetensors")), Way(rules=[parse("a => b"), parse("b => a")]))
+    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rules=[parse("a => b"), parse("b => a")]))
     target = format_for("o.safetensors")
     write_file.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.checkpoint import Lazy
 from ckpttool.cli.app import main
-from ckpttool.edits.remap.plan import Way, by_plan, remap
+from ckpttool.edits.remap.remap import by_plan, remap
+from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.rules.file import read
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.fit import fit
@@ -45,7 +46,7 @@ def rules_in(folder: Path, text: str) -> str:
 
 def rewrite(source: Path, out: Path, rules: str, *, reverse: bool = False) -> State:
     """What the rules make of the file, read by its own library."""
-    done = remap(open_operand(str(source)), Way(steps=read(rules, reverse=reverse)))
+    done = remap(open_operand(str(source)), RemapRequest(rule_steps=read(rules, reverse=reverse)))
     target = format_for(str(out))
     write(target.layout(fit(done.result, target)), str(out), fsync=False)
     return LOADERS[out.suffix](out)
@@ -128,7 +129,7 @@ def test_rows_are_moved_and_not_loaded(tmp_path: Path) -> None:
     save({"0.qkv.w": numbers(9, 2), "a": numbers(2), "b": numbers(2)}, tmp_path / "in.safetensors")
     text = QKV + '[[rule]]\njoin = ["a", "b"]\ninto = "ab"\n[[rule]]\nreshape = "ab"\nshape = [2, 2]'
     rules = rules_in(tmp_path, text)
-    done = remap(open_operand(str(tmp_path / "in.safetensors")), Way(steps=read(rules)))
+    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rule_steps=read(rules)))
     lazy = [entry.key for entry in model_section(done.result).tensors if isinstance(entry.storage.data, Lazy)]
     assert lazy == ["ab"]
     line = ["remap", str(tmp_path / "in.safetensors"), "--rules", rules, "-o", str(tmp_path / "out.safetensors")]
@@ -344,7 +345,7 @@ def test_what_does_not_fit_is_refused_all_at_once(tmp_path: Path, name: str) -> 
     torch.save({**state, "s": torch.eye(3).to_sparse()}, tmp_path / "in.pt")
     text, problems = MISFITS[name]
     with pytest.raises(Refused) as caught:
-        remap(open_operand(str(tmp_path / "in.pt")), Way(steps=read(rules_in(tmp_path, text))))
+        remap(open_operand(str(tmp_path / "in.pt")), RemapRequest(rule_steps=read(rules_in(tmp_path, text))))
     assert sorted(map(str, caught.value.problems)) == sorted(problems)
 
 

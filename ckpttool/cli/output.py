@@ -18,20 +18,13 @@ from ckpttool.report.document import Document
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal
 
-Force = Annotated[bool, typer.Option("--force", is_eager=True, help="Overwrite files that exist.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+All = Annotated[bool, typer.Option("--all", help="List every key instead of one line for each cause.")]
 
 
-def check_new(context: typer.Context, path: str | None) -> str | None:
-    """An option's callback: raises `CkptError` where the file exists and --force is not given."""
-    if path is not None and os.path.isfile(path) and not context.params.get("force"):
-        raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
-    return path
-
-
-def _check_reports(context: typer.Context, paths: list[str] | None) -> list[str]:
+def _check_reports(paths: list[str] | None) -> list[str]:
     for path in paths or ():
         format_of(path)
-        check_new(context, path)
     return paths or []
 
 
@@ -77,14 +70,23 @@ def _rendered(
     return json.render(data()) if format == "json" else render(format, document(), {}, terminal)
 
 
-def check_texts(paths: Iterable[str | None], out: str | None = None) -> None:
-    """Raises `CkptError` where one of these files is a source of the command, or what it writes (`out`) itself."""
-    named = [path for path in paths if path is not None]
-    for path in named:
-        if write_file.is_one_of(path, sources.files_read()):
-            raise CkptError(f"{path} is a source of this command", hint="name another file")
-        if sum(os.path.realpath(path) == os.path.realpath(other) for other in (*named, out) if other is not None) > 1:
+def check_texts(paths: Sequence[str | None], read: Iterable[str], *, force: bool, out: str | None = None) -> None:
+    """Raises `CkptError`, before any work is done, where one of these files must not be written.
+
+    It is among those that are `read`, or what else is written (`out`); or it exists and `force` is not set.
+    """
+    named = [path for path in (*paths, out) if path is not None]
+    for path in (path for path in paths if path is not None):
+        if sum(os.path.realpath(path) == os.path.realpath(other) for other in named) > 1:
             raise CkptError(f"{path} is named for two outputs", hint="give each a name of its own")
+        _check_no_source(path, read)
+        if os.path.isfile(path) and not force:
+            raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
+
+
+def _check_no_source(path: str, read: Iterable[str]) -> None:
+    if write_file.is_one_of(path, read):
+        raise CkptError(f"{path} is read by this command", hint="name another file")
 
 
 def write_text(path: str, text: str, *, force: bool) -> None:
@@ -99,7 +101,7 @@ def write_text(path: str, text: str, *, force: bool) -> None:
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
         return
-    check_texts([path])
+    _check_no_source(path, sources.files_read())
     write_file.preflight(path, (), force=force, in_place=False)
     write_file.write([Piece(text.encode("utf-8", "backslashreplace"))], path, replace=force, in_place=False)
 

@@ -5,7 +5,7 @@ The writer decides every byte's place; no byte of tensor data has been read yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Lazy, Span
@@ -42,3 +42,5 @@ class Link:
 
 # The files of a folder by their names in it. They are written in this order; the last one makes the folder complete.
 Files = Mapping[str, Pieces | Link]
+
+Progress = Callable[[int], object]  # told how many more bytes have been written

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Pieces
+from ckpttool.io.pieces import Pieces, Progress
 from ckpttool.io.ranges import stream
 from ckpttool.io.switch import confirm, put
 from ckpttool.io.temporary import staged_file
@@ -26,7 +26,6 @@ from ckpttool.io.temporary import staged_file
 # make the kernel look for larger pages, which took two to five times as long on a machine whose free memory is split up
 # or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
-Progress = Callable[[int], None]
 
 
 class Digest(Protocol):

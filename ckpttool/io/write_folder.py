@@ -14,11 +14,11 @@ from ckpttool.io import modes, sources
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
-from ckpttool.io.write_file import Digest, Progress, check_space, failing, fill
+from ckpttool.io.write_file import Digest, check_space, failing, fill
 
 LINKS = ("copy", "hard", "reflink")
 
@@ -84,27 +84,30 @@ def write_folder(
 
         return write_remote.write_folder(files, out, stale, link, progress)
     folder = Path(os.path.realpath(out))
-    new = not folder.is_dir()
     with failing(out):
         for place in {folder.parent, folder}:
             settle(place)
-        _check_files_space(files, out, folder.parent if new else folder, link)
+        _check_files_space(files, out, folder if folder.is_dir() else folder.parent, link)
         here = {name for name, content in files.items() if isinstance(content, Link) and _is_at(content, folder / name)}
-        names = tuple(name for name in files if name not in here)
-        change = Change(out, folder, names, tuple({*stale}.difference(files)), whole)
+        new = {name: content for name, content in files.items() if name not in here}
+        change = Change(out, folder, tuple(new), tuple({*stale}.difference(files)), whole)
         if not replace:
             _check_absent(change)
-        with staged_folder(change.home, folder.name) as staging:
-            writer = _Writer(link, fsync, progress, tuple(readers_of), digests)
-            for name in names:
-                writer.add(name, files[name], staging / NEW, folder)
-            nbytes = writer.nbytes + sum(size(str(folder / name)) for name in here)
-            writer.finish(staging / NEW)
-            switch(staging, change, fsync=fsync)
+        writer = _Writer(link, fsync, progress, tuple(readers_of), digests)
+        _change(change, new, writer)
+        nbytes = writer.nbytes + sum(size(str(folder / name)) for name in here)
     sources.forget(str(folder))
     if fsync:
         confirm(out, folder.parent)
     return nbytes
+
+
+def _change(change: Change, files: Files, writer: _Writer) -> None:
+    with staged_folder(change.home, change.folder.name) as staging:
+        for name, content in files.items():
+            writer.add(name, content, staging / NEW, change.folder)
+        writer.finish(staging / NEW)
+        switch(staging, change, fsync=writer.fsync)
 
 
 def _check_files_space(files: Files, out: str, place: Path, link: str) -> None:

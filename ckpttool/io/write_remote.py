@@ -7,7 +7,7 @@ elsewhere (sftp, hdfs, …) the bytes go to a temporary sibling that is then ren
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem, forget, stat
@@ -77,7 +77,7 @@ def _same(left: str, right: str) -> bool:
     return left.rstrip("/") == right.rstrip("/")
 
 
-def write(pieces: Pieces, out: str, progress: Callable[[int], None] | None = None, *, replace: bool = True) -> int:
+def write(pieces: Pieces, out: str, progress: Progress | None = None, *, replace: bool = True) -> int:
     """Writes `pieces` to the URL, which appears complete or not at all; returns its size in bytes.
 
     Without `replace`, what came there meanwhile stays. Raises `CkptError` on a source that changed while it was read,
@@ -141,9 +141,7 @@ def _abandon(fs: Any, file: Any, temporary: str | None) -> None:
 # Folders
 
 
-def write_folder(
-    files: Files, out: str, stale: Collection[str], link: str, progress: Callable[[int], None] | None = None
-) -> int:
+def write_folder(files: Files, out: str, stale: Collection[str], link: str, progress: Progress | None = None) -> int:
     """Writes `files` into the folder `out`, a URL, the last one last, and returns their size in bytes.
 
     Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
@@ -169,7 +167,7 @@ def write_folder(
     return nbytes
 
 
-def _put(content: Pieces | Link, url: str, progress: Callable[[int], None] | None) -> int:
+def _put(content: Pieces | Link, url: str, progress: Progress | None) -> int:
     if not isinstance(content, Link):
         return write(content, url, progress)
     nbytes = size(content.path)

@@ -12,6 +12,7 @@ from ckpttool.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
+from ckpttool.options import ModelOptions, OptimizerOptions
 
 if TYPE_CHECKING:
     from ckpttool.tracing.load_model import LoadedModel
@@ -22,12 +23,13 @@ class ModelOperand:
     """A MODEL and what goes with it.
 
     `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
-    a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory;
-    `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the model.
+    a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
+    may be JSON; `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
+    model.
     """
 
     model: Any
-    kwargs: Mapping[str, Any] | None = None
+    kwargs: Mapping[str, Any] | str | None = None
     materialize: bool = False
     optimizer: Any = None
 
@@ -55,13 +57,18 @@ class ModelOperand:
 
         return with_optimizer(names, definition, load_optimizer(self.optimizer))
 
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What is passed to a factory. Raises `CkptError` where `kwargs` is a text and no JSON object."""
+        return _parsed(self.kwargs) if isinstance(self.kwargs, str) else self.kwargs or {}
+
     def definition(self) -> LoadedModel:
         """The model's definition. Raises `CkptError` where it is not found, or is no model."""
         from ckpttool.tracing.load_model import load, of_object
 
         if isinstance(self.model, str):
-            return load(self.model, self.kwargs, self.materialize)
-        return of_object(self.model, self.kwargs, self.materialize)
+            return load(self.model, self.arguments, self.materialize)
+        return of_object(self.model, self.arguments, self.materialize)
 
     @property
     def title(self) -> str:
@@ -77,8 +84,8 @@ class ModelOperand:
         An object of the caller's has no such words: ``MODEL`` stands for it.
         """
         words = ["--model", self.model if isinstance(self.model, str) else "MODEL"]
-        if self.kwargs:
-            words += ["--model-kwargs", json.dumps(dict(self.kwargs))]
+        if self.arguments:
+            words += ["--model-kwargs", json.dumps(dict(self.arguments))]
         return (*words, "--materialize") if self.materialize else tuple(words)
 
     def _listed(self) -> Names:
@@ -98,8 +105,15 @@ class ModelOperand:
         return Names.from_json(read_json(self.model, wanted), self.model)
 
 
-def parse_kwargs(text: str) -> dict[str, Any]:
-    """The arguments of a factory. Raises `CkptError` where `text` is no JSON object."""
+def operand_of(options: ModelOptions) -> ModelOperand | None:
+    """The MODEL that the options name, with its optimizer where they name one."""
+    if options.model is None:
+        return None
+    optimizer = options.optimizer if isinstance(options, OptimizerOptions) else None
+    return ModelOperand(options.model, options.model_kwargs, options.materialize, optimizer)
+
+
+def _parsed(text: str) -> dict[str, Any]:
     try:
         arguments: Any = json.loads(text)
     except ValueError as error:

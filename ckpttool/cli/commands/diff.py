@@ -7,22 +7,18 @@ from typing import Annotated
 import typer
 
 from ckpttool import api
-from ckpttool.cli.options import All, Materialize, Model, ModelKwargs, Optimizer
-from ckpttool.cli.output import Force, Format, Reports, emit
+from ckpttool.cli.fields import with_options
+from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit
 from ckpttool.errors import CkptError
-from ckpttool.operands.model import parse_kwargs
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
+from ckpttool.queries.diff.run import DiffOptions
 
 
+@with_options(DiffOptions)
 def command(
+    options: DiffOptions,
     operands: Annotated[list[str] | None, typer.Argument(metavar="[LEFT RIGHT | CKPT]", help="Checkpoints.")] = None,
-    model: Model = None,
-    model_kwargs: ModelKwargs = "{}",
-    materialize: Materialize = False,
-    optimizer: Optimizer = None,
-    values: Annotated[bool, typer.Option("--values", help="Compare the bytes of the tensors too.")] = False,
-    rtol: Annotated[float, typer.Option("--rtol", min=0, help="Relative tolerance of --values.")] = 0.0,
-    atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute tolerance of --values.")] = 0.0,
-    ignore_dtype: Annotated[bool, typer.Option("--ignore-dtype", help="Another dtype is no difference.")] = False,
     all: All = False,
     force: Force = False,
     format: Format = "text",
@@ -37,17 +33,10 @@ def command(
     from ckpttool.report.documents.diff import document
 
     if len(operands or ()) > 2:
-        raise CkptError("diff takes two checkpoints", hint="ckpttool diff LEFT RIGHT")
-    result = api.diff(
-        *(operands or ()),
-        model=model,
-        model_kwargs=parse_kwargs(model_kwargs),
-        materialize=materialize,
-        optimizer=optimizer,
-        values=values,
-        rtol=rtol,
-        atol=atol,
-        ignore_dtype=ignore_dtype,
-    )
+        raise CkptError("nothing to compare: these are more than two checkpoints", hint="ckpttool diff LEFT RIGHT")
+    read = [path for operand in operands or () for path in files_of(split(operand)[0])]
+    check_texts(report or (), read, force=force)
+    left, right = [*(operands or []), None, None][:2]
+    result = api.diff_by(left, right, options)
     emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
     return 0 if result.identical else 1

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from ckpttool import api
-from ckpttool.cli.options import Materialize, ModelKwargs, Optimizer
-from ckpttool.cli.output import Force, Format, Reports, emit
-from ckpttool.operands.model import parse_kwargs
+from ckpttool.cli.fields import with_options
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.options import OptimizerOptions
 
 
+@with_options(OptimizerOptions, without=["model"])
 def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tensor's name in any form.")],
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model that has the tensor.")],
-    model_kwargs: ModelKwargs = "{}",
-    materialize: Materialize = False,
-    optimizer: Optimizer = None,
+    options: OptimizerOptions,
     force: Force = False,
     format: Format = "text",
     report: Reports = None,
@@ -25,6 +25,6 @@ def command(
     """One tensor: all its names, and the hook that renames it."""
     from ckpttool.report.documents.names import explained
 
-    kwargs = parse_kwargs(model_kwargs)
-    found = api.explain(name, model, model_kwargs=kwargs, materialize=materialize, optimizer=optimizer)
+    check_texts(report or (), (), force=force)
+    found = api.explain_by(name, replace(options, model=model))
     emit(lambda: explained(found), found.to_json, format, report, force=force)

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from ckpttool import api
-from ckpttool.cli.output import Force, Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
 
 
 def command(
@@ -23,5 +25,6 @@ def command(
     """
     from ckpttool.report.documents.inspection import document
 
+    check_texts(report or (), files_of(split(ckpt)[0]), force=force)
     inspection = api.inspect(ckpt)
     emit(lambda: document(inspection, all=all), inspection.to_json, format, report, force=force)

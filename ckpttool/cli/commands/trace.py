@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from ckpttool import api
-from ckpttool.cli.options import All, Materialize, ModelKwargs, Optimizer
-from ckpttool.cli.output import Force, Format, Reports, check_new, emit, write_text
-from ckpttool.operands.model import parse_kwargs
+from ckpttool.cli.fields import with_options
+from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
+from ckpttool.options import OptimizerOptions
 
 
+@with_options(OptimizerOptions, without=["model"])
 def command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="package.module:attr, file.py:attr or a .pt2 program.")],
+    options: OptimizerOptions,
     out: Annotated[
-        str | None,
-        typer.Option("-o", "--output", metavar="FILE", callback=check_new, help="Write a names file (JSON)."),
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")
     ] = None,
-    model_kwargs: ModelKwargs = "{}",
-    materialize: Materialize = False,
-    optimizer: Optimizer = None,
     all: All = False,
     force: Force = False,
     format: Format = "text",
@@ -34,7 +33,8 @@ def command(
     from ckpttool.report.documents.names import document
     from ckpttool.report.renderers import json
 
-    names = api.trace(model, model_kwargs=parse_kwargs(model_kwargs), materialize=materialize, optimizer=optimizer)
+    check_texts((out, *(report or ())), (), force=force)
+    names = api.trace_by(replace(options, model=model))
     data = names.to_json()
     if out is not None:
         write_text(out, json.render(data), force=force)

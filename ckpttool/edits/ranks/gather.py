@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, contiguous_stride
-from ckpttool.edits.remap.plan import Remap
+from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import across, joined

@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, parts_of, resolved
 from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
-from ckpttool.edits.remap.plan import Remap
+from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import joined, window
 from ckpttool.formats.ranks.files import OnRanks

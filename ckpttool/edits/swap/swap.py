@@ -41,6 +41,22 @@ class Swap:
         """The program's constants that stay as they are."""
         return tuple(entry.key for entry in constants_of(self.program) if entry.key not in self.sources)
 
+    def to_json(self, program: str, weights: str, output: str) -> dict[str, object]:
+        """The `swap-weights` object of the contract."""
+        container = self.program.container
+        return {
+            "schema": "ckpttool.swap/1",
+            "program": program,
+            "weights": weights,
+            "output": output,
+            "swapped": len(self.sources),
+            "kept": [],
+            "constants": list(self.constants),
+            "layout": container.layout if isinstance(container, Program) else self.program.format,
+            "from": self.form,
+            "ignored": list(self.ignored),
+        }
+
 
 # What to do about weights that do not fit: a kind, and what the command line says of it.
 Advice = Literal["constants", "compiled", "model", "cast", "compare"]
@@ -95,23 +111,6 @@ def swap(
         raise Misfit(_advice(program, names, problems), problems)
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
     return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
-
-
-def to_json(swapped: Swap, program: str, weights: str, output: str) -> dict[str, object]:
-    """The `swap-weights` object of the contract."""
-    container = swapped.program.container
-    return {
-        "schema": "ckpttool.swap/1",
-        "program": program,
-        "weights": weights,
-        "output": output,
-        "swapped": len(swapped.sources),
-        "kept": [],
-        "constants": list(swapped.constants),
-        "layout": container.layout if isinstance(container, Program) else swapped.program.format,
-        "from": swapped.form,
-        "ignored": list(swapped.ignored),
-    }
 
 
 def _target(program: Checkpoint) -> Section:

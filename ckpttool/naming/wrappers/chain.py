@@ -54,6 +54,9 @@ class Chain:
 
     words: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return "(".join(self.words) + ")" * (len(self.words) - 1)
+
     @property
     def prefix(self) -> str:
         """What stands before every canonical name, with its last dot; empty where the chain adds nothing."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import difference
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff import mend
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
@@ -22,20 +28,33 @@ from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff
 
 
-def diff(
-    left: Checkpoint | None = None,
-    right: Checkpoint | None = None,
-    model: ModelOperand | None = None,
-    values: Values | None = None,
-    ignore_dtype: bool = False,
-) -> Diff:
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions(OptimizerOptions):
+    """All options of a diff that say what is compared."""
+
+    values: Annotated[bool, option("--values", help="Compare the bytes of the tensors too.")] = False
+    rtol: Annotated[float, option("--rtol", least=0, help="Relative tolerance of --values.")] = 0.0
+    atol: Annotated[float, option("--atol", least=0, help="Absolute tolerance of --values.")] = 0.0
+    ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Another dtype is no difference.")] = False
+
+    @property
+    def comparison(self) -> Values | None:
+        """What compares two tensors of one dtype and shape, where values are asked for."""
+        if self.values or self.rtol or self.atol:
+            return partial(difference, rtol=self.rtol, atol=self.atol)
+        return None
+
+
+def run(left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions) -> Diff:
     """What differs, why, and the commands that mend it.
 
     `left` is what there is, `right` what is expected. With a model alone: its serialized keys against its runtime
     names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
-    succeeds (and converts no dtype, unless `ignore_dtype`). With a model's optimizer: the state of the saved one
-    against it. `values` compares two tensors of one dtype and shape. Raises `CkptError` where this asks for nothing.
+    succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
+    against it. Raises `CkptError` where this asks for nothing.
     """
+    model = operand_of(options)
+    values, ignore_dtype = options.comparison, options.ignore_dtype
     if left is not None and right is not None:
         return _checkpoints(left, right, model, values, ignore_dtype)
     if model is None or right is not None or values is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpttool.edits.remap.optimizer import OptimizerRemap
-from ckpttool.edits.remap.plan import Remap
+from ckpttool.edits.remap.result import Remap
 from ckpttool.expression import Ref, refs
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse
@@ -20,8 +20,8 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
     pairs: list[tuple[str, str | Cell]] = [("source", Cell(source, "key"))]
     if out is not None:
         pairs.append(("output", Cell(out, "key")))
-    if done.to is not None:
-        pairs.append(("form", done.to if done.was is None else f"{done.was} -> {done.to}"))
+    if done.form is not None:
+        pairs.append(("form", done.form if done.source_form is None else f"{done.source_form} -> {done.form}"))
     pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
     if verified and not dry_run:
         pairs.append(("verified", "every tensor of the output was read back and compared"))

@@ -1,0 +1,70 @@
+"""Commands from dataclasses: each field that is marked as an option becomes one of the command's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from ckpttool.options import Option
+
+Options = TypeVar("Options")
+
+
+def with_options(
+    options: type[Options], without: Collection[str] = ()
+) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
+    """The function with the fields of the dataclass `options` as parameters of its own.
+
+    It is called with its own parameters by name, and with `options`, filled from the command line. `without` are fields
+    that it takes in another way.
+    """
+    hints: dict[str, Any] = get_type_hints(options, include_extras=True)
+    own_fields = [field for field in fields(options) if field.name not in without]  # type: ignore[arg-type]
+    names = [field.name for field in own_fields]
+    made = [_parameter(field, hints[field.name]) for field in own_fields]
+
+    def decorate(function: Callable[..., int | None]) -> Callable[..., int | None]:
+        own_hints = get_type_hints(function, include_extras=True)
+        own = Signature.from_callable(function).parameters
+        first = [own[name].replace(annotation=own_hints[name]) for name in own if own[name].default is Parameter.empty]
+        last = [
+            own[name].replace(annotation=own_hints[name]) for name in own if own[name].default is not Parameter.empty
+        ]
+        first = [parameter for parameter in first if parameter.name != "options"]
+
+        def command(**given: Any) -> int | None:
+            asked = options(**{name: given.pop(name) for name in names})
+            return function(options=asked, **given)
+
+        parameters = [*first, *made, *last]
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__doc__ = function.__doc__
+        return command
+
+    return decorate
+
+
+def _parameter(field: Any, hint: Any) -> Parameter:
+    kind, mark = get_args(hint)
+    assert isinstance(mark, Option)
+    annotation: Any = Annotated[
+        _plain(kind), typer.Option(*mark.flags, metavar=mark.metavar, help=mark.help, min=mark.least)
+    ]
+    default = None if field.default is MISSING else field.default
+    return Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+
+
+def _plain(kind: Any) -> Any:
+    """The type of an option on the command line: a text in the place of an object, a list in that of a sequence."""
+    if kind is Any:
+        return str | None
+    if get_origin(kind) in (Union, type(int | None)):
+        plain: Any = _plain(next(part for part in get_args(kind) if part is not type(None)))
+        return plain | None
+    origin = get_origin(kind)
+    return list[str] if origin is Sequence else kind

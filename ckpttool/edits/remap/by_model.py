@@ -1,0 +1,176 @@
+"""Steps through a model's names: from the keys of a checkpoint to a form of the model, and on to another model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.remap.draft import Draft
+from ckpttool.edits.remap.narrow import trained
+from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.compare import same_values
+from ckpttool.expression import Ref
+from ckpttool.names import RUNTIME
+from ckpttool.naming.call_variants import collapse, expand, settle
+from ckpttool.naming.forms import Move, Reading, move, read
+from ckpttool.naming.model_form import ModelForm
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.wrappers import chain
+from ckpttool.plan import Dropped, Output, compose
+from ckpttool.words import plural
+
+NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
+
+
+@dataclass(frozen=True, slots=True)
+class ByModel:
+    """From the keys that are there to the form `to` of the model that saved them.
+
+    `source_form` says which form the keys are in, where it is not to be recognised. With `trainable_only` what is made
+    of frozen parameters only is left out.
+    """
+
+    tables: Relation
+    to: ModelForm
+    source_form: ModelForm | None = None
+    trainable_only: bool = False
+
+    def apply(self, draft: Draft) -> Draft:
+        """Raises `Refused` where the keys are not this model's."""
+        counters = [key for key in _counters(draft.section) if key not in self.tables.serialized_names]
+        tensors = tuple(entry for entry in draft.section.tensors if entry.key not in counters)
+        section = replace(draft.section, tensors=tensors)
+        reading = read(self.tables, section, None if self.source_form is None else self.source_form.names)
+        plan = self._move(section, reading).plan
+        return replace(
+            draft,
+            plan=trained(plan, self.tables, self.to.names) if self.trainable_only else plan,
+            canonical=self.tables.serialized_names,
+            form=(draft.wrappers.form or "wrapped") if reading.match.wrapped else reading.form,
+            counters=tuple(counters),
+            notes=(*draft.notes, *self._notes(reading)),
+        )
+
+    def _move(self, section: Section, reading: Reading) -> Move:
+        names = self.tables.names
+        if not reading.match.names:
+            raise Refused(
+                f"0 of {len(section.by_key())} keys are names of {names.model}",
+                hint=f"compare them: ckpttool diff --model {names.model} CKPT",
+                problems=[Problem("no name of this model", key) for key in list(section.by_key())[:10]],
+            )
+        moved = self._respelled(move(self.tables, section, reading, self.to.names), section, reading)
+        problems = [*moved.problems, *_lost(section, moved.copies)]
+        if problems:
+            raise Refused(
+                f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
+                hint="--drop PATTERN leaves keys out; `ckpttool diff --model MODEL CKPT` says more",
+                problems=problems,
+            )
+        return moved
+
+    def _respelled(self, moved: Move, section: Section, reading: Reading) -> Move:
+        """With call variants settled: an unflattened program has all of them, an exported one has none."""
+        dropped, problems = settle(reading.match.variants, reading.match.names, section)
+        outputs = list(moved.plan.outputs)
+        if self.to is ModelForm.EXPORTED:
+            outputs, more, others = collapse(outputs, self.tables.first, section)
+            dropped, problems = dropped + more, problems + others
+        elif self.to is ModelForm.UNFLATTENED:
+            outputs = expand(outputs, self.tables.first)
+        plan = replace(moved.plan, outputs=tuple(outputs), dropped=(*moved.plan.dropped, *dropped))
+        return replace(moved, plan=plan, problems=(*moved.problems, *problems))
+
+    def _notes(self, reading: Reading) -> list[str]:
+        notes = []
+        if reading.match.missing:
+            notes.append(f"{plural(len(reading.match.missing), 'name')} of the model not in the checkpoint")
+        if reading.ambiguous:
+            notes.append(
+                "the keys fit the serialized and the runtime form, whose values differ: read as serialized, which is "
+                "what state_dict() writes (--from runtime says otherwise)"
+            )
+        if not self.tables.names.roundtrips:
+            notes.append("this model does not read back all that it writes: see `ckpttool trace`")
+        return notes
+
+
+@dataclass(frozen=True, slots=True)
+class ToModel:
+    """From one model's runtime names to the form `to` of another model with the same tensors."""
+
+    tables: Relation
+    to: ModelForm
+
+    def apply(self, draft: Draft) -> Draft:
+        """Raises `Refused` where the tensors are not that model's."""
+        names, section = self.tables.names, draft.evaluated()
+        reading = read(self.tables, section, RUNTIME)
+        moved = move(self.tables, section, reading, self.to.names)
+        problems = [*moved.problems, *self._misfits(section, reading), *_lost(section, moved.copies)]
+        if problems:
+            raise Refused(
+                f"the tensors do not fit {names.model}: {plural(len(problems), 'problem')}",
+                hint="--drop PATTERN leaves out what that model has no place for",
+                problems=problems,
+            )
+        new = reading.match.missing
+        notes = [f"new in {names.model}, and not in the checkpoint: {', '.join(new)}"] if new else []
+        return replace(
+            draft,
+            plan=compose(draft.plan, moved.plan),
+            canonical=self.tables.serialized_names,
+            notes=(*draft.notes, *notes),
+        )
+
+    def _misfits(self, section: Section, reading: Reading) -> list[Problem]:
+        problems = []
+        for entry in section.tensors:
+            shape = self.tables.runtime_likeness.get(reading.match.names.get(entry.key, ""), ("", None))[1]
+            if shape is not None and shape != entry.shape:
+                text = f"shape {list(entry.shape)}, {self.tables.names.model} has {list(shape)}"
+                problems.append(Problem(text, entry.key, "shape"))
+        return problems
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Puts the counters of AveragedModels back, or leaves them out, after the steps through models' names."""
+
+    keep: bool
+
+    def apply(self, draft: Draft) -> Draft:
+        """Where they are kept they come first."""
+        path, keys = draft.section.path, draft.counters
+        if self.keep:
+            plan = replace(draft.plan, outputs=(*(Output(path, key, Ref(key)) for key in keys), *draft.plan.outputs))
+        else:
+            gone = (Dropped(path, key, NO_COUNTER) for key in keys)
+            plan = replace(draft.plan, dropped=(*draft.plan.dropped, *gone))
+        return replace(
+            draft, plan=plan, counters=(), canonical={**draft.canonical, **dict.fromkeys(keys, chain.COUNTER)}
+        )
+
+
+def recorded(tables: Relation, result: Checkpoint, path: str, form: str) -> Checkpoint:
+    """`result` with its form recorded where nobody could tell it from the names, dtypes and shapes."""
+    section = replace(result.section(path), form=None)
+    alike = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()
+    told = alike or read(tables, section).form == form
+    section = replace(section, form=None if told else form)
+    return replace(result, sections=tuple(section if s.path == path else s for s in result.sections))
+
+
+def _counters(section: Section) -> list[str]:
+    return chain.counters([entry.key for entry in section.tensors])
+
+
+def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
+    """Keys whose values the result would not hold: they are taken for a copy of another key, and are none."""
+    have = section.by_key()
+    return [
+        Problem(f"the model takes it for a copy of {twin}, and its values are others: they would be lost", key)
+        for key, twin in copies
+        if not same_values(have[key], have[twin])
+    ]

@@ -1,0 +1,95 @@
+"""Steps that need no model: one submodule, another checkpoint's names, wrappers, the user's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckpttool.checkpoint import Section
+from ckpttool.edits.remap.by_model import NO_COUNTER
+from ckpttool.edits.remap.draft import Draft, renamed
+from ckpttool.edits.remap.narrow import select
+from ckpttool.edits.rules.patterns import Rule, rename
+from ckpttool.edits.rules.steps import Step as RuleStep
+from ckpttool.edits.rules.steps import plan_of
+from ckpttool.naming.alignment import pairs
+from ckpttool.naming.wrappers import chain
+from ckpttool.naming.wrappers.chain import Chain
+from ckpttool.naming.wrappers.table import strip
+from ckpttool.plan import Dropped, Output, compose
+from ckpttool.words import plural
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """One submodule, under its own names unless `keep_prefix`. `by_model`: the keys are a model's by now."""
+
+    prefix: str
+    keep_prefix: bool = False
+    by_model: bool = False
+
+    def apply(self, draft: Draft) -> Draft:
+        """Raises `Refused` where nothing is below the prefix."""
+        paths = chain.recognise(draft.keys) if self.by_model else draft.wrappers.paths
+        plan, own = select(draft.plan, paths, self.prefix)
+        canonical = {key: strip(key, paths) for key in own}
+        if not self.keep_prefix:
+            plan = renamed(plan, draft.section, own)
+            canonical = {own[key]: name.removeprefix(f"{self.prefix}.") for key, name in canonical.items()}
+        return replace(draft, plan=plan, canonical=canonical)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """The keys of another checkpoint; what that one has not keeps its name, and is noted."""
+
+    other: Section
+
+    def apply(self, draft: Draft) -> Draft:
+        """Names differ by wrappers' segments only."""
+        names = pairs(draft.keys, self.other.by_key())
+        own = [key for key in draft.keys if key not in names]
+        lacking = f"the other checkpoint has no name for {plural(len(own), 'key')}: {', '.join(own[:5])}"
+        return replace(draft, plan=draft.renamed(names), notes=(*draft.notes, lacking) if own else draft.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrap:
+    """Wrappers' segments taken out of the keys, and those of the chain put in."""
+
+    wanted: Chain
+
+    def apply(self, draft: Draft) -> Draft:
+        """A counter that the chain has no place for is dropped; one that it needs is made."""
+        canonical = {key: draft.canonical.get(key, key) for key in draft.keys}
+        path = draft.section.path
+        counted = [key for key in chain.counters([entry.key for entry in draft.section.tensors]) if key in canonical]
+        names, gone = chain.rewrap(canonical, self.wanted, counted)
+        dropped = [Dropped(path, key, NO_COUNTER) for key in gone]
+        kept = tuple(output for output in draft.plan.outputs if output.key in names)
+        plan = replace(draft.plan, outputs=kept, dropped=(*draft.plan.dropped, *dropped))
+        plan = renamed(plan, draft.section, names)
+        made = tuple(Output(path, key, source) for key, source in chain.new_counter(self.wanted, counted).items())
+        return replace(draft, plan=replace(plan, outputs=(*made, *plan.outputs)))
+
+
+@dataclass(frozen=True, slots=True)
+class ByRules:
+    """The user's renames."""
+
+    rules: Sequence[Rule]
+
+    def apply(self, draft: Draft) -> Draft:
+        """Raises `Refused` where a rule matches nothing, or two keys get one name."""
+        return replace(draft, plan=draft.renamed(rename(draft.keys, self.rules)))
+
+
+@dataclass(frozen=True, slots=True)
+class ByRuleSteps:
+    """The steps of a file of rules, which also split, join and compute."""
+
+    steps: Sequence[RuleStep]
+
+    def apply(self, draft: Draft) -> Draft:
+        """Raises `Refused` as `rules.steps.plan_of` does."""
+        return replace(draft, plan=compose(draft.plan, plan_of(self.steps, draft.evaluated())))

@@ -1,0 +1,80 @@
+"""What is asked of the model section's keys, and the steps that carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpttool.checkpoint import Section
+from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
+from ckpttool.edits.remap.draft import Step
+from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps, Rewrap, Select, TakeOver
+from ckpttool.edits.rules.patterns import Rule
+from ckpttool.edits.rules.steps import Step as RuleStep
+from ckpttool.names import Names
+from ckpttool.naming.forms import read
+from ckpttool.naming.model_form import Form, ModelForm
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.wrappers.chain import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class RemapRequest:
+    """What is asked; all of it may be left out.
+
+    `names` are those of the model that saved the keys, `to_names` those of another model that is to load them; `to` is
+    the form that they get, `source_form` the one that they are in, where it is not to be recognised. `like` is a state
+    dict whose naming is taken over. `rules` come last, or the `rule_steps` of a file. `select` narrows to one
+    submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained.
+    """
+
+    names: Names | None = None
+    to: Form | None = None
+    source_form: Form | None = None
+    to_names: Names | None = None
+    like: Section | None = None
+    rules: Sequence[Rule] = ()
+    rule_steps: Sequence[RuleStep] = ()
+    select: str | None = None
+    keep_prefix: bool = False
+    trainable_only: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is asked at all."""
+        return self != RemapRequest()
+
+    @property
+    def model_form(self) -> ModelForm:
+        """The form of the model's own names that `to` is, or that a chain of wrappers is put around."""
+        return self.to if isinstance(self.to, ModelForm) else ModelForm.SERIALIZED
+
+    def steps(self) -> Iterator[Step]:
+        """The model's way, then the submodule, the wrappers, the rules."""
+        if self.names is not None:
+            yield from self._through_models(Relation(self.names))
+        if self.select is not None:
+            yield Select(self.select, self.keep_prefix, by_model=self.names is not None)
+        if self.like is not None:
+            yield TakeOver(self.like)
+        elif isinstance(self.to, Chain):
+            yield Rewrap(self.to)
+        elif self.to is not None and self.names is None:
+            yield Rewrap(Chain(()))
+        if self.rules:
+            yield ByRules(self.rules)
+        if self.rule_steps:
+            yield ByRuleSteps(self.rule_steps)
+
+    def _through_models(self, tables: Relation) -> Iterator[Step]:
+        form = self.source_form if isinstance(self.source_form, ModelForm) else None
+        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only)
+        if self.to_names is not None:
+            yield ToModel(Relation(self.to_names), self.model_form)
+        yield Counters(keep=self.like is not None or isinstance(self.to, Chain))
+
+    def form_by_model(self, tables: Relation) -> ModelForm:
+        """The form that the model's own step leads to; another model's step begins at the runtime names."""
+        if self.to_names is not None:
+            return ModelForm.RUNTIME
+        return self.model_form if self.like is None else ModelForm(read(tables, self.like).form)

@@ -1,0 +1,49 @@
+"""What a remap makes of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.remap.optimizer import OptimizerRemap
+from ckpttool.edits.remap.optimizer import to_json as optimizer_json
+from ckpttool.expression import Ref
+from ckpttool.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """What a remap makes of its source. `result` is the checkpoint to be written.
+
+    `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
+    """
+
+    result: Checkpoint
+    plan: Plan
+    source_form: str | None = None
+    form: str | None = None
+    notes: tuple[str, ...] = ()
+    optimizers: tuple[OptimizerRemap, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many outputs are renamed, transformed and unchanged."""
+        renamed = sum(isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs)
+        transformed = sum(not isinstance(o.source, Ref) for o in self.plan.outputs)
+        unchanged = len(self.plan.outputs) - renamed - transformed
+        return {"renamed": renamed, "transformed": transformed, "unchanged": unchanged}
+
+    def to_json(self, source: str, output: str) -> Mapping[str, object]:
+        """The `remap` object of the contract, without its plan."""
+        return {
+            "schema": "ckpttool.remap/1",
+            "source": source,
+            "output": output,
+            "from": self.source_form,
+            "to": self.form,
+            **self.counts,
+            "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
+            "optimizer": optimizer_json(self.optimizers),
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,162 @@
+"""The whole of `remap`: options become a request, the request a new checkpoint, and that is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
+from ckpttool.edits.ranks.recognise import put_together
+from ckpttool.edits.ranks.scatter import scatter
+from ckpttool.edits.remap.optimizer import Wanted
+from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
+from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
+from ckpttool.edits.remap.request import RemapRequest
+from ckpttool.edits.remap.result import Remap
+from ckpttool.edits.rules.patterns import Rule, parse
+from ckpttool.edits.rules.steps import Renames
+from ckpttool.edits.rules.steps import Step as RuleStep
+from ckpttool.edits.write import Progress, Writer, prove, quiet
+from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import fingerprints
+from ckpttool.formats.fit import check_in_place, fit, losses
+from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.names import Names
+from ckpttool.naming.model_form import ModelForm
+from ckpttool.operands.checkpoint import model_section, open_operand, split
+from ckpttool.operands.model import ModelOperand, operand_of, read_json
+from ckpttool.operands.output import Target, target_for
+from ckpttool.plan import Plan
+
+
+def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -> Remap:
+    """What `options` make of `source`, written where they name an output and ask for no dry run.
+
+    Raises `Refused`, all problems at once, where the remap would lose, collide or guess, and `CkptError` where an
+    operand cannot be read or OUT not be written; then nothing is.
+    """
+    writer = Writer(
+        split(source.source)[0],
+        options.force,
+        options.in_place,
+        not options.no_fsync,
+        options.verify,
+        options.link,
+        progress,
+    )
+    target = _checked_target(source, options, writer)
+    model = operand_of(options)
+    names = None if model is None else model.names()
+    done = _made(source, options, names)
+    if options.to_ranks and names is not None:
+        return _write_ranks(source, options, writer, names, done)
+    return done if target is None else _write(source, options, writer, target, done)
+
+
+def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -> Target | None:
+    """Where the output goes, after all checks that need no work yet; None where it is the ranks' files, or nothing."""
+    out = options.target(source.source)
+    if out is None or options.to_ranks:
+        return None
+    target = target_for(out, source, _shard_size(options))
+    if options.in_place:
+        check_in_place(source, target.format)
+    if not options.dry_run:
+        writer.check(target)
+    return target
+
+
+def _shard_size(options: RemapOptions) -> int | None:
+    return None if options.max_shard_size is None else parse_size(options.max_shard_size)
+
+
+def _to_names(options: RemapOptions) -> Names | None:
+    """The names of what is to load the output: another model, or another optimizer of the same."""
+    if options.to_model is not None:
+        return ModelOperand(options.to_model, None, options.materialize, options.to_optimizer).names()
+    if options.to_optimizer is None:
+        return None
+    return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer).names()
+
+
+def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Remap:
+    """What is to be written: a saved plan carried out, or the one that the options ask for."""
+    if options.plan is not None:
+        return by_plan(source, Plan.from_json(read_json(options.plan, "write one with --save-plan"), options.plan))
+    gathered = put_together(source, names, () if options.to_ranks else options.units or ())
+    if gathered is not None and options.save_plan is not None:
+        raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
+    asked, wanted = _request(options, names)
+    if gathered is None and _is_about_optimizers(options, wanted):
+        asked = replace(asked, names=None)
+    done = remap(source if gathered is None else gathered.checkpoint, asked, options.drop or ())
+    if gathered is not None and names is not None:
+        done = with_gathered_optimizers(done, gathered, names)
+    done = with_optimizers(done, wanted)
+    if options.save_plan is not None and done.optimizers:
+        raise CkptError(NO_OPTIMIZERS, hint="write them to OUT, or take the model alone: CKPT::model")
+    return done
+
+
+def _request(options: RemapOptions, names: Names | None) -> tuple[RemapRequest, Wanted]:
+    """What is asked of the model's section, and of the optimizers."""
+    rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
+    steps = _rule_steps(options, rules)
+    to_names, form = _to_names(options), options.form
+    asked = RemapRequest(
+        names=names,
+        to=form,
+        source_form=options.source_form,
+        to_names=to_names if options.to_model is not None else None,
+        like=_like(options),
+        rules=() if steps else rules,
+        rule_steps=steps,
+        select=options.select,
+        keep_prefix=options.keep_prefix,
+        trainable_only=options.trainable_only,
+    )
+    renaming = (Renames(steps),) if steps else rules
+    called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
+    return asked, Wanted(options.optimizer_keys, names, to_names, renaming, called)
+
+
+def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleStep, ...]:
+    """The steps of the file of rules, with those of the command line; none where there is no file."""
+    if options.rules is None:
+        return ()
+    from ckpttool.edits.rules.file import read  # imports a TOML reader
+
+    return read(options.rules, reverse=options.reverse, rules=rules)
+
+
+def _is_about_optimizers(options: RemapOptions, wanted: Wanted) -> bool:
+    """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
+    about_keys = (options.to, options.from_, options.like, options.to_model, options.select)
+    return wanted.changes and not options.trainable_only and all(option is None for option in about_keys)
+
+
+def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap) -> Remap:
+    """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
+    fitted = fit(done.result, target.format, keep_aliases=options.keep_aliases)
+    content = target.lay_out(fitted, _shard_size(options))
+    if not options.dry_run:
+        expected = fingerprints(fitted) if options.verify and options.in_place else fitted
+        writer.target(target, content)
+        if options.verify:
+            prove(target.path, expected)
+    return replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+
+
+def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:
+    """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
+    ranks = scatter(done.result, names, options.units or (), options.world_size or 0)
+    if options.out is not None and not options.dry_run:
+        writer.ranks(ranks, options.out)
+    return replace(done, form=options.to, notes=(*source.notes, *done.notes))
+
+
+def _like(options: RemapOptions) -> Section | None:
+    if options.like is None:
+        return None
+    other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
+    return model_section(other)

@@ -1,0 +1,65 @@
+"""The options of the library's functions: each stands once, with its type, its words on the command line, its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The words of an option: its `flags` (``-o``, ``--output``), what stands for its value, the help's sentence.
+
+    `least` is the smallest number that it takes.
+    """
+
+    flags: tuple[str, ...]
+    metavar: str | None
+    help: str
+    least: float | None = None
+
+
+def option(*flags: str, help: str, metavar: str | None = None, least: float | None = None) -> Option:
+    """Marks a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
+    return Option(flags, metavar, help, least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Whose names: MODEL, and how it is built. In Python an object may take the place of a text."""
+
+    model: Annotated[
+        Any,
+        option("--model", metavar="MODEL", help="package.module:attr, file.py:attr, a names file or a .pt2 program."),
+    ] = None
+    model_kwargs: Annotated[
+        Any, option("--model-kwargs", metavar="JSON", help="Arguments for MODEL's factory: '{\"layers\": 4}'.")
+    ] = None
+    materialize: Annotated[
+        bool, option("--materialize", help="Build MODEL with real weights instead of on the meta device.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(ModelOptions):
+    """MODEL, and the optimizer of its parameters."""
+
+    optimizer: Annotated[
+        Any, option("--optimizer", metavar="OPTIMIZER", help="file.py:make, a function of the model; or a class.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where an output goes, and how it is written."""
+
+    out: Annotated[str | None, option("-o", "--output", metavar="OUT", help="The file to write.")] = None
+    in_place: Annotated[bool, option("--in-place", help="Replace the source itself, atomically.")] = False
+    force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
+    dry_run: Annotated[bool, option("--dry-run", help="Say what would be written, and write nothing.")] = False
+    verify: Annotated[bool, option("--verify", help="Read OUT back and compare every tensor.")] = False
+    no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False
+
+    def target(self, source: str) -> str | None:
+        """The path that is to be written, or None where nothing is."""
+        return source if self.in_place else self.out
