@@ -16,8 +16,8 @@ from typing import Protocol
 
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
-from ckpttool.io.journal import finish_begun
-from ckpttool.io.paths import is_url
+from ckpttool.io.journal import settle
+from ckpttool.io.paths import is_url, parent
 
 _HINT = "check the path and its permissions"
 
@@ -154,17 +154,20 @@ def files_of(source: str) -> list[str]:
 
 
 def look_anew(path: str) -> None:
-    """Finishes what a killed run began at the path or URL, and forgets what was known of the files there.
+    """Forgets what was known of the files at the path or URL; finishes what killed runs began there, removes the rest.
 
     Raises `CkptError` where what was begun cannot be finished.
     """
     if is_url(path):
-        from ckpttool.io.remote import read as remote
+        from ckpttool.io.remote.journal import settle as settle_remote
+        from ckpttool.io.remote.read import forget
 
-        remote.forget(path)
+        forget(path)
+        settle_remote(path if exists(path) else parent(path))
         return
-    for folder in {path} if os.path.isdir(path) else {os.path.dirname(name) or "." for name in files_of(path)}:
-        finish_begun(folder)
+    own = {path} if os.path.isdir(path) else set()
+    for folder in own | {os.path.dirname(name.rstrip("/")) or "." for name in (path, *files_of(path))}:
+        settle(folder)
     sources.forget(path)
 
 

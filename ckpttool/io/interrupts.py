@@ -21,11 +21,12 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted(*, insisting: bool = False) -> Iterator[None]:
     """Puts off `ENDING` signals until the block has ended; they then do what they do outside of it.
 
-    For short blocks of local calls: a switch, a clean-up. Signals reach the main thread only; elsewhere, and where
-    Python handles none of them, there is nothing to put off.
+    For short blocks of local calls: a switch, a clean-up; and with `insisting`, where a second signal is not put off,
+    for calls that may wait for a network. Signals reach the main thread only; elsewhere, and where Python handles none
+    of them, there is nothing to put off.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -33,6 +34,9 @@ def uninterrupted() -> Iterator[None]:
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
+        handler = handlers[number]
+        if came and insisting and callable(handler):
+            handler(number, frame)
         came.append(number)
 
     handlers = {number: signal.getsignal(number) for number in ENDING}

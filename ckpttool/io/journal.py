@@ -24,7 +24,7 @@ from ckpttool.io.temporary import JOURNAL
 
 NEW, OLD = "new", "old"
 
-_PATIENCE = 60  # seconds; what a journal lists is done in far less
+PATIENCE = 60  # seconds; what a journal lists is done in far less
 _HINT = "run it again; a run that was killed is finished by any command of the same user on that folder"
 
 
@@ -40,15 +40,15 @@ class Journal:
         return json.dumps({"schema": "ckpttool.journal/1", "put": self.put, "remove": self.remove}).encode()
 
 
-def _parse(path: Path) -> Journal:
-    """The journal at `path`. Raises `CkptError` where it is none, or leads out of its folder."""
+def parse(data: bytes, name: str, home: object) -> Journal:
+    """The journal that was read at `name`. Raises `CkptError` where it is none, or leads out of its folder."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(data)
         found = Journal(tuple(value["put"]), tuple(value["remove"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CkptError(f"{path} cannot be read: {error}", hint=f"look at it, and remove {path.parent}") from error
-    if not all(isinstance(name, str) and is_inside(name) for name in found.put + found.remove):
-        raise CkptError(f"{path} leads out of its folder", hint=f"it is none of ours: remove {path.parent}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CkptError(f"{name} cannot be read: {error}", hint=f"look at it, and remove {home}") from error
+    if not all(isinstance(own, str) and is_inside(own) for own in found.put + found.remove):
+        raise CkptError(f"{name} leads out of its folder", hint=f"it is none of ours: remove {home}")
     return found
 
 
@@ -137,17 +137,22 @@ def finish_begun(folder: str | Path) -> None:
     """Finishes what dead processes began in the folder: before it is read, before it is written. Raises as `settle`."""
     for staging in _begun_in(folder):
         _check_mine(staging)
-        dead = temporary.is_dead(staging.name, time.time()) or _age(staging / JOURNAL) > _PATIENCE
+        dead = temporary.is_dead(staging.name, time.time()) or _age(staging / JOURNAL) > PATIENCE
         if temporary.is_alive(staging.name) or not dead:
-            raise CkptError(f"{folder} is just being replaced by another process", hint=_HINT)
+            raise being_replaced(folder)
         try:
             if (staging / JOURNAL).exists():
-                _finish(staging, Path(folder), _parse(staging / JOURNAL))
+                _finish(staging, Path(folder), parse((staging / JOURNAL).read_bytes(), str(staging / JOURNAL), staging))
                 sync_folder(Path(folder))
                 close(staging)
         except OSError as error:
             raise _half_done(folder, staging, error) from error
         temporary.remove(staging)
+
+
+def being_replaced(folder: object) -> CkptError:
+    """The error of who finds a folder while another process replaces its files."""
+    return CkptError(f"{folder} is just being replaced by another process", hint=_HINT)
 
 
 def _half_done(folder: str | Path, staging: Path, error: OSError) -> CkptError:

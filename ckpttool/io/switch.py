@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ckpttool.errors import CkptError
@@ -32,7 +33,8 @@ def put(staged: Path, place: Path, *, replace: bool) -> None:
             raise
         _rename_new(staged, place)
         return
-    os.unlink(staged)
+    with suppress(OSError):  # it is there; a second name that stays is litter, and known as such
+        os.unlink(staged)
 
 
 def _rename_new(staged: Path, place: Path) -> None:

@@ -141,7 +141,7 @@ def failing(out: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise CkptError(f"{out}: {reason}", hint="nothing was changed; free some space or write elsewhere") from error
+        raise CkptError(f"{out}: {reason}", hint="it is as it was; free some space, or write elsewhere") from error
 
 
 def check_space(out: str, folder: Path, nbytes: int) -> None:
