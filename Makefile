@@ -1,29 +1,69 @@
-# On a machine with Python (3.10 or newer) and make, each target does its own set-up.
+# On a machine with Python (3.10 or newer) and make, each target sets itself up. `make` alone lists them.
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
 ARGS ?=
+OLDEST ?= python3.10
 
+# An environment for each Python and each torch that is asked for.
+VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV ?= .venv$(if $(filter python3,$(PYTHON)),,-python$(VERSION))$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
-STAMP := $(VENV)/installed
+PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-.PHONY: demo test check clean
+.PHONY: help demo test check fix coverage floor constraints clean
 
-demo: $(STAMP)
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/for-demo ## the main job from end to end, in build/demo
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP)
+test: $(VENV)/for-test ## the tests (ARGS='-k NAME': some of them; TORCH=2.15.0: under that torch; PYTHON=python3.12)
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP)
+check: $(VENV)/for-dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
-# Installed again only when what is to be installed changes.
-$(STAMP): pyproject.toml constraints.txt
+coverage: $(VENV)/for-dev ## which lines and branches the tests reach: a table, and pages in build/coverage
+	$(BIN)/coverage erase
+	-$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage html -q
+	$(BIN)/coverage report --skip-covered
+
+floor: ## the tests with the oldest Python and the oldest packages that pyproject.toml promises (OLDEST=PYTHON)
+	$(MAKE) test PYTHON=$(OLDEST) VENV=.venv-floor PINS=constraints-floor.txt
+
+constraints: .venv-uv/bin/uv ## pins what pyproject.toml asks for, in both files (ARGS=--upgrade: as new as can be)
+	$(COMPILE) --universal --extra dev -o constraints.txt $(ARGS)
+	$(COMPILE) --resolution lowest-direct --extra test -o constraints-floor.txt $(ARGS)
+
+clean: ## removes what the targets made
+	rm -rf .venv .venv-* build .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# What is installed for a target: `demo` what a user installs, `test` the tests' packages too, `dev` the tools as well.
+# Each has what the ones before it have, and is installed again only when what is to be installed changes.
+$(VENV)/for-%: pyproject.toml $(PINS) | $(BIN)/python
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) -e '.$(patsubst %,[%],$(filter-out demo,$*))'
+	@touch $(addprefix $(VENV)/for-,demo $(if $(filter test dev,$*),test) $(if $(filter dev,$*),dev))
+
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,test]'
-	@touch $@
+
+# Another torch brings its own releases of what it pins.
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	@grep -vE '^(torch|triton|sympy|nvidia-|cuda-)' $< > $@
+	@echo torch==$(TORCH) >> $@
+
+COMPILE = .venv-uv/bin/uv pip compile -q pyproject.toml --python-version 3.10 --annotation-style line \
+	--custom-compile-command 'make constraints'
+
+.venv-uv/bin/uv:
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/python -m pip install -qq --disable-pip-version-check uv

@@ -38,6 +38,7 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole storage, of which a tensor may show a part."""
         return self.data.length
 
 
@@ -63,6 +64,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor; 1 for a scalar."""
         return prod(self.shape)
 
     @property
@@ -72,6 +74,7 @@ class TensorEntry:
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other in row-major order, as ``Tensor.is_contiguous()`` says."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride)):
             if size != 1 and stride != expected and self.numel:
@@ -111,11 +114,12 @@ class ExtraEntry:
 class Section:
     """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
 
-    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict).
-    `modules` are the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or
-    None where it has none. `mapping` is an optimizer's whole state dict: Python's own dicts, lists, tuples and scalars,
-    with a `TensorEntry` for each of `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is
-    the form of a model's names that is recorded in the file, because the names alone do not tell it (`naming.mark`).
+    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict). `modules` are
+    the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or None where it
+    has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
+    optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
+    `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
+    is recorded in the file, because the names alone do not tell it (`naming.mark`).
     """
 
     path: str
@@ -128,6 +132,7 @@ class Section:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the elements of all tensors; those of a tied tensor count under each of its names."""
         return sum(entry.nbytes for entry in self.tensors)
 
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
@@ -155,8 +160,8 @@ class Checkpoint:
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
-    same format's writer needs it, nothing else looks into it. `notes` say, in sentences, what the reader found odd and
-    read all the same.
+    modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
+    `notes` say, in sentences, what the reader found odd and read all the same.
     """
 
     source: str

@@ -63,6 +63,7 @@ BY_NAME = {row.name: row for row in TABLE}
 BY_SAFETENSORS = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_STORAGE = {row.storage: row for row in TABLE if row.storage}
 BY_PT2 = {row.pt2: row for row in TABLE if row.pt2 is not None}
+PLAIN = frozenset(row.name for row in TABLE if row.pt2 is not None)  # torch converts from and to these
 
 
 def itemsize(name: str) -> int:

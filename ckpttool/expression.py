@@ -1,6 +1,6 @@
 """Expressions: how one tensor is computed from others. A `Ref` names a tensor, an `Op` applies a torch operator.
 
-Expressions are data: they are saved as JSON (see CONTRACT in docs/) and evaluated only by `compute.py`.
+Expressions are data: they are saved as JSON (see CONTRACT in docs/) and evaluated only by `evaluate/`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Union
+from typing import Any, Union, overload
 
-from ckpttool.errors import CkptError
+from ckpttool.errors import Problem
+from ckpttool.json_schema import check
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,14 @@ def is_opaque(expression: Argument) -> bool:
     return isinstance(expression, tuple) and any(is_opaque(item) for item in expression)
 
 
+@overload
+def substitute(expression: Expression, replace: Callable[[str], Expression]) -> Expression: ...
+
+
+@overload
+def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument: ...
+
+
 def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument:
     """The expression with every `Ref(key)` replaced by `replace(key)`."""
     if isinstance(expression, Ref):
@@ -96,39 +105,86 @@ def to_json(expression: Argument) -> Any:
     return expression
 
 
-def from_json(value: Any, depth: int = 0) -> Argument:
-    """Reads what `to_json` wrote. Raises `CkptError` on anything else, or if nested deeper than `MAX_DEPTH`."""
-    if depth > MAX_DEPTH:
-        raise CkptError(f"an expression is nested more than {MAX_DEPTH} deep", hint=_FORM)
-    if isinstance(value, Mapping):
-        return _object(value, depth)
+def from_json(value: Any) -> Argument:
+    """Reads what `to_json` wrote. Raises `CkptError`, with every problem at its JSON path, on anything else."""
+    check(_ARGUMENT, value, "not an expression", _FORM)
+    return _read(value)
+
+
+def whole_from_json(value: Any) -> Expression:
+    """As `from_json`, for a value that has been found to be an `EXPRESSION`."""
+    found = _read(value)
+    assert isinstance(found, (Ref, Op))
+    return found
+
+
+def _read(value: Any) -> Argument:
     if isinstance(value, list):
-        return tuple(from_json(item, depth + 1) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise _no_expression(value)
-
-
-def _object(value: Mapping[str, Any], depth: int) -> Argument:
+        return tuple(map(_read, value))
+    if not isinstance(value, Mapping):
+        return value  # type: ignore[no-any-return]
     if "op" in value:
-        args, kwargs = value.get("args", []), value.get("kwargs", {})
-        known = set(value) <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
-        if known and isinstance(args, list) and isinstance(kwargs, Mapping):
-            items = tuple((str(name), from_json(item, depth + 1)) for name, item in kwargs.items())
-            return Op(value["op"], tuple(from_json(arg, depth + 1) for arg in args), items)
-    elif len(value) == 1:
-        ((kind, name),) = value.items()
-        if isinstance(name, str) and kind == "ref":
-            return Ref(name)
-        if isinstance(name, str) and kind in _SPECIAL_KINDS:
-            return Special(kind, name)
-        if name in ("inf", "-inf", "nan") and kind == "float":
-            return float(name)
-    raise _no_expression(value)
+        kwargs = tuple((name, _read(item)) for name, item in value.get("kwargs", {}).items())
+        return Op(value["op"], tuple(map(_read, value.get("args", ()))), kwargs)
+    ((kind, name),) = value.items()
+    return Ref(name) if kind == "ref" else float(name) if kind == "float" else Special(kind, name)
 
 
 _FORM = 'an expression is {"ref": KEY} or {"op": "aten.cat.default", "args": [...], "kwargs": {...}}'
 
 
-def _no_expression(value: Any) -> CkptError:
-    return CkptError(f"not an expression: {str(value)[:80]!r}", hint=_FORM)
+@dataclass(frozen=True, slots=True)
+class _InJson:
+    """The JSON of an argument, or with `whole` of an expression: a ref or an op. A `Kind` of `json_schema`."""
+
+    whole: bool
+
+    def fits(self, value: Any) -> bool:
+        return next(self.problems(value, "$"), None) is None
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, part by part."""
+        if self.whole and not (isinstance(value, dict) and value.keys() & {"op", "ref"}):
+            yield Problem("not an expression", path)
+        else:
+            yield from _problems(value, path, 0)
+
+
+EXPRESSION, _ARGUMENT = _InJson(whole=True), _InJson(whole=False)
+
+
+def _problems(value: Any, path: str, depth: int) -> Iterator[Problem]:
+    if depth > MAX_DEPTH:
+        yield Problem(f"an expression is nested more than {MAX_DEPTH} deep", path)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _problems(item, f"{path}[{number}]", depth + 1)
+    elif isinstance(value, dict):
+        yield from _problems_of_object(value, path, depth)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        yield Problem("not an expression", path)
+
+
+def _problems_of_object(value: dict[str, Any], path: str, depth: int) -> Iterator[Problem]:
+    if "op" not in value:
+        if not _is_leaf(value):
+            yield Problem(f"not an expression: {str(value)[:80]}", path)
+        return
+    args, kwargs = value.get("args", []), value.get("kwargs", {})
+    known = value.keys() <= {"op", "args", "kwargs"} and isinstance(value["op"], str)
+    if not known or not isinstance(args, list) or not isinstance(kwargs, dict):
+        yield Problem(f"not an expression: {str(value)[:80]}", path)
+        return
+    for number, item in enumerate(args):
+        yield from _problems(item, f"{path}.args[{number}]", depth + 1)
+    for name, item in kwargs.items():
+        yield from _problems(item, f"{path}.kwargs.{name}", depth + 1)
+
+
+def _is_leaf(value: dict[str, Any]) -> bool:
+    if len(value) != 1:
+        return False
+    ((kind, name),) = value.items()
+    if kind == "float":
+        return isinstance(name, str) and name in ("inf", "-inf", "nan")
+    return isinstance(name, str) and kind in ("ref", *_SPECIAL_KINDS)

@@ -5,15 +5,33 @@ Needs no torch: a names file written where the model's code lives is read where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpttool import expression as ex
-from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import Expression
+from ckpttool.errors import Problem
+from ckpttool.expression import EXPRESSION, Expression
+from ckpttool.json_schema import (
+    COUNT,
+    DTYPE,
+    FLAG,
+    OBJECT,
+    SHAPE,
+    TEXT,
+    TEXTS,
+    AnyKind,
+    ListOf,
+    Nullable,
+    ObjectOf,
+    check,
+    check_schema,
+    faults,
+    one_of,
+)
 
 SCHEMA = "ckpttool.names/1"
+_HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
 FSDP_FLAT = "fsdp-flat"  # the form of FSDP1's rank files
 
@@ -154,34 +172,29 @@ class Names:
     @staticmethod
     def from_json(value: Any, source: str) -> Names:
         """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
-        if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
-            found = value.get("schema") if isinstance(value, Mapping) else None
-            raise CkptError(f"{source} is not a names file: schema is {found!r}, not {SCHEMA!r}", hint=_HINT)
-        try:
-            return Names(
-                model=value["model"],
-                torch=value["torch"],
-                runtime=tuple(_runtime(r) for r in value["runtime"]),
-                serialized=tuple(_serialized(s) for s in value["serialized"]),
-                load=tuple(LoadedTensor(r["fqn"], _source(r["from"])) for r in value["load"]),
-                not_serialized=tuple(value["not_serialized"]),
-                extra_state=tuple(value["extra_state"]),
-                roundtrips=value["roundtrips"],
-                roundtrip_problems=tuple(map(Problem.parse, value["roundtrip_problems"])),
-                optimizer=tuple(
-                    OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ())))
-                    for p in value["optimizer"]
-                    if value.get("optimizer_class") is not None  # else it is the order of the model's parameters
-                ),
-                modules=None if value.get("modules") is None else tuple(value["modules"]),
-                optimizer_class=value.get("optimizer_class"),
-                optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CkptError(f"{source} is not a names file: {error!r}", hint=_HINT) from error
-
-
-_HINT = "write one with `ckpttool trace MODEL -o names.json`"
+        check_schema(value, SCHEMA, source, "a names file", _HINT)
+        check(_NAMES, value, f"{source} is not a names file", _HINT)
+        if next(_unknown_names(value), None) is not None:
+            raise faults(_unknown_names(value), f"{source} is not a names file", _HINT)
+        return Names(
+            model=value["model"],
+            torch=value["torch"],
+            runtime=tuple(_runtime(r) for r in value["runtime"]),
+            serialized=tuple(_serialized(s) for s in value["serialized"]),
+            load=tuple(LoadedTensor(r["fqn"], _source(r["from"])) for r in value["load"]),
+            not_serialized=tuple(value["not_serialized"]),
+            extra_state=tuple(value["extra_state"]),
+            roundtrips=value["roundtrips"],
+            roundtrip_problems=tuple(map(Problem.parse, value["roundtrip_problems"])),
+            optimizer=tuple(
+                OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ())))
+                for p in value["optimizer"]
+                if value.get("optimizer_class") is not None  # else it is the order of the model's parameters
+            ),
+            modules=None if value.get("modules") is None else tuple(value["modules"]),
+            optimizer_class=value.get("optimizer_class"),
+            optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),
+        )
 
 
 def hook_json(hook: Hook) -> dict[str, Any]:
@@ -194,16 +207,11 @@ def _list(shape: tuple[int, ...] | None) -> list[int] | None:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    return None if value is None else tuple(int(size) for size in value)
+    return None if value is None else tuple(value)
 
 
 def _source(value: Any) -> Expression | None:
-    if value is None:
-        return None
-    found = ex.from_json(value)
-    if not isinstance(found, (ex.Ref, ex.Op)):
-        raise TypeError(f"not an expression: {value!r}")
-    return found
+    return None if value is None else ex.whole_from_json(value)
 
 
 def _hook(value: Any) -> Hook | None:
@@ -225,3 +233,72 @@ def _runtime(r: Mapping[str, Any]) -> RuntimeTensor:
         _shape(r["shape"]),
         r["alias_of"],
     )
+
+
+_TENSOR: Mapping[str, AnyKind] = {"dtype": DTYPE, "shape": Nullable(SHAPE)}
+_NAMES = ObjectOf(
+    {
+        "model": TEXT,
+        "torch": TEXT,
+        "runtime": ListOf(
+            ObjectOf(
+                {
+                    "fqn": TEXT,
+                    "canonical": TEXT,
+                    "kind": one_of("parameter", "buffer"),
+                    "persistent": FLAG,
+                    "trainable": FLAG,
+                    "alias_of": Nullable(TEXT),
+                    **_TENSOR,
+                }
+            ),
+            unique="fqn",
+        ),
+        "serialized": ListOf(
+            ObjectOf(
+                {
+                    "key": TEXT,
+                    "from": Nullable(EXPRESSION),
+                    "hook": Nullable(ObjectOf({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})),
+                    **_TENSOR,
+                }
+            ),
+            unique="key",
+        ),
+        "load": ListOf(ObjectOf({"fqn": TEXT, "from": Nullable(EXPRESSION)}), unique="fqn"),
+        "not_serialized": TEXTS,
+        "extra_state": TEXTS,
+        "roundtrips": FLAG,
+        "roundtrip_problems": TEXTS,
+        "optimizer": ListOf(ObjectOf({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}), unique="id"),
+    },
+    {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "optimizer_groups": ListOf(OBJECT)},
+)
+
+
+def _unknown_names(value: Any) -> Iterator[Problem]:
+    """Every name that a part of a names file refers to, and that the file does not have."""
+    runtime = {r["fqn"] for r in value["runtime"]}
+    keys = {*(s["key"] for s in value["serialized"]), *value["extra_state"]}
+    groups = len(value.get("optimizer_groups", ()))
+
+    def unknown(names: Iterator[str], known: set[str], path: str) -> Iterator[Problem]:
+        yield from (Problem(f"{name!r:.100} is no name of this file", path) for name in names if name not in known)
+
+    for number, r in enumerate(value["runtime"]):
+        yield from unknown(
+            iter([r["alias_of"]] if r["alias_of"] is not None else []), runtime, f"$.runtime[{number}].alias_of"
+        )
+    for number, s in enumerate(value["serialized"]):
+        yield from unknown(_refs(s["from"]), runtime, f"$.serialized[{number}].from")
+    for number, r in enumerate(value["load"]):
+        yield from unknown(iter([r["fqn"]]), runtime, f"$.load[{number}].fqn")
+        yield from unknown(_refs(r["from"]), keys, f"$.load[{number}].from")
+    for number, p in enumerate(value["optimizer"]):
+        yield from unknown(iter([p["fqn"]]), runtime, f"$.optimizer[{number}].fqn")
+        if groups and p["group"] >= groups:
+            yield Problem(f"there is no group {p['group']}", f"$.optimizer[{number}].group")
+
+
+def _refs(value: Any) -> Iterator[str]:
+    return iter(()) if value is None else ex.refs(ex.whole_from_json(value))

@@ -6,13 +6,14 @@ A plan is checked against the index of its source before a byte is written, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import Expression, Ref
+from ckpttool.errors import Problem
+from ckpttool.expression import EXPRESSION, Expression, Ref
+from ckpttool.json_schema import TEXT, ListOf, ObjectOf, check, check_schema
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
@@ -86,24 +87,26 @@ class Plan:
 
     @staticmethod
     def from_json(value: Any, source: str = "the plan") -> Plan:
-        """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
-        if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
-            found = value.get("schema") if isinstance(value, Mapping) else None
-            raise CkptError(
-                f"{source} is not a plan: schema is {found!r}, not {SCHEMA!r}",
-                hint=_HINT,
-            )
-        try:
-            outputs = tuple(
-                Output(_text(o, "section"), _text(o, "key"), _expression(o["from"])) for o in value["outputs"]
-            )
-            dropped = tuple(Dropped(_text(d, "section"), _text(d, "key"), _text(d, "reason")) for d in value["dropped"])
-            modules = tuple(
-                ModuleRename(_text(m, "section"), _text(m, "old"), _text(m, "new")) for m in value.get("modules", ())
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CkptError(f"{source} is not a plan: {error!r}", hint=_HINT) from error
-        return Plan(outputs, dropped, modules)
+        """Reads what `to_json` wrote; `source` names the file in the error.
+
+        Raises `CkptError`, with every problem at its JSON path, on anything else.
+        """
+        check_schema(value, SCHEMA, source, "a plan", _HINT)
+        check(_PLAN, value, f"{source} is not a plan", _HINT)
+        return Plan(
+            tuple(Output(o["section"], o["key"], ex.whole_from_json(o["from"])) for o in value["outputs"]),
+            tuple(Dropped(d["section"], d["key"], d["reason"]) for d in value["dropped"]),
+            tuple(ModuleRename(m["section"], m["old"], m["new"]) for m in value.get("modules", ())),
+        )
+
+
+_PLAN = ObjectOf(
+    {
+        "outputs": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "from": EXPRESSION})),
+        "dropped": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "reason": TEXT})),
+    },
+    {"modules": ListOf(ObjectOf({"section": TEXT, "old": TEXT, "new": TEXT}))},
+)
 
 
 def _check_section(path: str, outputs: list[Output], dropped: list[str], source: Checkpoint) -> list[Problem]:
@@ -143,13 +146,12 @@ def compose(first: Plan, second: Plan) -> Plan:
 
     What the second drops is dropped of the source too, where nothing else is made of it.
     """
-    made = {(output.section, output.key): output.source for output in first.outputs}
-    outputs = tuple(
-        Output(o.section, o.key, _expression_over(o.source, {key: made[o.section, key] for key in ex.refs(o.source)}))
-        for o in second.outputs
-    )
+    made: dict[str, dict[str, Expression]] = {}
+    for output in first.outputs:
+        made.setdefault(output.section, {})[output.key] = output.source
+    outputs = tuple(replace(o, source=ex.substitute(o.source, made[o.section].__getitem__)) for o in second.outputs)
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
-    dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section, d.key])}
+    dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section][d.key])}
     late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
     return Plan(outputs, (*first.dropped, *late), in_turn(first.modules, second.modules))
 
@@ -161,12 +163,6 @@ def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tu
     whole = {place: after.get((place[0], new), new) for place, new in before.items()}
     whole.update((place, new) for place, new in after.items() if place not in whole)
     return tuple(ModuleRename(section, old, new) for (section, old), new in whole.items() if new != old)
-
-
-def _expression_over(source: Expression, values: Mapping[str, Expression]) -> Expression:
-    found = ex.substitute(source, values.__getitem__)
-    assert isinstance(found, (ex.Ref, ex.Op))
-    return found
 
 
 def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, str]) -> tuple[ModuleRename, ...]:
@@ -186,6 +182,8 @@ def module_renames(section: str, modules: Iterable[str], renames: Mapping[str, s
                 moved[path] = (depth, target)
     found = []
     for path in modules:
+        if not isinstance(path, str):  # torch loads any path, and looks up those that are strings
+            continue
         follows = _follow(path, moved)
         if follows is not None and follows != path:
             found.append(ModuleRename(section, path, follows))
@@ -199,16 +197,3 @@ def _follow(path: str, moved: Mapping[str, tuple[int, str]]) -> str | None:
         if known is not None:
             return ".".join(filter(None, [known[1], *parts[length:]]))
     return None
-
-
-def _text(value: Mapping[str, Any], name: str) -> str:
-    if not isinstance(value[name], str):
-        raise TypeError(f"{name} is not a string")
-    return str(value[name])
-
-
-def _expression(value: Any) -> Expression:
-    found = ex.from_json(value)
-    if not isinstance(found, (ex.Ref, ex.Op)):
-        raise TypeError("an output's `from` is a ref or an op")
-    return found

@@ -204,10 +204,9 @@ class FusionDecoder(nn.Module):
         self.tok_embeddings = FusionEmbedding(VOCAB, NEW_TOKENS, dim)
         self.layers = nn.ModuleList()
         for number in range(1, layers + 1):
-            block: nn.Module = Block(dim, heads)
-            if number % fusion_interval == 0:
-                block = FusionLayer(block, CrossAttention(dim, heads))
-            self.layers.append(block)
+            block = Block(dim, heads)
+            fused = number % fusion_interval == 0
+            self.layers.append(FusionLayer(block, CrossAttention(dim, heads)) if fused else block)
         self.norm = RMSNorm(dim)
         self.output = nn.Linear(dim, VOCAB, bias=False)
         self.output.weight = self.tok_embeddings.embedding.weight

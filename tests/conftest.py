@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import dcp_ranks
 import wrapped_ranks
 from ckpttool.cli.app import main
-from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, filename
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """`names` is what the ranks said of each form; `failures` what loading the remapped file into it strictly said."""
-
-    folder: Path
-    names: dict[str, dict[str, Any]]
-    failures: dict[str, str]
+from command import Done, Run
+from torch_version import needs_torch
+from wrapped_ranks import BLOCKS, CHAINS, SHARDED, TRAINED, Wrapped, filename
 
 
 @pytest.fixture(scope="session")
 def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
     """Models in every form, remapped from the plain checkpoint and loaded; training that changes its form half-way."""
+    needs_torch("2.7", "fully_shard without a GPU")
     folder = tmp_path_factory.mktemp("wrapped")
     dcp_ranks.run("save", folder, wrapped_ranks.__file__)
     for name in ("loads", "resumes", "results"):
@@ -47,6 +39,18 @@ def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
     dcp_ranks.run("load", folder, wrapped_ranks.__file__)
     names, failures = (json.loads((folder / f"{name}.json").read_text()) for name in ("names", "failures"))
     return Wrapped(folder, names, failures)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command line in this process; gives its exit status, stdout and stderr."""
+
+    def run(*args: object) -> Done:
+        capsys.readouterr()
+        status = main([*map(str, args)])
+        return Done(status, *capsys.readouterr())
+
+    return run
 
 
 def _remap(source: Path, out: Path, *options: str) -> None:

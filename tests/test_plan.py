@@ -107,7 +107,7 @@ def test_hostile_plans_are_refused_in_words(name: str) -> None:
 
 def moved(model: nn.Module, renamed: dict[str, str]) -> dict[str, str]:
     """The module paths of the model's `_metadata` that move, by `module_renames`."""
-    state = model.state_dict()
+    state: Any = model.state_dict()
     keys = {key: renamed.get(key, key) for key in state}
     return {m.old: m.new for m in module_renames("", state._metadata, keys)}
 

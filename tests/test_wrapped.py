@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import pytest
 import torch
 
 from ckpttool.cli.app import main
-from ckpttool.naming.wrappers.chain import COUNTER, canonical_keys
-from conftest import Wrapped
+from ckpttool.naming.wrappers.chain import canonical_keys
 from optimizer_support import same
-from wrapped_ranks import BLOCKS, CHAINS, TRAINED, Net, filename, net
+from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename, net, tensors
 
-PLAIN = list(Net().state_dict())
 FORMS = CHAINS + BLOCKS
 
 # Where torch's own get_model_state_dict leaves a wrapper's segment in its names, and why.
@@ -31,10 +28,6 @@ TORCH_LEAVES = {
     "fsdp(compile)": "_orig_mod",
     "block: ac(compile)": "_orig_mod",
 }
-
-
-def tensors(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if name != COUNTER)
 
 
 @pytest.mark.parametrize("form", FORMS)

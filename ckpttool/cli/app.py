@@ -17,7 +17,9 @@ from typer.main import get_command
 
 from ckpttool import __version__
 from ckpttool.cli.failures import failure_of, say
+from ckpttool.cli.fields import with_limits
 from ckpttool.cli.logs import logged
+from ckpttool.cli.streams import nothing_left, set_up
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.io.interrupts import ended_by_signals
@@ -35,14 +37,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: that of the process) and returns its exit status. Never raises."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a key that the terminal's encoding has not is escaped, not an error
-            stream.reconfigure(errors="backslashreplace")
+    set_up()
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         sources.forget_all()
-        with ended_by_signals(), logged():
+        with ended_by_signals(), nothing_left(), logged():
             status = run(args)
         sys.stdout.flush()
         return status
@@ -77,7 +77,7 @@ def build_app(loaded: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
     app.callback()(_root)
     for name, (module, summary) in COMMANDS.items():
         if name in loaded:
-            app.command(name)(import_module(module).command)
+            app.command(name)(with_limits(import_module(module).command))
         else:
             app.command(name, help=summary)(_not_loaded)
     return app

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from ckpttool.cli.streams import clipped, for_log
 from ckpttool.errors import CkptError, Problem
 from ckpttool.io.interrupts import Ended
 from ckpttool.report.renderers import json
@@ -64,9 +65,9 @@ def say(failure: Failure, as_json: bool = False) -> int:
     lines += [f"  {visible(str(problem))}" for problem in failure.problems]
     lines += [f"hint: {visible(failure.hint)}"] if failure.hint else []
     with suppress(OSError):
-        sys.stderr.writelines(f"{line}\n" for line in lines)
+        sys.stderr.writelines(f"{for_log(clipped(line), 'text')}\n" for line in lines)
         if as_json and failure.message:
-            sys.stdout.write(json.render(_error_json(failure)))
+            sys.stdout.write(for_log(json.render(_error_json(failure)), "json"))
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()

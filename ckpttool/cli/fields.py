@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import typer
 
+from ckpttool.limits import limited, raised
 from ckpttool.options import Option
 
 Options = TypeVar("Options")
@@ -47,6 +48,41 @@ def with_options(
         return command
 
     return decorate
+
+
+def with_limits(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """The command with ``--limit``: the limits that it raises hold while the command runs."""
+
+    def command(**given: Any) -> int | None:
+        with limited(raised(given.pop("limit") or ())):
+            return function(**given)
+
+    signature = Signature.from_callable(function)
+    own = [p.replace(annotation=hint) for p, hint in zip(signature.parameters.values(), _hints(function, signature))]
+    command.__signature__ = Signature([*own, _LIMIT])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, _LIMIT)}
+    command.__doc__ = function.__doc__
+    return command
+
+
+def _hints(function: Callable[..., Any], signature: Signature) -> list[Any]:
+    hints = get_type_hints(function, include_extras=True)
+    return [hints[name] for name in signature.parameters]
+
+
+_LIMIT = Parameter(
+    "limit",
+    Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit",
+            metavar="NAME=VALUE",
+            help="Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.",
+        ),
+    ],
+)
 
 
 def _parameter(field: Any, hint: Any) -> Parameter:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckpttool.cli.streams import for_log
 from ckpttool.errors import CkptError
 from ckpttool.io import sources, write_file
 from ckpttool.io.pieces import Piece
@@ -57,7 +58,7 @@ def emit(
     """
     for path in reports or ():
         write_text(path, _rendered(format_of(path), document, data), force=force)
-    sys.stdout.write(_rendered(format, document, data, _terminal()))
+    sys.stdout.write(for_log(_rendered(format, document, data, _terminal()), format))
     sys.stdout.flush()
 
 

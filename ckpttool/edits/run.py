@@ -19,12 +19,13 @@ from ckpttool.edits.rules.steps import Step as RuleStep
 from ckpttool.edits.write import Progress, Writer, prove, quiet
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
+from ckpttool.formats.containers import json_text
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, split
-from ckpttool.operands.model import ModelOperand, operand_of, read_json
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.plan import Plan
 
@@ -82,7 +83,9 @@ def _to_names(options: RemapOptions) -> Names | None:
 def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Remap:
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if options.plan is not None:
-        return by_plan(source, Plan.from_json(read_json(options.plan, "write one with --save-plan"), options.plan))
+        return by_plan(
+            source, Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
+        )
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")

@@ -10,16 +10,21 @@ from dataclasses import replace
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
-from ckpttool.errors import Problem, Refused
-from ckpttool.evaluate import without_torch
+from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.evaluate import operators, without_torch
 from ckpttool.expression import Ref
 from ckpttool.plan import Output, Plan
+from ckpttool.words import plural
 
 Entries = Mapping[str, TensorEntry | ExtraEntry]
 
 
 def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
-    """`source` with the sections that `plan` names rewritten. Raises `Refused`, all problems at once, where unfit."""
+    """`source` with the sections that `plan` names rewritten.
+
+    Raises `Refused`, all problems at once, where the plan does not fit, `CkptError` for operators that are not allowed.
+    """
+    _check_operators(plan)
     problems = plan.check(source)
     if problems:
         raise Refused(
@@ -28,6 +33,19 @@ def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
     rewritten = set(plan.sections)
     sections = [_rewrite(s, plan) if s.path in rewritten else s for s in source.sections]
     return replace(source, sections=tuple(sections))
+
+
+def _check_operators(plan: Plan) -> None:
+    """Raises `CkptError` with every output that is made by an operator that no plan may hold."""
+    names = ((name, output.key) for output in plan.outputs for name in operators.operators_in(output.source))
+    found = dict.fromkeys((operators.problem(name), key) for name, key in names if name != ex.OPAQUE)
+    problems = [Problem(said, key) for said, key in found if said is not None]
+    if problems:
+        raise CkptError(
+            f"the plan has {plural(len(problems), 'output')} made by what is not an operator that a plan may hold",
+            hint="docs/safety.md lists the operators that may stand in a plan",
+            problems=problems,
+        )
 
 
 def _rewrite(section: Section, plan: Plan) -> Section:

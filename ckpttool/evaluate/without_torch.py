@@ -11,7 +11,8 @@ from math import prod
 
 from ckpttool.checkpoint import ExtraEntry, TensorEntry, contiguous_stride
 from ckpttool.evaluate.parts import joined, window
-from ckpttool.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
+from ckpttool.limits import limits
 
 ROW_MAJOR = (("memory_format", Special("memory_format", "contiguous_format")),)
 
@@ -24,7 +25,16 @@ def entry_of(key: str, source: Expression, have: Entries) -> TensorEntry | None:
     None where a value has to be computed, or an operator does not fit its arguments.
     """
     made = _entry(source, have)
-    return None if made is None else replace(made, key=key, payload=None)
+    if made is None or made.nbytes > _most(source, have):
+        return None
+    return replace(made, key=key, payload=None)
+
+
+def _most(source: Expression, have: Entries) -> int:
+    """Bytes that may be made of what the expression reads."""
+    read = [have[key] for key in set(refs(source))]
+    nbytes = sum(entry.nbytes for entry in read if isinstance(entry, TensorEntry))
+    return max(limits().made_bytes, limits().made_times * nbytes)
 
 
 def _entry(node: Argument, have: Entries) -> TensorEntry | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.formats.remarks import remarks
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import files, paths
 
 
 def open_checkpoint(path: str) -> Checkpoint:
     """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
-    from ckpttool.formats.remarks import remarks
-
     files.look_anew(path)
     checkpoint = _open(path)
     return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)))

@@ -84,7 +84,8 @@ TABLE = (
         "dcp", "dcp.folder", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True
     ),
 )
-FORMATS = {row.name: row for row in TABLE}
+MEMORY = Format("memory", "", "a state dict in memory", ())  # no file: nothing reads it, nothing writes it
+FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
 
 
 def format_for(out: str) -> Format:

@@ -10,6 +10,7 @@ import glob as local_glob
 import io
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,6 +23,13 @@ from ckpttool.io.paths import is_url, parent
 _HINT = "check the path and its permissions"
 
 _GLOB = re.compile(r"[*?[]")
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0)
+_NO_FILES = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a terminal or another device"),
+    (stat.S_ISBLK, "a disk"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 class Source(Protocol):
@@ -49,18 +57,24 @@ class LocalFile(io.BufferedReader):
 
     @property
     def size(self) -> int:
+        """Bytes of the file."""
         return os.fstat(self.fileno()).st_size
 
     def read_at(self, offset: int, count: int) -> bytes:
+        """At most `count` bytes from byte `offset` on: fewer at the end of the file only."""
         return os.pread(self.fileno(), count, offset)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        pass
+        """Nothing: the kernel reads ahead."""
 
 
 @contextmanager
-def opened(path: str) -> Iterator[Source]:
-    """The file, open for reading. Raises `CkptError` where it cannot be opened or read."""
+def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
+    """The file, open for reading. Raises `CkptError` where it cannot be opened or read.
+
+    What is no file (a terminal, a device) is not waited for; with `pipes` a pipe is read, from which nothing can be
+    read twice.
+    """
     if "\0" in path:
         raise CkptError(f"cannot read {path!r}: a null byte in the path", hint=_HINT)
     if is_url(path):
@@ -69,11 +83,23 @@ def opened(path: str) -> Iterator[Source]:
         yield remote.open_file(path)
         return
     try:
-        with LocalFile(io.FileIO(path, "rb")) as file:
+        with LocalFile(_plain(path, pipes)) as file:
             sources.note_opened(path, file.fileno())
             yield file
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
+
+
+def _plain(path: str, pipes: bool) -> io.FileIO:
+    """The file at `path`. Opening does not wait for whoever has to write to a pipe."""
+    file = io.FileIO(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_WAITING))
+    mode = os.fstat(file.fileno()).st_mode
+    what = next((words for is_one, words in _NO_FILES if is_one(mode)), None)
+    if what is None or (pipes and stat.S_ISFIFO(mode)):
+        os.set_blocking(file.fileno(), True)
+        return file
+    file.close()
+    raise CkptError(f"cannot read {path}: it is {what}, not a file", hint="write it to a file first")
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the piece in the file."""
         return len(self.data) if isinstance(self.data, bytes) else self.data.length
 
 

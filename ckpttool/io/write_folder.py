@@ -67,15 +67,14 @@ def write_folder(
 ) -> int:
     """Writes `files` into the folder `out`, all of them or none, and returns their size in bytes.
 
-    A new folder appears complete or not at all. In one that exists, `files` take the place of those of their names and
-    of those named `stale`, and all else stays. Where the platform can, the whole folder changes places with a new one
-    in one call, so that no reader ever sees a mixture; elsewhere, and where `whole` is not set since the folder holds
-    more than the checkpoint, a journal sees to it that the next command finishes what a killed one began: meanwhile the
-    last of `files`, which makes the set complete, is missing. Without `replace` no file is replaced.
+    In a folder that exists, `files` take the place of those of their names and of those named `stale`, and all else
+    stays. Where the platform can, the whole folder changes places with a new one in one call; elsewhere, and where
+    `whole` is not set since the folder holds more than the checkpoint, under a journal: meanwhile the last of `files`,
+    which makes the set complete, is missing. Without `replace` no file is replaced.
 
     `link` says how each `Link` is taken over: ``copy``, ``hard`` (one file under two names) or ``reflink`` (blocks
     shared until one of the two changes). Who may not read `readers_of`, or what a file is made of, may not read it.
-    `digests` gets a hash of every byte that is written, by the file's name.
+    `digests` gets a hash of all that is written, by the file's name.
     Raises `CkptError` on a source that changed while it was read, on a folder that another process changed, and on a
     full or failing disk; `out` is then as it was.
     """

@@ -29,8 +29,11 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
         if isinstance(value, torch.Tensor):
             tensors.append(_entry(key, value, storages, first.setdefault(token(value), value)))
         else:
-            extras.append(ExtraEntry(key, value))
-    return Section("", "state_dict", tuple(tensors), tuple(extras))
+            plain = value is None or type(value) in (bool, int, float, str)
+            extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
+    versions = getattr(state_dict, "_metadata", None)
+    modules = {path: dict(own) for path, own in versions.items()} if isinstance(versions, Mapping) else None
+    return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
 
 
 def layout_of(tensor: torch.Tensor) -> str:

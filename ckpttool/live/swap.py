@@ -110,6 +110,8 @@ def _into_tensors(
 
 
 def _into_package(package: Any, state: Mapping[str, object], model: Model | None, cast: bool) -> Swapped:
+    if torch.__version__ < "2.7":  # its `load_constants` frees memory that is not its own, and the process aborts
+        raise CkptError(f"torch {torch.__version__} cannot swap weights in a package", hint="pip install 'torch>=2.7'")
     target = package_target(package, model)
     try:
         done = _planned(target, state, model, cast)

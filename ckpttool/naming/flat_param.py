@@ -41,10 +41,12 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """Elements of the parameter."""
         return prod(self.shape)
 
     @property
     def end(self) -> int:
+        """One past its last element in the flat parameter."""
         return self.start + self.numel
 
 

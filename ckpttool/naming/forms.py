@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import Problem
-from ckpttool.expression import Expression, Op, Ref
+from ckpttool.expression import Expression, Ref
 from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import Likeness, Relation
@@ -161,9 +161,11 @@ def _computed(key: str, source: Expression, held: Mapping[str, str], made: _Made
 
 def over(source: Expression, keys: Mapping[str, str]) -> Expression:
     """The expression over names as one over the checkpoint's keys."""
-    found = ex.substitute(source, lambda name: Ref(keys[name]))
-    assert isinstance(found, (Ref, Op))
-    return found
+
+    def key_of(name: str) -> Expression:
+        return Ref(keys[name])
+
+    return ex.substitute(source, key_of)
 
 
 def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> list[Output]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.formats.containers import json_text
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import ModelOptions, OptimizerOptions
@@ -102,7 +101,7 @@ class ModelOperand:
 
             return names(path, program)
         wanted = "write a names file with `ckpttool trace MODEL -o names.json`"
-        return Names.from_json(read_json(self.model, wanted), self.model)
+        return Names.from_json(json_text.read_file(self.model, wanted), self.model)
 
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:
@@ -115,20 +114,9 @@ def operand_of(options: ModelOptions) -> ModelOperand | None:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        arguments: Any = json.loads(text)
+        arguments: Any = json_text.loads(text)
     except ValueError as error:
         raise CkptError(f"--model-kwargs is not JSON: {error}", hint="as in --model-kwargs '{\"layers\": 4}'") from None
     if not isinstance(arguments, dict):
         raise CkptError("--model-kwargs is not a JSON object", hint="as in --model-kwargs '{\"layers\": 4}'")
     return arguments
-
-
-def read_json(path: str, wanted: str) -> Any:
-    """The JSON in the file at `path`. Raises `CkptError` where there is none; `wanted` is the hint then."""
-    sources.note_read(path)
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise CkptError(f"{path}: no such file", hint=wanted) from None
-    except (ValueError, RecursionError) as error:
-        raise CkptError(f"{path} is not JSON: {error}", hint=wanted) from None

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from faults.driver import Scenario
+from fault_driver import Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -163,11 +163,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # in memory where there is such a place: what is tested is the order of the calls, and not the disk
     scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     done = subprocess.run(
-        [sys.executable, "-m", "faults.driver"],
+        [sys.executable, str(ROOT / "tests" / "support" / "fault_driver.py")],
         input=json.dumps({"scenarios": scenarios, "scratch": str(scratch), "points": POINTS}),
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     shutil.rmtree(scratch)
     assert done.returncode == 0

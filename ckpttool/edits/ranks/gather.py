@@ -15,7 +15,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import across, joined
 from ckpttool.expression import Expression, Op, Ref, substitute
-from ckpttool.formats.ranks.files import NAME, OnRanks
+from ckpttool.formats.ranks.files import NAME, is_of_ranks, is_whole, parts_of
 from ckpttool.formats.ranks.sharded_tensor import is_sharded
 from ckpttool.keys import is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names
@@ -62,7 +62,7 @@ class Gathered:
     def before(self, done: Remap) -> Remap:
         """What was `done` to the gathered checkpoint, as done to the files it was gathered from."""
         outputs = tuple(
-            replace(o, source=over(o.source, self.sources)) if o.section == self.section else o
+            replace(o, source=substitute(o.source, self.sources.__getitem__)) if o.section == self.section else o
             for o in done.plan.outputs
         )
         plan = replace(done.plan, outputs=outputs, dropped=(*self.dropped, *done.plan.dropped))
@@ -105,18 +105,6 @@ def without_model(source: Checkpoint) -> Refused:
 def _world_size(source: Checkpoint) -> int:
     entries = (entry for section in source.sections for entry in section.tensors)
     return max((len(parts_of(entry)) for entry in entries), default=1)
-
-
-def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
-    """What each rank holds of the entry; an entry of a single file is all of it."""
-    return entry.payload.parts if isinstance(entry.payload, OnRanks) else (entry,)
-
-
-def over(source: Expression, values: Mapping[str, Expression]) -> Expression:
-    """The expression with what its keys are themselves made of in their place."""
-    found = substitute(source, values.__getitem__)
-    assert isinstance(found, (Ref, Op))
-    return found
 
 
 def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
@@ -195,11 +183,11 @@ class _Work:
 
 def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry | None:
     """What the ranks hold as one tensor of `shape`: a copy of it each, or slices of it. None where it is neither."""
-    if not isinstance(entry.payload, OnRanks):
+    if not is_of_ranks(entry):
         return entry
-    if entry.payload.whole:
+    if is_whole(entry):
         return replace(entry, payload=None)
-    parts = [part for part in entry.payload.parts if part is not None]
+    parts = [part for part in parts_of(entry) if part is not None]
     if shape is None or not parts or all(part.shape == shape for part in parts):
         return parts[0] if parts else None
     slices = all(len(part.shape) == 1 and part.is_contiguous and part.dtype == parts[0].dtype for part in parts)
@@ -236,7 +224,7 @@ def _units(
 
 
 def _unfit(unit: Unit) -> str | None:
-    if unit.entry.storage is None or (is_sharded(unit.entry) and not isinstance(unit.entry.payload, OnRanks)):
+    if unit.entry.storage is None or (is_sharded(unit.entry) and not is_of_ranks(unit.entry)):
         return "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
     if len(unit.entry.shape) != 1 or not unit.entry.is_contiguous:
         return "is not one-dimensional"
@@ -277,5 +265,7 @@ def _modules(section: Section) -> Mapping[str, object] | None:
     """``_metadata`` without the paths of wrappers; where two are one then, the inner module's stays."""
     if section.modules is None:
         return None
-    wrappers = recognise(path for path in section.modules if path)
-    return {strip(path, wrappers): payload for path, payload in section.modules.items()}
+    wrappers = recognise(path for path in section.modules if path and isinstance(path, str))
+    return {
+        strip(path, wrappers) if isinstance(path, str) else path: payload for path, payload in section.modules.items()
+    }

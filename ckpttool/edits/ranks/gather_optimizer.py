@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, parts_of, resolved
+from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, resolved
 from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import joined, window
-from ckpttool.formats.ranks.files import OnRanks
+from ckpttool.formats.ranks.files import is_of_ranks, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import unit_paths
@@ -38,7 +38,7 @@ def gather_optimizers(checkpoint: Checkpoint, units: Mapping[str, Unit], names: 
     """The checkpoint with every optimizer as that of the unwrapped model; `units` are its flat parameters."""
     sections = [
         _gathered(section, units, names)
-        if section.kind == "optimizer" and (units or any(isinstance(e.payload, OnRanks) for e in section.tensors))
+        if section.kind == "optimizer" and (units or any(map(is_of_ranks, section.tensors)))
         else section
         for section in checkpoint.sections
     ]

@@ -50,12 +50,14 @@ class Transpose(_OfAll):
     dims: tuple[int, int]
 
     def make(self, value: Value) -> Value:
+        """The tensor with the two dimensions swapped. Raises `Refused` for a dimension that it does not have."""
         first, second = (dimension(dim, value.shape) for dim in self.dims)
         order = list(range(len(value.shape)))
         order[first], order[second] = second, first
         return _permuted(value, order)
 
     def reversed(self) -> Transpose:
+        """The step back: the same."""
         return self
 
 
@@ -66,11 +68,13 @@ class Permute(_OfAll):
     dims: tuple[int, ...]
 
     def make(self, value: Value) -> Value:
+        """The tensor in the new order. Raises `Refused` where it has more or fewer dimensions."""
         if len(self.dims) != len(value.shape):
             raise refusal(f"shape {list(value.shape)} has {len(value.shape)} dimensions, not {len(self.dims)}")
         return _permuted(value, self.dims)
 
     def reversed(self) -> Permute:
+        """The step back: the inverse order."""
         return Permute(tuple(self.dims.index(dim) for dim in range(len(self.dims))))
 
 
@@ -82,6 +86,7 @@ class Reshape(_OfAll):
     was: tuple[int, ...] | None
 
     def make(self, value: Value) -> Value:
+        """The tensor in the new shape. Raises `Refused` where its own is not `was`, or it does not fill the new one."""
         if self.was is not None and _filled(self.was, prod(value.shape)) != value.shape:
             raise refusal(f"the shape is {list(value.shape)}, not {list(self.was)}")
         shape = _filled(self.shape, prod(value.shape))
@@ -90,6 +95,7 @@ class Reshape(_OfAll):
         return replace(value, source=Op("aten.reshape.default", (value.source, shape)), shape=shape)
 
     def reversed(self) -> Reshape | None:
+        """The step back; None where `was` does not say from which shape."""
         return None if self.was is None else Reshape(self.was, self.shape)
 
 
@@ -101,16 +107,19 @@ class Cast:
     was: tuple[str, ...] | None
 
     def concerns(self, value: Value) -> bool:
+        """Whether the tensor is one to cast: others are left as they are."""
         return value.dtype in self.was if self.was else _kind(value.dtype) == _kind(self.dtype)
 
     def make(self, value: Value) -> Value:
+        """The tensor in the new dtype, rounded as torch does."""
         if value.dtype == self.dtype:
             return value
         cast = Op("aten._to_copy.default", (value.source,), (("dtype", Special("dtype", self.dtype)),))
         return replace(value, source=cast, dtype=self.dtype)
 
     def reversed(self) -> None:
-        return None
+        """None: what a cast rounds away does not come back."""
+        return
 
 
 Change = Union[Transpose, Permute, Reshape, Cast]
@@ -156,6 +165,7 @@ def dimension(dim: int, shape: Sequence[int]) -> int:
 
 
 def refusal(message: str) -> Refused:
+    """The refusal of a change that does not fit its tensor; the caller says which rule and key."""
     return Refused(message, hint="`ckpttool inspect CKPT` lists dtypes and shapes")
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ckpttool.dtypes import TABLE
+from ckpttool.dtypes import PLAIN
 from ckpttool.edits.rules.changes import Cast, Permute, Reshape, Transpose
 from ckpttool.edits.rules.patterns import Rule, matches, parse
 from ckpttool.edits.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
 from ckpttool.errors import CkptError, Problem
-from ckpttool.io import sources
+from ckpttool.io.files import opened
+from ckpttool.limits import limits
 from ckpttool.words import plural
 
 if sys.version_info >= (3, 11):
@@ -23,9 +24,6 @@ else:
 
 Fields = Mapping[str, Any]
 Kind = tuple[str, Callable[[Any], bool]]
-
-# Dtypes that torch converts from and to; quantized ones and bits have other rules.
-_DTYPES = {row.name for row in TABLE if row.pt2 is not None}
 
 
 def _is_text(value: Any) -> bool:
@@ -58,10 +56,10 @@ _SHAPE: Kind = (
     "a list of sizes, with one -1 at most",
     lambda value: _are_numbers(value) and all(size >= -1 for size in value) and value.count(-1) <= 1,
 )
-_DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in _DTYPES)
-_SOME_DTYPES: Kind = (
+_DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN)
+_SOMEPLAIN: Kind = (
     "a dtype of torch, or a list of them",
-    lambda value: bool(value) and all(isinstance(one, str) and one in _DTYPES for one in _list(value)),
+    lambda value: bool(value) and all(isinstance(one, str) and one in PLAIN for one in _list(value)),
 )
 
 
@@ -87,12 +85,28 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
 
 
 def _load(path: str) -> Mapping[str, Any]:
-    sources.note_read(path)
+    most = limits().rules_bytes
+    with opened(path, pipes=True) as file:
+        data = file.read(most + 1)
     try:
-        content: dict[str, Any] = tomllib.loads(Path(path).read_bytes().decode())
+        if len(data) > most:
+            raise ValueError(f"it is too long: {limits().named('rules_bytes')}")
+        text = data.decode("utf-8-sig")
+        _check_dots(text)
+        content: dict[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise CkptError(f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md") from None
     return content
+
+
+def _check_dots(text: str) -> None:
+    """Raises ValueError for dotted names that are too long: reading them takes time of the order of their cube."""
+    for number, line in enumerate(_STRINGS.sub("", text).splitlines(), 1):
+        if line.count(".") > limits().rules_dots:
+            raise ValueError(f"too many dots at line {number}: {limits().named('rules_dots')}")
+
+
+_STRINGS = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 
 
 def _steps(content: Mapping[str, Any], path: str) -> tuple[Step, ...]:
@@ -248,6 +262,6 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "transpose": _Operation(_TEXTS, _transpose, may={"dims": _TWO_DIMS}),
     "permute": _Operation(_TEXTS, _permute, {"dims": _ORDER}),
     "reshape": _Operation(_TEXTS, _reshape, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
-    "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _SOME_DTYPES}),
+    "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _SOMEPLAIN}),
     "drop": _Operation(_TEXTS, _drop),
 }

@@ -10,11 +10,13 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
+from ckpttool.edits.rules.regex import Regex, compiled
+from ckpttool.edits.rules.segments import VARIABLE, Bound, Pattern, TooManyTries, pattern_of, ways
 from ckpttool.errors import CkptError, Problem, Refused
 
-_VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 _SYNTAX = "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or 're:(.*)_old => \\1'"
 
 
@@ -27,19 +29,18 @@ class Renaming(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule, compiled. `lazy` differs from `greedy` in how much a `{x*}` takes, which shows an ambiguous match."""
+    """One rule, compiled: FROM as a pattern, with the segments of TO, or a regular expression with its replacement."""
 
     text: str
-    greedy: re.Pattern[str]
-    lazy: re.Pattern[str]
-    template: str | tuple[str, ...]  # a regular expression's replacement, or the segments of TO
+    source: Pattern | Regex
+    template: tuple[str, ...] | str
 
     def apply(self, key: str) -> str | None:
         """The key's new name, or None where the rule does not match.
 
         Raises `Refused` where it matches in two ways, or leaves nothing of the key.
         """
-        name = self._expand(key, self.template) if isinstance(self.template, str) else self._fill(key, self.template)
+        name = self._expand(key) if isinstance(self.source, Regex) else self._fill(key, self.source)
         if name == "":
             raise Refused(
                 f"the rule {self.text!r} leaves nothing of a key",
@@ -48,24 +49,42 @@ class Rule:
             )
         return name
 
-    def _fill(self, key: str, template: tuple[str, ...]) -> str | None:
-        found, other = self.greedy.fullmatch(key + "."), self.lazy.fullmatch(key + ".")
-        if found is None or other is None:
+    def _fill(self, key: str, source: Pattern) -> str | None:
+        segments = key.split(".")
+        found = _two_ways(source, segments, self.text)
+        if not found:
             return None
-        if found.groupdict() != other.groupdict():
+        if len(found) > 1:
             raise Refused(
                 f"the rule {self.text!r} matches a key in more than one way",
                 hint="name more of the segments literally, or write the rule as a regular expression (re:…)",
                 problems=[Problem("ambiguous match", key)],
             )
-        return "".join(_fill(segment, found.groupdict()) for segment in template)[:-1]
+        name: list[str] = []
+        for segment in self.template:
+            variable = VARIABLE.fullmatch(segment)
+            name += [segment] if variable is None else segments[slice(*found[0][variable[1]])]
+        return ".".join(name)
 
-    def _expand(self, key: str, template: str) -> str | None:
-        found = self.greedy.fullmatch(key)
+    def _expand(self, key: str) -> str | None:
+        assert isinstance(self.source, Regex)
+        assert isinstance(self.template, str)
+        found = self.source.fullmatch(key)
         try:
-            return None if found is None else found.expand(template)
+            return None if found is None else str(found.expand(self.template))
         except (re.error, IndexError) as error:
             raise CkptError(f"not a replacement: {self.text!r}: {error}", hint=_SYNTAX) from None
+
+
+def _two_ways(source: Pattern, segments: Sequence[str], text: str) -> list[Bound]:
+    """The ways in which the pattern matches, two of them at most."""
+    try:
+        return list(islice(ways(source, segments), 2))
+    except TooManyTries:
+        raise CkptError(
+            f"the variables of {text!r:.200} stand twice in too many ways for a key of {len(segments):,} segments",
+            hint="name more of the segments literally",
+        ) from None
 
 
 def parse(text: str, *, reverse: bool = False) -> Rule:
@@ -87,47 +106,32 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
     unbound = set(_names(right)) - set(_names(left))
     if unbound:
         raise CkptError(f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind", hint=_SYNTAX)
-    return Rule(text, pattern(left), pattern(left, lazy=True), tuple(segment + "." for segment in _segments(right)))
+    return Rule(text, pattern_of(_segments(left)), tuple(_segments(right)))
 
 
 def _parse_regex(text: str, left: str, right: str) -> Rule:
+    return Rule(text, _regex(left, text), right)
+
+
+def _regex(expression: str, text: str) -> Regex:
     try:
-        compiled = re.compile(left)
-    except re.error as error:
-        raise CkptError(f"not a regular expression: {text!r}: {error}", hint=_SYNTAX) from None
-    return Rule(text, compiled, compiled, right)
-
-
-def pattern(text: str, *, lazy: bool = False) -> re.Pattern[str]:
-    """The regular expression of one side, to be matched against the key with a dot added at its end."""
-    seen: set[str] = set()
-    parts = []
-    for segment in _segments(text):
-        variable = _VARIABLE.fullmatch(segment)
-        if variable is None:
-            parts.append(re.escape(segment) + r"\.")
-            continue
-        name, star = variable.groups()
-        if name in seen:
-            parts.append(f"(?P={name})" + ("" if star else r"\."))
-        elif star:
-            parts.append(rf"(?P<{name}>(?:[^.]*\.)*{'?' if lazy else ''})")
-        else:
-            parts.append(rf"(?P<{name}>[^.]*)\.")
-        seen.add(name)
-    return re.compile("".join(parts), re.DOTALL)
+        return compiled(expression)
+    except ValueError as error:
+        raise CkptError(f"not a regular expression: {text!r:.200}: {error}", hint=_SYNTAX) from None
 
 
 def matches(text: str, key: str) -> bool:
     """Whether `text` names `key`: a rule's FROM, a regular expression after ``re:``, or a shell pattern with ``*``."""
     if text.startswith("re:"):
-        try:
-            return re.fullmatch(text[3:], key) is not None
-        except re.error as error:
-            raise CkptError(f"not a regular expression: {text!r}: {error}", hint=_SYNTAX) from None
-    if _VARIABLE.search(text):
-        return pattern(text).fullmatch(key + ".") is not None
-    return text == key or fnmatch.fnmatchcase(key, text)
+        return _regex(text[3:], text).fullmatch(key) is not None
+    if VARIABLE.search(text):
+        return bool(_two_ways(pattern_of(_segments(text)), key.split("."), text))
+    return text == key or _shell_matches(text, key)
+
+
+def _shell_matches(text: str, key: str) -> bool:
+    """As `fnmatch`, whose time may grow with a power of the key's length for a pattern of many stars."""
+    return compiled(fnmatch.translate(text)).fullmatch(key) is not None
 
 
 def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
@@ -158,7 +162,7 @@ def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
 def _segments(text: str) -> list[str]:
     segments = text.split(".")
     for segment in segments:
-        if _VARIABLE.search(segment) and not _VARIABLE.fullmatch(segment):
+        if VARIABLE.search(segment) and not VARIABLE.fullmatch(segment):
             raise CkptError(
                 f"{segment!r}: a variable stands for whole segments between dots",
                 hint="for a part of a segment write a regular expression: 're:layer(\\d+)\\.(.*) => layers.\\1.\\2'",
@@ -167,11 +171,4 @@ def _segments(text: str) -> list[str]:
 
 
 def _names(text: str) -> list[str]:
-    return [name + star for name, star in _VARIABLE.findall(text)]
-
-
-def _fill(segment: str, values: dict[str, str]) -> str:
-    variable = _VARIABLE.fullmatch(segment[:-1])
-    if variable is None:
-        return segment
-    return values[variable[1]] if variable[2] else values[variable[1]] + "."
+    return [name + star for name, star in VARIABLE.findall(text)]

@@ -39,6 +39,7 @@ class Rename:
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """The rules as they were written: each has to apply to some key."""
         return tuple(rule.text for rule in self.rules)
 
     def one(self, key: str, value: Value, made: Made) -> Named:
@@ -106,6 +107,7 @@ class Split:
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """What has to apply to some key: the name of the whole."""
         return (self.parts.whole,)
 
     def one(self, key: str, value: Value, made: Made) -> Named:
@@ -128,6 +130,7 @@ class Join:
 
     @property
     def patterns(self) -> tuple[str, ...]:
+        """What has to apply to some key: the name of each part."""
         return self.parts.names
 
 

@@ -28,6 +28,7 @@ class Feed:
 
 
 def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
+    """The constants of an exported program, which are not in its state dict; empty for other checkpoints."""
     return next((section.tensors for section in program.sections if section.path == CONSTANTS), ())
 
 

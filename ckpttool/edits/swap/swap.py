@@ -19,7 +19,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
-from ckpttool.formats.pt2.program import Program
+from ckpttool.formats.pt2.program import program_of
 from ckpttool.names import Names
 from ckpttool.words import plural
 
@@ -43,7 +43,7 @@ class Swap:
 
     def to_json(self, program: str, weights: str, output: str) -> dict[str, object]:
         """The `swap-weights` object of the contract."""
-        container = self.program.container
+        program_file = program_of(self.program)
         return {
             "schema": "ckpttool.swap/1",
             "program": program,
@@ -52,7 +52,7 @@ class Swap:
             "swapped": len(self.sources),
             "kept": [],
             "constants": list(self.constants),
-            "layout": container.layout if isinstance(container, Program) else self.program.format,
+            "layout": self.program.format if program_file is None else program_file.layout,
             "from": self.form,
             "ignored": list(self.ignored),
         }
@@ -136,10 +136,10 @@ def _untied(
 
 
 def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> Advice:
-    kinds = {problem.kind for problem in problems}
+    kinds, file = {problem.kind for problem in problems}, program_of(program)
     if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
         return "constants"
-    if "left_over" in kinds and isinstance(program.container, Program) and program.container.compiled:
+    if "left_over" in kinds and file is not None and file.compiled:
         return "compiled"
     if names is None and kinds & {"left_over", "missing"}:
         return "model"

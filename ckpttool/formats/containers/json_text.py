@@ -10,6 +10,10 @@ import re
 from collections import Counter
 from typing import Any, NamedTuple, NoReturn
 
+from ckpttool.errors import CkptError
+from ckpttool.io.files import opened
+from ckpttool.limits import limits
+
 
 class Member(NamedTuple):
     """One member of an object: its name, and where in the text the quoted name begins and ends; its value."""
@@ -20,12 +24,29 @@ class Member(NamedTuple):
     value: Any
 
 
-def loads(text: str) -> Any:
-    """The value of the JSON text. Raises ValueError, whatever is wrong with it."""
+def read_file(path: str, hint: str) -> Any:
+    """The JSON value in the file. Raises `CkptError` with `hint` where there is none."""
+    most = limits().json_bytes
+    with opened(path, pipes=True) as file:
+        data = file.read(most + 1)
+    try:
+        if len(data) > most:
+            raise ValueError(f"it is longer: {limits().named('json_bytes')}")
+        return loads(data.decode("utf-8-sig"), surrogates=True)
+    except ValueError as error:
+        raise CkptError(f"{path} is not JSON: {error}", hint=hint) from None
+
+
+def loads(text: str, *, surrogates: bool = False) -> Any:
+    """The value of the JSON text. Raises ValueError, whatever is wrong with it.
+
+    With `surrogates` strings may hold lone ones, as keys of a pickle may.
+    """
     decoder = _DECODER if "-0" in text else _PLAIN_DECODER  # reading integers in Python is half of the time
     value, end = _value(text, _after(_BLANKS, text, 0), decoder)
     _check_end(text, end)
-    _check_surrogates(text, value)
+    if not surrogates:
+        _check_surrogates(text, value)
     return value
 
 

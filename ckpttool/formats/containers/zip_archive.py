@@ -249,6 +249,7 @@ def is_wide(start: int, size: int) -> bool:
 
 
 def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
+    """Tag and content of each extra field of a record; a last one that is cut off is left out."""
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<HH", extra, at)

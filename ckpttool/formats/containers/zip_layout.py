@@ -32,6 +32,7 @@ class NewRecord:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the record's content."""
         return len(self.data) if isinstance(self.data, bytes) else self.data.length
 
 

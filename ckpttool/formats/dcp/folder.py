@@ -32,9 +32,9 @@ from ckpttool.io.paths import join
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.io.ranges import read_span
 from ckpttool.io.safe_path import safe_path
+from ckpttool.limits import limits
 
 FORMAT = "dcp"
-MAX_METADATA = 1 << 30  # bytes of .metadata; a tensor takes about 300, and 80 for each chunk
 
 _MAX_VALUE = 1 << 24  # bytes of an item that is no tensor
 
@@ -91,9 +91,9 @@ def _read_metadata(path: str) -> tuple[Metadata, int]:
     if shards and not exists(source):
         return read_shards(path, shards), 0
     with opened(source) as file:
-        data = file.read(MAX_METADATA + 1)
-    if len(data) > MAX_METADATA:
-        raise CkptError(f"{source} is longer than {MAX_METADATA:,} bytes", hint="copy it again: it is damaged")
+        data = file.read(limits().pickle_bytes + 1)
+    if len(data) > limits().pickle_bytes:
+        raise CkptError(f"{source} is too long: {limits().named('pickle_bytes')}", hint="copy it again: it is damaged")
     return parse(data, source), len(data)
 
 
@@ -113,6 +113,8 @@ def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
     for place, key in places.items():
         if place.name in sizes and place.offset + place.length > sizes[place.name]:
             problems.append(Problem(f"{place.name} ends at byte {sizes[place.name]:,}, before its data", key))
+        if not place.length and not place.raw:
+            problems.append(Problem("it has no bytes: torch.save writes some for every item", key))
         if place.transforms:
             problems.append(Problem(f"went through an extension: {', '.join(place.transforms)}", key))
     taken = Counter[str]()
@@ -135,6 +137,8 @@ def _sizes(folder: str, names: Iterable[str]) -> tuple[dict[str, int], list[Prob
         path = safe_path(folder, name)
         if path is None:
             problems.append(Problem("leads out of the folder", name))
+        elif name == DCP_METADATA:
+            problems.append(Problem("describes the folder, and holds no data", name))
         elif not is_file(path):
             problems.append(Problem("the data file is missing", name))
         else:

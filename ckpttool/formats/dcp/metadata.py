@@ -60,6 +60,7 @@ class TensorItem:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor, of all its chunks."""
         return prod(self.shape) * dtypes.itemsize(self.dtype)
 
 

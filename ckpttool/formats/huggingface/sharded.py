@@ -15,7 +15,9 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.huggingface.index_file import read_index
 from ckpttool.formats.huggingface.plan_shards import DEFAULT_SIZE, Item, plan_shards, shard_names
+from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.safetensors import single as safetensors
+from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.io.files import is_file
 from ckpttool.io.paths import name as name_of
@@ -79,9 +81,6 @@ def read(path: str) -> Checkpoint:
 
 def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
     """The index of one shard, or what makes it none."""
-    from ckpttool.formats.recognise_file import sniff
-    from ckpttool.formats.table import FORMATS
-
     path = safe_path(folder, name)
     if path is None:
         return [Problem("the index leads out of its folder", name)]

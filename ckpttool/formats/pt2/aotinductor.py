@@ -13,9 +13,10 @@ from ckpttool.checkpoint import Section, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.formats.containers.zip_archive import Archive
 from ckpttool.formats.pt2.program import Home, Payload, Program, damaged, read_json
-from ckpttool.formats.pt2.since_2_9 import element_reach, plain_sizes
+from ckpttool.formats.pt2.since_2_9 import element_reach
 from ckpttool.formats.pt2.until_2_8 import open_record, payload_of
 from ckpttool.formats.torch.tensors import entry_of, is_tensor
+from ckpttool.json_schema import COUNT, SHAPE, TEXT, Items, MapOf
 
 FOLDER = "data/aotinductor/"
 LAYOUT = "AOTInductor"
@@ -30,6 +31,7 @@ INSIDE = (
 )
 
 _CONFIG = "weights_config.json"
+_WEIGHTS = MapOf(Items((TEXT, SHAPE, SHAPE, COUNT)))  # the record, sizes, strides, offset
 
 
 def models(archive: Archive, root: str) -> list[str]:
@@ -65,14 +67,14 @@ def _entries(archive: Archive, root: str, config: str) -> tuple[tuple[TensorEntr
     homes: dict[Storage, Home] = {}
     complete: dict[str, tuple[TensorEntry, Payload]] = {}
     try:
-        for fqn, (file, *geometry) in read_json(archive, config).items():
+        for fqn, (file, *geometry) in read_json(archive, config, _WEIGHTS, "torch").items():
             record = f"{root}data/weights/{file}"
             if record not in complete:
                 complete[record] = _complete(archive, record, homes)
             whole, payload = complete[record]
             found.append(_view(fqn, whole, geometry, payload))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(archive.path, f"{config} is not as torch writes it: {error!r}") from error
+    except ValueError as error:
+        raise damaged(archive.path, f"{config} is not as torch writes it: {error}") from error
     return tuple(found), homes
 
 
@@ -88,7 +90,7 @@ def _complete(archive: Archive, record: str, homes: dict[Storage, Home]) -> tupl
 
 def _view(fqn: str, whole: TensorEntry, geometry: list[Any], payload: Payload) -> TensorEntry:
     """The weight as ``whole.as_strided(*geometry)``."""
-    shape, stride, (offset,) = plain_sizes(geometry[0]), plain_sizes(geometry[1]), plain_sizes(geometry[2:])
+    shape, stride, offset = tuple(geometry[0]), tuple(geometry[1]), geometry[2]
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
     storage = whole.storage
@@ -105,8 +107,6 @@ def _shared(archive: Archive, root: str, name: str) -> Mapping[str, list[str]]:
         config = f"{root}{FOLDER}{other}/{_CONFIG}"
         if other == name or config not in archive.by_name:
             continue
-        value = read_json(archive, config)
-        entries = value.values() if isinstance(value, dict) else ()
-        for file in {entry[0] for entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], str)}:
+        for file in {entry[0] for entry in read_json(archive, config, _WEIGHTS, "torch").values()}:
             found.setdefault(f"{root}data/weights/{file}", []).append(other)
     return found

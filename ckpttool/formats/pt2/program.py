@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from ckpttool.checkpoint import Section, Storage
+from ckpttool.checkpoint import Checkpoint, Section, Storage
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.containers.zip_archive import Archive, read_record
+from ckpttool.json_schema import AnyKind, check
+from ckpttool.limits import limits
 
 CONSTANTS = "constants"  # path of the section of constants; the state dict's is the root
 
-_JSON_LIMIT = 1 << 30  # bytes of one JSON record
+_AGAIN = "copy it or export it again"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +69,13 @@ class Program:
 
     @property
     def compiled(self) -> bool:
+        """Whether it is an AOTInductor package: compiled code, and no graph."""
         return not self.model
+
+
+def program_of(checkpoint: Checkpoint) -> Program | None:
+    """The program that the checkpoint is; None for any other checkpoint."""
+    return checkpoint.container if isinstance(checkpoint.container, Program) else None
 
 
 def root_of(archive: Archive) -> str:
@@ -76,19 +84,24 @@ def root_of(archive: Archive) -> str:
     return first[: first.find("/") + 1]
 
 
-def read_json(archive: Archive, name: str) -> Any:
-    """The JSON value of a record. Raises `CkptError` where it is missing, damaged or no JSON."""
+def read_json(archive: Archive, name: str, kind: AnyKind, writer: str) -> Any:
+    """The JSON value of a record, which is of the kind: as `writer` writes it.
+
+    Raises `CkptError`, every problem at its JSON path, where it is missing, damaged, no JSON, or something else.
+    """
     if name not in archive.by_name:
         raise damaged(archive.path, f"its record {name} is missing")
     try:
-        return json_text.loads(read_record(archive, archive.by_name[name], _JSON_LIMIT).decode())
+        value = json_text.loads(read_record(archive, archive.by_name[name], limits().json_bytes).decode())
     except ValueError as error:
         raise damaged(archive.path, f"its record {name} is not valid JSON: {error}") from error
+    check(kind, value, f"{archive.path} is not a program that can be read: {name} is not as {writer} writes it", _AGAIN)
+    return value
 
 
 def damaged(path: str, problem: str) -> CkptError:
     """The error for a program that contradicts itself."""
-    return CkptError(f"{path} is not a program that can be read: {problem}", hint="copy it or export it again")
+    return CkptError(f"{path} is not a program that can be read: {problem}", hint=_AGAIN)
 
 
 def compressed(path: str, record: str) -> CkptError:

@@ -10,8 +10,13 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, TensorEntry
 from ckpttool.formats.pt2.program import Payload, Program, damaged, read_json
+from ckpttool.json_schema import TEXT, ListOf, ObjectOf
 
 _KINDS = {"parameter": "parameter", "buffer": "buffer", "tensor_constant": "constant"}
+_INPUT = ObjectOf({}, {kind: ObjectOf({f"{kind}_name": TEXT}) for kind in _KINDS})
+_MODEL = ObjectOf(
+    {"torch_version": TEXT, "graph_module": ObjectOf({"signature": ObjectOf({"input_specs": ListOf(_INPUT)})})}
+)
 _RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}
 
 
@@ -47,21 +52,18 @@ def signature(checkpoint: Checkpoint) -> Signature:
     program = checkpoint.container
     if not isinstance(program, Program):
         raise TypeError("not a program: its container is missing")
-    model = read_json(program.archive, program.model)
-    try:
-        graph, version = _graph_inputs(model), str(model["torch_version"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(checkpoint.source, f"{program.model} is not as torch.export.save writes it: {error!r}") from error
-    return Signature(version, _inputs(checkpoint, graph))
+    model = read_json(program.archive, program.model, _MODEL, "torch.export.save")
+    if not all(model["graph_module"]["signature"]["input_specs"]):
+        raise damaged(checkpoint.source, f"{program.model} is not as torch.export.save writes it: an input of no kind")
+    return Signature(model["torch_version"], _inputs(checkpoint, _graph_inputs(model)))
 
 
 def _graph_inputs(model: Any) -> dict[str, str]:
     """FQN -> kind of each tensor that the graph takes from the program, in its order."""
     found: dict[str, str] = {}
     for spec in model["graph_module"]["signature"]["input_specs"]:
-        ((kind, content),) = spec.items()
-        if kind in _KINDS:
-            found[content[f"{kind}_name"]] = _KINDS[kind]
+        for kind in spec.keys() & _KINDS.keys():
+            found[spec[kind][f"{kind}_name"]] = _KINDS[kind]
     return found
 
 

@@ -22,6 +22,7 @@ from ckpttool.formats.pt2.program import (
     program_sections,
     read_json,
 )
+from ckpttool.json_schema import COUNT, FLAG, TEXT, ListOf, MapOf, Nullable, ObjectOf
 
 LAYOUT = "torch>=2.9"
 
@@ -34,6 +35,21 @@ _LAYOUTS = {
     6: "mkldnn",
     7: "strided",
 }
+
+
+_SIZE = ObjectOf({"as_int": COUNT})  # a weight has no symbolic sizes
+_TENSOR = ObjectOf(
+    {
+        "dtype": COUNT,
+        "sizes": ListOf(_SIZE),
+        "strides": ListOf(_SIZE),
+        "storage_offset": _SIZE,
+        "layout": COUNT,
+        "requires_grad": FLAG,
+    }
+)
+_PAYLOAD = ObjectOf({"path_name": TEXT, "is_param": FLAG, "use_pickle": FLAG, "tensor_meta": Nullable(_TENSOR)})
+_CONFIG = ObjectOf({"config": MapOf(_PAYLOAD)})
 
 
 def read(archive: Archive, root: str, name: str) -> Program:
@@ -50,7 +66,7 @@ def _payloads(
 ) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
     """The tensors and the other objects that the config of `kind` (``weights`` or ``constants``) lists."""
     config = f"{root}data/{kind}/{name}_{kind}_config.json"
-    value = read_json(archive, config)
+    value = read_json(archive, config, _CONFIG, "torch.export.save")
     tensors: list[TensorEntry] = []
     objects: list[ExtraEntry] = []
     storages: dict[str, Storage] = {}
@@ -63,8 +79,8 @@ def _payloads(
                 objects.append(ExtraEntry(fqn, meta["path_name"]))
             else:
                 tensors.append(_tensor(archive, record, fqn, meta, storages))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(archive.path, f"{config} is not as torch.export.save writes it: {error!r}") from error
+    except ValueError as error:
+        raise damaged(archive.path, f"{config} is not as torch.export.save writes it: {error}") from error
     homes.update((storage, Home(record)) for record, storage in storages.items())
     return tuple(tensors), tuple(objects)
 
@@ -80,8 +96,8 @@ def _tensor(
     (offset,) = _sizes([tensor["storage_offset"]])
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
-    pickled = bool(meta["use_pickle"])
-    payload = Payload(record.name, meta["is_param"] is True, tensor["requires_grad"] is True, pickled)
+    pickled = meta["use_pickle"]
+    payload = Payload(record.name, meta["is_param"], tensor["requires_grad"], pickled)
     layout = "subclass" if pickled else _LAYOUTS.get(tensor["layout"], "unknown")
     reach = element_reach(shape, stride, offset) * itemsize(dtype)
     if layout == "strided" and reach and not record.nbytes:
@@ -98,17 +114,9 @@ def _tensor(
     return TensorEntry(fqn, dtype, shape, stride, offset, storage, payload=payload)
 
 
-def _sizes(values: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Sizes, strides or offsets; a weight has no symbolic ones."""
-    return plain_sizes([value["as_int"] for value in values])
-
-
-def plain_sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    """`values` as sizes, strides or offsets. Raises ValueError where they are none."""
-    found = tuple(values)
-    if not all(type(size) is int and 0 <= size < 2**63 for size in found):
-        raise ValueError(f"not sizes: {found}")
-    return found
+def _sizes(values: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
+    """Sizes, strides or offsets."""
+    return tuple(value["as_int"] for value in values)
 
 
 def element_reach(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> int:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OnRanks:
+class RankParts:
     """The payload of an entry: what each rank holds under its key, by rank.
 
     `whole`: the parts, one after another, are the entry. Else it is the first of them, and they may be copies of one
@@ -41,6 +41,21 @@ class OnRanks:
 
     parts: tuple[TensorEntry | None, ...]
     whole: bool
+
+
+def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
+    """What each rank holds of the entry, by rank; an entry of a single file is all of it."""
+    return entry.payload.parts if isinstance(entry.payload, RankParts) else (entry,)
+
+
+def is_of_ranks(entry: TensorEntry) -> bool:
+    """Whether the entry comes from the files of several ranks."""
+    return isinstance(entry.payload, RankParts)
+
+
+def is_whole(entry: TensorEntry) -> bool:
+    """Whether the parts that ranks hold, one after another, are the entry."""
+    return isinstance(entry.payload, RankParts) and entry.payload.whole
 
 
 def read(pattern: str) -> Checkpoint:
@@ -202,7 +217,7 @@ class _Merge:
             return first
         if is_flat(first.key):
             return self._tried(_laid_end_to_end, parts, first)
-        return replace(first, payload=OnRanks(parts, whole=False))
+        return replace(first, payload=RankParts(parts, whole=False))
 
     def _tried(self, make: Callable[[Any], T], own: Any, first: T) -> T:
         try:
@@ -243,7 +258,7 @@ def _whole(key: str, shape: tuple[int, ...], parts: tuple[TensorEntry | None, ..
         raise _unfit("a part of it is a strided view", key)
     dtype = have[0].dtype if have else "float32"
     storage = joined(across(have, 0, prod(shape)))
-    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=OnRanks(parts, whole=True))
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=RankParts(parts, whole=True))
 
 
 def _unfit(message: str, key: str) -> CkptError:

@@ -17,8 +17,9 @@ from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, 
 from ckpttool.formats.recognise_file import LEGACY_START
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor
 from ckpttool.formats.torch.tree import find_sections
-from ckpttool.formats.torch.zip_file import MAX_PICKLE, Container, foreign
+from ckpttool.formats.torch.zip_file import Container, foreign
 from ckpttool.io.files import Source, opened
+from ckpttool.limits import limits
 
 _PROTOCOL = 1001  # of the format, the second pickle
 _FIRST_READ = 1 << 20  # bytes; nothing says how long the pickles are, so more is read as long as they are cut off
@@ -103,11 +104,11 @@ def _read_pickles(path: str, file: Source, nbytes: int) -> _Pickles:
     length = _FIRST_READ
     while True:
         file.seek(0)
-        data = file.read(min(length, MAX_PICKLE))
+        data = file.read(min(length, limits().pickle_bytes))
         try:
             return _parse(path, data)
         except CkptError:
-            if len(data) < length or length >= MAX_PICKLE:
+            if len(data) < length or length >= limits().pickle_bytes:
                 raise
         length *= 8
 

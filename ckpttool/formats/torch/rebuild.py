@@ -44,6 +44,7 @@ class Rebuilder:
         return Persistent((self._word("storage"), kind, self.key(storage), self._word("cpu"), numel))
 
     def key(self, storage: Storage) -> str:
+        """The key of the storage's record in the file: the one that it has, or the first number that is free."""
         key = self.keys.get(id(storage))
         if key is None:
             number = len(self.taken)

@@ -55,6 +55,7 @@ class Geometry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor's own elements, or of what stands for them where they are no strided block."""
         return self.packed_bytes if self.storage is None else prod(self.shape) * dtypes.itemsize(self.dtype)
 
     def packed(self, layout: str, nbytes: int | None = None) -> Geometry:
@@ -77,6 +78,7 @@ class Carried:
 
 
 def malformed(message: str) -> CkptError:
+    """The error of a file whose pickle is sound but not what torch.save writes; `message` says where."""
     return CkptError(
         f"not as torch.save writes it: {message}",
         hint="the file is damaged, or needs a newer ckpttool: pip install -U ckpttool",
@@ -89,6 +91,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_torch(name: Global) -> bool:
+    """Whether the name is of torch itself, whose classes are taken for what they are called."""
     return name.module == "torch" or name.module.startswith("torch.")
 
 

@@ -16,8 +16,9 @@ from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Call, Global, loads
 from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
-from ckpttool.formats.torch.zip_file import MAX_PICKLE, check_byteorder, find_storage
+from ckpttool.formats.torch.zip_file import check_byteorder, find_storage
 from ckpttool.io.pieces import Pieces
+from ckpttool.limits import limits
 
 _MAX_CODE = 1 << 28  # bytes of one file of code
 _MAX_DEPTH = 200  # modules inside each other
@@ -35,7 +36,7 @@ def read(path: str) -> Checkpoint:
     archive = read_archive(path)
     folder = _folder(archive)
     check_byteorder(archive, folder)
-    root = loads(read_record(archive, archive.by_name[folder + "data.pkl"], MAX_PICKLE)).root
+    root = loads(read_record(archive, archive.by_name[folder + "data.pkl"], limits().pickle_bytes)).root
     storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
     reader = _Reader(_Code(archive, folder), storages)
     tensors = tuple(reader.tensors(root))

@@ -23,8 +23,8 @@ from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
 from ckpttool.formats.torch.tree import Tree, find_sections
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Pieces
+from ckpttool.limits import limits
 
-MAX_PICKLE = 1 << 29  # bytes of data.pkl; a tensor takes about 110
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 
 
@@ -73,7 +73,7 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
     """
     folder = _folder(archive)
     check_byteorder(archive, folder)
-    data = read_record(archive, archive.by_name[folder + "data.pkl"], MAX_PICKLE)
+    data = read_record(archive, archive.by_name[folder + "data.pkl"], limits().pickle_bytes)
     pickle = loads(data)
     if pickle.end != len(data):
         raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle")
@@ -195,6 +195,10 @@ def _fresh(checkpoint: Checkpoint) -> Pieces:
 
 
 def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
+    """The pieces of a file that nothing is kept of: the records and the order of today's ``torch.save``.
+
+    Its serialization id, a random number in torch, is made from `root`: the same content gives the same bytes.
+    """
     data, keys = dumped(root, protocol)
     serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
     notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}

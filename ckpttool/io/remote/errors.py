@@ -9,7 +9,10 @@ from difflib import get_close_matches
 from shlex import quote
 from typing import TypeGuard
 
+from fsspec.exceptions import FSTimeoutError
+
 from ckpttool.errors import CkptError
+from ckpttool.limits import limits
 
 # The module that a driver lacks, where the package to install has another name.
 _PACKAGES = {"smbclient": "smbprotocol", "dropboxdrivefs": "dropboxdrivefs", "yarl": "aiohttp", "git": "pygit2"}
@@ -21,6 +24,10 @@ _NAMES = (
     (re.compile("Credential|TokenRetrieval|Login|Auth|Gated|Profile|Forbidden|AccessDenied|Unauthorized"), _LOGIN),
     (re.compile("Connect|Timeout|Endpoint|DNS|gaierror|SSL|ServerDisconnected|IncompleteRead|Payload"), _NETWORK),
 )
+
+
+class SendsTooMuch(OSError):
+    """An answer is longer than what was asked for."""
 
 
 @contextmanager
@@ -49,6 +56,10 @@ def _in_words(url: str, error: Exception) -> CkptError:
         return _no_scheme(url, str(error).partition(": ")[2])
     if isinstance(error, FileNotFoundError):
         return CkptError(f"no such file, folder or bucket: {url}", hint="check the URL: scheme, bucket and key")
+    if isinstance(error, SendsTooMuch):
+        return CkptError(f"{url}: {error}", hint="its server cannot send a part, or is hostile: download it first")
+    if isinstance(error, FSTimeoutError):
+        return CkptError(f"{url}: no answer: {limits().named('remote_seconds')}", hint=_NETWORK)
     if isinstance(error, NotImplementedError):
         return CkptError(f"{url}: the driver of {scheme}:// cannot do this", hint="use a local file")
     return CkptError(f"{url}: {_text(error)}", hint=_hint(error))

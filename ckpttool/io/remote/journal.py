@@ -15,8 +15,9 @@ from ckpttool.errors import CkptError
 from ckpttool.io import temporary
 from ckpttool.io.journal import PATIENCE, Journal, being_replaced, parse
 from ckpttool.io.paths import join
+from ckpttool.io.paths import name as name_of
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import filesystem, forget, names_in, stat
+from ckpttool.io.remote.read import filesystem, forget, stat
 from ckpttool.io.temporary import JOURNAL
 
 
@@ -61,7 +62,7 @@ def settle(out: str) -> None:
     found = stat(out)
     if found is None or not found.folder:
         return
-    for name in [name for name in names_in(out) if temporary.owner_of(name) is not None]:
+    for name in _temporary_names(out):
         home = join(out, name)
         fs, path = filesystem(home)
         dead = temporary.is_dead(name, time.time())
@@ -76,6 +77,15 @@ def settle(out: str) -> None:
             with suppress(Exception):  # drivers raise what they like; it is still there the next time
                 fs.rm(path, recursive=True)
             forget(home)
+
+
+def _temporary_names(out: str) -> list[str]:
+    """Names of temporary files and folders in `out`. What is known of its other files stays as it is."""
+    fs, path = filesystem(out)
+    with answered(out):
+        fs.invalidate_cache(path)
+        names = [name_of(str(found).rstrip("/")) for found in fs.ls(path, detail=False)]
+    return [name for name in names if temporary.owner_of(name) is not None]
 
 
 def _path(url: str) -> str:

@@ -16,11 +16,13 @@ from datetime import datetime
 from typing import Any
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 
 from ckpttool.errors import CkptError
 from ckpttool.io import paths
 from ckpttool.io.remote.errors import answered, is_failure
 from ckpttool.io.sources import note_streamed
+from ckpttool.limits import limits
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors
@@ -30,6 +32,7 @@ _MAX_RUN = 32  # blocks in one request, where one after the other is read
 _LARGE = 8 * BLOCK  # bytes of a tensor that is fetched by itself
 _MAX_AHEAD = 1 << 24  # bytes
 _SMALL_GAP = 1 << 10  # bytes: ranges that lie closer are asked for as one
+_SLOWEST = 10_000  # bytes a second; what comes slower is given up
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "created", "sha256")
 
 log = logging.getLogger(__name__)
@@ -74,8 +77,24 @@ def filesystem(url: str) -> tuple[Any, str]:
     Raises `CkptError` that names the package to install where the driver is missing.
     """
     with answered(url):
-        fs, path = fsspec.core.url_to_fs(url)
+        fs, path = fsspec.core.url_to_fs(url, **_options(url))
     return fs, path
+
+
+def _options(url: str) -> dict[str, Any]:
+    """What the driver has to be told beside what the user has configured."""
+    scheme = url.partition("://")[0]
+    if scheme not in ("http", "https"):
+        return {}
+    from ckpttool.io.remote import http
+
+    return http.options({**fsspec.config.conf.get("http", {}), **fsspec.config.conf.get("https", {})})
+
+
+def _patience(fs: Any, nbytes: int = 0) -> dict[str, float]:
+    """The argument that ends the wait for an answer of so many bytes; drivers that are not asynchronous have none."""
+    waits = isinstance(fs, AsyncFileSystem) and not fs.asynchronous
+    return {"timeout": limits().remote_seconds + nbytes / _SLOWEST} if waits else {}
 
 
 def stat(url: str) -> Stat | None:
@@ -89,7 +108,7 @@ def _ask(url: str) -> Stat | None:
     fs, path = filesystem(url)
     with answered(url):
         try:
-            return _stat(fs.info(path))
+            return _stat(fs.info(path, **_patience(fs)))
         except (FileNotFoundError, NotADirectoryError) as error:
             if is_failure(error.__cause__):
                 raise error.__cause__ from None
@@ -109,7 +128,7 @@ def names_in(url: str) -> list[str]:
     """The names in the folder, sorted; what the listing says of each is kept."""
     fs, path = filesystem(url)
     with answered(url):
-        found = fs.ls(path, detail=True)
+        found = fs.ls(path, detail=True, **_patience(fs))
     names = []
     for info in found:
         own = str(info["name"]).rstrip("/").rpartition("/")[2]
@@ -175,11 +194,13 @@ class RemoteFile:
         self._at = 0
 
     def read(self, count: int = -1, /) -> bytes:
+        """The next `count` bytes, fewer at the end of the file; all that are left without `count`."""
         data = self.read_at(self._at, self.size if count < 0 else count)
         self._at += len(data)
         return data
 
     def seek(self, offset: int, /) -> int:
+        """Goes to byte `offset` from the start of the file."""
         self._at = offset
         return offset
 
@@ -309,7 +330,9 @@ def _fetch(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         return []
     fs, path = filesystem(url)
     with answered(url):
-        found = fs.cat_ranges([path] * len(ranges), [a for a, _ in ranges], [b for _, b in ranges], on_error="raise")
+        starts, ends = [a for a, _ in ranges], [b for _, b in ranges]
+        patience = _patience(fs, sum(ends) - sum(starts))
+        found = fs.cat_ranges([path] * len(ranges), starts, ends, on_error="raise", **patience)
     total = sum(map(len, found))
     _kept.requests[url] += len(ranges)
     _kept.fetched[url] += total

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.evaluate.compare import same_values
 from ckpttool.optimizer_state import (
     FLAT,
     FQN,
@@ -143,7 +144,7 @@ def _regrouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ..
 
 
 def same_options(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether two groups' options are the same, as far as that can be seen without reading tensors' values."""
+    """Whether two groups' options are the same, tensors by their bytes."""
     return left.keys() == right.keys() and all(same_option(left[name], right[name]) for name in left)
 
 
@@ -152,8 +153,6 @@ def same_option(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        from ckpttool.evaluate.compare import same_values
-
         return left.identity == right.identity or same_values(left, right)
     if isinstance(left, (TensorEntry, ExtraEntry)) or isinstance(right, (TensorEntry, ExtraEntry)):
         return False

@@ -21,8 +21,13 @@ def render(document: Document) -> str:
         messages = [*_verdict(document, level), *_messages(document, level)]
         lines += [_annotation(level, document.title, message) for message in _capped(messages)]
     lines.append(f"::group::{visible(document.title).translate(_DATA)}")
-    lines += map(_log_line, text.render(document).splitlines())
-    return _no_old_commands("\n".join([*lines, "::endgroup::"])) + "\n"
+    whole = text.render(document).rstrip("\n")
+    return _no_old_commands("\n".join([*lines, unobeyed(whole), "::endgroup::"])) + "\n"
+
+
+def unobeyed(text: str) -> str:
+    """The text as it can stand in the log of a job: the runner takes no line of it for a command."""
+    return _no_old_commands("\n".join(map(_log_line, text.split("\n"))))
 
 
 def _verdict(document: Document, level: Severity) -> Iterator[str]:

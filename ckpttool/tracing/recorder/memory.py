@@ -27,6 +27,7 @@ class Geometry(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor, however often an element of the storage is among them."""
         return prod(self.shape)
 
     @property
@@ -48,6 +49,7 @@ class Geometry(NamedTuple):
 
     @property
     def overlaps_itself(self) -> bool:
+        """Whether one element of the storage may be several of the tensor (as after ``expand``)."""
         step = 1
         for size, stride in sorted(zip(self.shape, self.stride), key=lambda pair: pair[1]):
             if size > 1:
@@ -58,6 +60,7 @@ class Geometry(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
+        """Whether the bytes are the values: neither conjugated nor negated lazily."""
         return not self.conj and not self.neg
 
 

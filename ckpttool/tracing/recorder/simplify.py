@@ -69,6 +69,7 @@ class Simplifier:
         return self.known[node]
 
     def shape(self, node: Argument) -> Shape:
+        """The shape of the expression's value."""
         return tuple(self.meta(node).shape)
 
     def _apply(self, node: Op) -> Argument:

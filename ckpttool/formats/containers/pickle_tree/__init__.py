@@ -13,7 +13,7 @@ from ckpttool.formats.containers.pickle_tree.nodes import (
     Pickle,
     PickledSet,
 )
-from ckpttool.formats.containers.pickle_tree.reader import Limits, loads
+from ckpttool.formats.containers.pickle_tree.reader import loads
 from ckpttool.formats.containers.pickle_tree.writer import dumps
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "ByteString",
     "Call",
     "Global",
-    "Limits",
     "Persistent",
     "Pickle",
     "PickledSet",

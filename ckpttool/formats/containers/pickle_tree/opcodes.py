@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.formats.containers.pickle_tree.nodes import ABSENT, ByteString, Call, Global, Persistent, PickledSet
+from ckpttool.limits import limits
 
 STOP = ord(".")
 PROTO = 0x80
@@ -20,10 +21,11 @@ PROTO = 0x80
 class State:
     """What the opcodes need beside stack and memo: the stack's height at each open mark, and the globals so far.
 
-    `persistent` makes the node of a persistent id.
+    `persistent` makes the node of a persistent id; so many marks may be open at a time.
     """
 
-    persistent: Callable[[Any], Any] = Persistent
+    persistent: Callable[[Any], Any]
+    most_marks: int
     marks: list[int] = field(default_factory=list)
     globals: list[Global] = field(default_factory=list)
 
@@ -143,6 +145,8 @@ def _memoize(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state
 
 
 def _mark(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+    if len(state.marks) >= state.most_marks:
+        raise ValueError(f"too many open marks: {limits().named('pickle_marks')}")
     state.marks.append(len(stack))
     return at
 

@@ -4,46 +4,37 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree.nodes import Persistent, Pickle
 from ckpttool.formats.containers.pickle_tree.opcodes import HANDLERS, PROTO, STOP, State
+from ckpttool.limits import limits
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a pickle may cost at most: its size in bytes, and opcodes carried out (a tensor takes about 35)."""
-
-    nbytes: int = 1 << 30
-    opcodes: int = 32_000_000
-
-
-def loads(
-    data: bytes, limits: Limits = Limits(), start: int = 0, persistent: Callable[[Any], Any] = Persistent
-) -> Pickle:
+def loads(data: bytes, start: int = 0, persistent: Callable[[Any], Any] = Persistent) -> Pickle:
     """Reads the pickle that begins at byte `start`. Raises `CkptError` where it is damaged or passes the limits.
 
     `persistent` makes the node of a persistent id; what it raises as ValueError or TypeError is a damaged pickle.
 
     Time and memory are bounded by the number of opcodes, whatever the lengths and memo indexes in the pickle say.
     """
-    if len(data) - start > limits.nbytes:
-        raise _damaged(start, f"{len(data) - start} bytes are more than the {limits.nbytes} that are allowed")
+    most = limits()
+    if len(data) - start > most.pickle_bytes:
+        raise _damaged(start, f"it has {len(data) - start:,} bytes: {most.named('pickle_bytes')}")
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    state = State(persistent)
+    state = State(persistent, most.pickle_marks)
     handlers = HANDLERS
     at = start
     try:
-        for _ in range(limits.opcodes):
+        for _ in range(most.pickle_opcodes):
             opcode = data[at]
             if opcode == STOP:
                 break
             at = handlers[opcode](data, at + 1, stack, memo, state)
         else:
-            raise _damaged(at, f"more than {limits.opcodes} opcodes")
+            raise _damaged(at, f"too many opcodes: {most.named('pickle_opcodes')}")
     except KeyError as error:
         raise _damaged(at, f"no object was memoized as {error}") from error
     except IndexError as error:

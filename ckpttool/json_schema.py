@@ -1,0 +1,199 @@
+"""What a JSON value has to be, said once as data: every fault of a file is found, each with its place in the file.
+
+A `Kind` answers twice: `fits` quickly, for files of 100,000 tensors, and `problems` in words, only where it does not.
+Members that a kind does not name are let through: a later version may have added them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+from ckpttool.dtypes import BY_NAME
+from ckpttool.errors import CkptError, Problem
+
+_MOST = 100  # problems that are listed
+_PLAIN = re.compile(r"[A-Za-z_]\w*")
+
+
+class AnyKind(Protocol):
+    """What a value may have to be."""
+
+    def fits(self, value: Any, /) -> bool:
+        """Whether the value is that."""
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A value that is looked at as a whole; `said` are the words for it."""
+
+    said: str
+    fits: Callable[[Any], bool]
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`."""
+        if not self.fits(value):
+            yield Problem(f"{_shown(value)} is not {self.said}", path)
+
+
+@dataclass(frozen=True, slots=True)
+class Nullable:
+    """The kind, or null."""
+
+    kind: AnyKind
+
+    def fits(self, value: Any) -> bool:
+        return value is None or self.kind.fits(value)
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`."""
+        if value is not None:
+            yield from self.kind.problems(value, path)
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A list of one kind. No two of its objects have the same value under `unique`."""
+
+    kind: AnyKind
+    unique: str = ""
+
+    def fits(self, value: Any) -> bool:
+        if not isinstance(value, list) or not all(map(self.kind.fits, value)):
+            return False
+        return not self.unique or len({item[self.unique] for item in value}) == len(value)
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, item by item."""
+        if not isinstance(value, list):
+            yield Problem(f"{_shown(value)} is not a list", path)
+            return
+        for number, item in enumerate(value):
+            if not self.kind.fits(item):
+                yield from self.kind.problems(item, f"{path}[{number}]")
+        if self.unique:
+            yield from self._repeats(value, path)
+
+    def _repeats(self, items: list[Any], path: str) -> Iterator[Problem]:
+        named = [(number, item[self.unique]) for number, item in enumerate(items) if self.kind.fits(item)]
+        counts = Counter(name for _, name in named)
+        for number, name in named:
+            if counts[name] > 1:
+                yield Problem(f"{_shown(name)} stands {counts[name]} times", f"{path}[{number}].{self.unique}")
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of as many items as there are kinds, each of its own."""
+
+    kinds: tuple[AnyKind, ...]
+
+    def fits(self, value: Any) -> bool:
+        """Whether the value is that."""
+        alike = isinstance(value, list) and len(value) == len(self.kinds)
+        return alike and all(kind.fits(item) for kind, item in zip(self.kinds, value))
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, item by item."""
+        if not isinstance(value, list) or len(value) != len(self.kinds):
+            yield Problem(f"{_shown(value)} is not a list of {len(self.kinds)} items", path)
+            return
+        for number, (kind, item) in enumerate(zip(self.kinds, value)):
+            yield from kind.problems(item, f"{path}[{number}]")
+
+
+@dataclass(frozen=True, slots=True)
+class MapOf:
+    """An object whose members, whatever their names, are of one kind."""
+
+    kind: AnyKind
+
+    def fits(self, value: Any) -> bool:
+        return isinstance(value, dict) and all(map(self.kind.fits, value.values()))
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, member by member."""
+        if not isinstance(value, dict):
+            yield Problem(f"{_shown(value)} is not an object", path)
+            return
+        for name, member in value.items():
+            if not self.kind.fits(member):
+                yield from self.kind.problems(member, _under(path, name))
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectOf:
+    """An object with these members; those in `may` can be left out."""
+
+    needs: Mapping[str, AnyKind]
+    may: Mapping[str, AnyKind] = field(default_factory=dict)
+
+    def fits(self, value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and all(name in value and kind.fits(value[name]) for name, kind in self.needs.items())
+            and all(name not in value or kind.fits(value[name]) for name, kind in self.may.items())
+        )
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, member by member."""
+        if not isinstance(value, dict):
+            yield Problem(f"{_shown(value)} is not an object", path)
+            return
+        for name, kind in {**self.needs, **self.may}.items():
+            if name in value:
+                yield from kind.problems(value[name], _under(path, name))
+            elif name in self.needs:
+                yield Problem("is missing", _under(path, name))
+
+
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+TEXTS = ListOf(TEXT)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+COUNT = Kind("an integer from 0 on", lambda value: type(value) is int and 0 <= value < 1 << 63)
+SHAPE = ListOf(COUNT)
+DTYPE = Kind("a dtype that ckpttool knows", lambda value: isinstance(value, str) and value in BY_NAME)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+
+
+def one_of(*words: str) -> Kind:
+    """One of these strings."""
+    return Kind(" or ".join(map(repr, words)), lambda value: isinstance(value, str) and value in words)
+
+
+def check(kind: AnyKind, value: Any, message: str, hint: str) -> None:
+    """Raises `CkptError` with `message` and every problem at its JSON path where the value is not of the kind."""
+    if not kind.fits(value):
+        raise faults(kind.problems(value, "$"), message, hint)
+
+
+def check_schema(value: Any, schema: str, source: str, what: str, hint: str) -> None:
+    """Raises `CkptError` where the file `source` does not say that it is `what`, in this version."""
+    found = value.get("schema") if isinstance(value, dict) else None
+    if found != schema:
+        raise CkptError(f"{source} is not {what}: schema is {_shown(found)}, not {schema!r}", hint=hint)
+
+
+def faults(problems: Iterator[Problem], message: str, hint: str) -> CkptError:
+    """The error that lists these problems, or the first of very many."""
+    shown = list(islice(problems, _MOST + 1))
+    more = [Problem(f"more than {_MOST} problems: these are the first", "$")] if len(shown) > _MOST else []
+    return CkptError(message, hint=hint, problems=[*shown[:_MOST], *more])
+
+
+def _under(path: str, name: str) -> str:
+    return f"{path}.{name}" if _PLAIN.fullmatch(name) else f"{path}[{name!r:.100}]"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    words = {"None": "null", "True": "true", "False": "false"}
+    return words.get(repr(value), f"{value!r:.60}")

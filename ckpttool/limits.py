@@ -1,0 +1,75 @@
+"""How much an input may cost: one value, whose fields the errors name and ``--limit NAME=VALUE`` raises.
+
+A limit is there for files that nobody vouches for. It lies far above what checkpoints need, and far below what would
+stop a machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+from ckpttool.errors import CkptError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_VALUE = re.compile(r"(\d{1,15})([KMGT]?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits, each with its unit."""
+
+    json_bytes: int = 1 << 30  # of a plan, a names file, an index, a config; each becomes about 10 bytes of memory
+    rules_bytes: int = 1 << 20  # of a file of rules
+    rules_dots: int = 100  # in a line of it, outside of strings: each level costs as much again as those above
+    rules_seconds: int = 10  # for all matches of one regular expression (``re:``)
+    pickle_bytes: int = 1 << 30  # a tensor takes about 110, and each becomes about 10 bytes of memory
+    pickle_opcodes: int = 32_000_000  # a tensor takes about 35
+    pickle_marks: int = 10_000  # open at a time: as many as containers lie inside each other
+    made_bytes: int = 1 << 30  # held while one tensor is computed, where what it is made of is not large itself
+    made_times: int = 16  # how often what a tensor is made of may be held while it is computed
+    made_parts: int = 1 << 16  # tensors that one operator may give, as `split` does
+    remote_seconds: int = 300  # that a store may be silent
+
+    def named(self, name: str) -> str:
+        """The limit as an error says it, with the option that raises it: ``the limit is …``."""
+        value = getattr(self, name)
+        return f"the limit {name} is {value:,} (--limit {name}={2 * value} raises it)"
+
+
+_limits = Limits()
+
+
+def limits() -> Limits:
+    """The limits that hold now."""
+    return _limits
+
+
+@contextmanager
+def limited(to: Limits) -> Iterator[None]:
+    """Inside, these limits hold."""
+    global _limits
+    before, _limits = _limits, to
+    try:
+        yield
+    finally:
+        _limits = before
+
+
+def raised(texts: Sequence[str], start: Limits = Limits()) -> Limits:
+    """The limits with each ``NAME=VALUE`` in its place; VALUE is a number, perhaps with K, M, G or T.
+
+    Raises `CkptError` for what is none.
+    """
+    known = [field.name for field in fields(Limits)]
+    for text in texts:
+        name, _, value = text.partition("=")
+        found = _VALUE.fullmatch(value)
+        if name not in known or found is None:
+            raise CkptError(
+                f"not a limit: {text!r}", hint=f"as in --limit json_bytes=4G; the limits are {', '.join(known)}"
+            )
+        start = replace(start, **{name: int(found[1]) * _UNITS[found[2]]})
+    return start

@@ -1,0 +1,277 @@
+"""The shell of the command line, run as its users run it: exit statuses, error lines, what is imported and printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from ckpttool import __version__
+from ckpttool.cli import app
+from ckpttool.cli.failures import failure_of
+from ckpttool.errors import CkptError, Problem, Refused
+
+WRITTEN = [name for name, (module, _) in app.COMMANDS.items() if importlib.util.find_spec(module)]
+
+
+def ckpttool(*args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ckpttool", *args],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, "COLUMNS": "100", **env},
+        check=False,
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    import torch
+
+    path = tmp_path / "model.safetensors"
+    save_file({f"layers.{index}.ключ": torch.zeros(2, 3) for index in range(4)}, path)
+    return str(path)
+
+
+def test_help_lists_every_command_and_its_one_line() -> None:
+    done = ckpttool("--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for name, (_, summary) in app.COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None:
+    module, summary = app.COMMANDS[name]
+    command = importlib.import_module(module).command
+    assert inspect.getdoc(command).split("\n\n")[0].replace("\n", " ") == summary
+    done = ckpttool(name, "--help")
+    assert done.returncode == 0
+    assert summary in done.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in WRITTEN)])
+def test_help_imports_no_torch_and_no_rich(args: list[str]) -> None:
+    code = f"import sys; from ckpttool.cli.app import main; main({args!r}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stderr.split()}
+    assert not loaded & {"torch", "numpy", "rich", "safetensors"}
+
+
+def test_version() -> None:
+    done = ckpttool("--version")
+    assert (done.returncode, done.stdout) == (0, f"ckpttool {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "message", "hint"),
+    [
+        ([], "no command given", "the commands are inspect, trace, diff, explain, remap, swap-weights"),
+        (["inspct", "x.pt"], "no such command: inspct", "did you mean `ckpttool inspect`?"),
+        (["--nope"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
+        (["inspect"], "missing argument 'CKPT'", "usage: ckpttool inspect [OPTIONS]"),
+        (["inspect", "x.pt", "--fromat", "json"], "no such option", "did you mean --format?"),
+        (["inspect", "x.pt", "--format"], "option '--format' requires an argument", "see ckpttool --help"),
+        (["inspect", "x.pt", "y.pt"], "got unexpected extra argument", "usage: ckpttool inspect [OPTIONS]"),
+        (["inspect", "x.pt", "--format", "yaml"], "unknown format 'yaml'", "--format takes one of text, json,"),
+        (["inspect", "x.pt", "--report", "r.pdf"], "the ending of report file 'r.pdf'", "end it with one of .txt,"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_usage_is_an_error_and_a_hint(args: list[str], message: str, hint: str) -> None:
+    done = ckpttool(*args)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    error, advice = done.stderr.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert advice.startswith(f"hint: {hint}")
+
+
+def run_failing(error: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The program, where the command's module raises `error` as it is imported."""
+    code = (
+        "import sys, types, errno; from ckpttool.cli import app; from ckpttool.errors import *\n"
+        f"def command(): raise {error}\n"
+        "sys.modules['failing'] = types.ModuleType('failing'); sys.modules['failing'].command = command\n"
+        "app.COMMANDS['fail'] = ('failing', '')\n"
+        "sys.exit(app.main(['fail']))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env})
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "lines"),
+    [
+        ("CkptError('no tensors', hint='name a file')", 2, ["error: no tensors", "hint: name a file"]),
+        (
+            r"Refused('2 collide', hint='use --rule', problems=[Problem('twice', 'a'), Problem('twice', 'b\x1b')])",
+            1,
+            ["error: 2 collide", "  twice @ a", r"  twice @ b\x1b", "hint: use --rule"],
+        ),
+        (
+            "FileNotFoundError(errno.ENOENT, 'No such file or directory', '/nowhere/at/all.pt')",
+            2,
+            ["error: /nowhere/at/all.pt: No such file or directory", "hint: check the path: ls -ld /"],
+        ),
+        (
+            "OSError(errno.ENOSPC, 'No space left on device', 'out.pt')",
+            2,
+            ["error: out.pt: No space left on device", "hint: free some space, or write to another disk"],
+        ),
+        (
+            "PermissionError(errno.EACCES, 'Permission denied', '/etc')",
+            2,
+            ["error: /etc: Permission denied", "hint: check the permissions: ls -ld /etc"],
+        ),
+        (
+            "OSError('the store is down')",
+            2,
+            ["error: the store is down", "hint: check the file, and the disk it is on"],
+        ),
+        ("KeyboardInterrupt", 130, ["error: interrupted"]),
+        ("BrokenPipeError", 141, []),
+        ("MemoryError", 2, ["error: out of memory", "hint: free some memory, or use a larger machine"]),
+        (
+            "KeyError('x')",
+            2,
+            [
+                "error: internal error: KeyError: 'x'",
+                "hint: run it again with CKPTTOOL_DEBUG=1 and report the traceback as a bug of ckpttool",
+            ],
+        ),
+    ],
+)
+def test_every_failure_is_worded(error: str, status: int, lines: list[str]) -> None:
+    done = run_failing(error)
+    assert done.stderr.splitlines() == lines
+    assert done.returncode == status
+    assert done.stdout == ""
+
+
+def test_code_of_an_operand_cannot_end_the_program_as_an_answer() -> None:
+    done = run_failing("SystemExit(0)")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: code of an operand ended the program: sys.exit(0)\nhint: ")
+
+
+def test_debug_shows_the_traceback_before_the_error() -> None:
+    done = run_failing("KeyError('x')", CKPTTOOL_DEBUG="1")
+    assert done.stderr.startswith("Traceback (most recent call last):")
+    assert done.stderr.splitlines()[-2] == "error: internal error: KeyError: 'x'"
+    assert done.returncode == 2
+
+
+def test_failures_carry_the_status_of_their_error() -> None:
+    assert failure_of(CkptError("m", hint="h")).status == 2
+    assert failure_of(Refused("m", hint="h", problems=[Problem("p", "k")])).problems == (Problem("p", "k"),)
+
+
+def test_the_command_status_is_the_exit_status() -> None:
+    for returned, status in [("0", 0), ("1", 1), ("None", 0)]:
+        code = (
+            "import sys, types; from ckpttool.cli import app\n"
+            "sys.modules['m'] = types.ModuleType('m')\n"
+            f"sys.modules['m'].command = lambda: {returned}\n"
+            "app.COMMANDS['c'] = ('m', '')\n"
+            "sys.exit(app.main(['c']))"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
+
+
+def test_inspect_prints_json_and_nothing_else(checkpoint: str) -> None:
+    done = ckpttool("inspect", checkpoint, "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    data = json.loads(done.stdout)
+    assert data["schema"] == "ckpttool.inspect/1"
+    assert [tensor["key"] for tensor in data["tensors"]] == [f"layers.{index}.ключ" for index in range(4)]
+
+
+def test_inspect_in_text_and_reports(checkpoint: str, tmp_path: Path) -> None:
+    reports = [tmp_path / f"r.{ending}" for ending in ("md", "json", "html", "txt")]
+    done = ckpttool("inspect", checkpoint, *(arg for path in reports for arg in ("--report", str(path))))
+    assert done.returncode == 0
+    assert "layers.{0-3}.ключ" in done.stdout
+    assert reports[3].read_text(encoding="utf-8") == done.stdout
+    assert reports[0].read_text(encoding="utf-8").startswith("## inspect ")
+    assert json.loads(reports[1].read_text(encoding="utf-8"))["format"] == "safetensors"
+    assert reports[2].read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["model.safetensors", *(path.name for path in reports)]
+    )
+
+
+def test_a_failure_is_an_object_where_json_was_asked_for(tmp_path: Path) -> None:
+    done = ckpttool("inspect", str(tmp_path / "none.pt"), "--format", "json")
+    failure = json.loads(done.stdout)
+    assert (failure["schema"], failure["status"], done.returncode) == ("ckpttool.error/1", 2, 2)
+    assert done.stderr.splitlines() == [f"error: {failure['error']}", f"hint: {failure['hint']}"]
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing(checkpoint: str, tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "r.json", Path("/dev/full")):
+        link = tmp_path / "r.json"
+        if path.name == "full":
+            link.symlink_to(path)
+            path = link
+        done = ckpttool("inspect", checkpoint, "--report", str(path), "--format", "json")
+        assert done.returncode == 2
+        assert json.loads(done.stdout)["schema"] == "ckpttool.error/1"
+        assert done.stderr.startswith(f"error: {path}: ")
+        assert len(done.stderr.splitlines()) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "r.json"]
+
+
+def test_a_full_disk_behind_stdout_is_an_error(checkpoint: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = ckpttool("inspect", checkpoint, stdout=full.fileno())
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: No space left on device",
+        "hint: free some space, or write to another disk",
+    ]
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(checkpoint: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = ckpttool("inspect", checkpoint, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_terminal_without_unicode_gets_escapes(checkpoint: str) -> None:
+    done = ckpttool("inspect", checkpoint, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 0
+    assert r"layers.{0-3}.\u043a\u043b\u044e\u0447" in done.stdout
+
+
+@pytest.mark.parametrize(("env", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_a_terminal_gets_colour_unless_it_is_refused(checkpoint: str, env: dict[str, str], colored: bool) -> None:
+    ours, theirs = pty.openpty()
+    done = ckpttool("inspect", checkpoint, stdout=theirs, **{"TERM": "xterm", "NO_COLOR": "", **env})
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert done.returncode == 0
+    assert ("\x1b[" in shown) is colored
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    failure = failure_of(ModuleNotFoundError("No module named 'torch._C'", name="torch._C"))
+    assert (failure.status, failure.message) == (2, "this needs torch, which is not installed")
+    assert failure.hint == "pip install torch"
+    assert failure_of(ModuleNotFoundError("", name="ckpttool.nowhere")).message.startswith("internal error")

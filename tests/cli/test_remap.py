@@ -1,0 +1,153 @@
+"""The commands' own answers: exit statuses, one error line and one hint, nothing written, and what stdout holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hook_zoo
+from command import Run
+from hook_zoo import ZOO
+
+torch.set_num_threads(1)
+MODEL = f"{Path(hook_zoo.__file__)}:strip_layer"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt"
+    torch.save(ZOO["strip_layer"]().state_dict(), path)
+    (tmp_path / "other.pt").write_bytes(b"")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "text.json").write_text("{")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    nested: Any = {"ref": "weight"}
+    for _ in range(250):
+        nested = {"op": "aten.t.default", "args": [nested]}
+    for name, source in (
+        ("system", {"op": "os.system", "args": ["true"]}), ("mutating", {"op": "aten.add_.Tensor", "args": []}),
+        ("opaque", {"op": "opaque", "args": [{"ref": "weight"}]}), ("nested", nested), ("number", 1),
+        ("save", {"op": "aten.save.default", "args": [{"ref": "weight"}, str(tmp_path / "written")]}),
+    ):  # fmt: skip
+        outputs = [{"section": "", "key": "w", "from": source}]
+        dropped = [{"section": "", "key": key, "reason": ""} for key in ("norm.weight", "norm.bias", "bias", "weight")]
+        plan = {"schema": "ckpttool.plan/1", "outputs": outputs, "dropped": dropped}
+        (tmp_path / f"{name}.json").write_text(json.dumps(plan))
+    return path
+
+
+ERRORS: dict[str, tuple[int, str, str]] = {
+    # words of the command line (in the folder of the checkpoint), exit status, what the error line holds
+    "no output": (2, "remap model.pt", "no output"),
+    "no such form": (2, "remap model.pt -o o.pt --model M --to ddpp", "no such form"),
+    "a form without a model": (2, "remap model.pt -o o.pt --to runtime", "needs the model's names"),
+    "two outputs": (2, "remap model.pt -o o.pt --in-place", "exclude"),
+    "in place of a section": (2, "remap model.pt::model --in-place", "one section"),
+    "a plan and a model": (2, "remap model.pt -o o.pt --plan list.json --model M", "--plan"),
+    "reverse of nothing": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
+    "an ending that is none": (2, "remap model.pt -o o.xyz", "ending"),
+    "an output that exists": (2, "remap model.pt -o other.pt", "exists"),
+    "the source as output": (2, "remap model.pt -o model.pt --force", "source itself"),
+    "no such folder": (2, "remap model.pt -o gone/o.pt", "no such folder"),
+    "no such file": (2, "remap gone.pt -o o.pt", "gone.pt"),
+    "an empty file": (2, "remap other.pt -o o.pt", "other.pt"),
+    "no such section": (2, "remap model.pt::ema -o o.pt", "no section 'ema'"),
+    "a bad rule": (2, "remap model.pt -o o.pt --rule a", "not a rule"),
+    "an idle rule": (1, "remap model.pt -o o.pt --rule a=>b", "match no key"),
+    "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "does not fit"),
+    "an idle drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
+    "no plan": (2, "remap model.pt -o o.pt --plan gone.json", "cannot read gone.json: No such file"),
+    "a plan that is a list": (2, "remap model.pt -o o.pt --plan list.json", "not a plan"),
+    "a plan that is no JSON": (2, "remap model.pt -o o.pt --plan text.json", "not JSON"),
+    "a plan without end": (2, "remap model.pt -o o.pt --plan deep.json", "not JSON"),
+    "a plan that runs a program": (2, "remap model.pt -o o.pt --plan system.json", "not an operator"),
+    "a plan that writes a file": (2, "remap model.pt -o o.pt --plan save.json", "not an operator"),
+    "a plan that mutates": (2, "remap model.pt -o o.pt --plan mutating.json", "not an operator"),
+    "an opaque plan": (1, "remap model.pt -o o.pt --plan opaque.json", "does not fit"),
+    "a deep plan": (2, "remap model.pt -o o.pt --plan nested.json", "nested"),
+    "a plan of literals": (2, "remap model.pt -o o.pt --plan number.json", "not a plan"),
+    "no such model file": (2, "remap model.pt -o o.pt --model gone.py:build", "gone.py"),
+    "no such attribute": (2, "remap model.pt -o o.pt --model zoo.py:nothing", "nothing"),
+    "arguments that are no JSON": (2, "remap model.pt -o o.pt --model M --model-kwargs {", "not JSON"),
+    "a names file that is none": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a names file"),
+    "another model": (1, "remap model.pt -o o.pt --model T --to runtime", "0 of 4 keys"),
+    "nothing to diff": (2, "diff", "nothing to compare"),
+    "three to diff": (2, "diff model.pt model.pt model.pt", "nothing to compare"),
+    "a program that is none": (2, "swap-weights model.pt model.pt -o o.pt2", "no exported program"),
+    "no output for a swap": (2, "swap-weights model.pt model.pt", "no output"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_is_wrong_and_what_to_do(
+    tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    expected, line, words = ERRORS[name]
+    zoo = Path(hook_zoo.__file__)
+    (tmp_path / "zoo.py").write_bytes(zoo.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    status, out, err = run(*[{"M": MODEL, "T": f"{zoo}:tied"}.get(word, word) for word in line.split(" ")])
+    lines = err.splitlines()
+    assert status == expected, err
+    assert out == ""
+    assert words in lines[0]
+    assert lines[0].startswith("error: ")
+    assert lines[-1].startswith("hint: ")
+    assert all(line.startswith("  ") for line in lines[1:-1])
+    assert "Traceback" not in err
+    assert "internal error" not in err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, model: Path, run: Run) -> None:
+    before = sorted(os.listdir(tmp_path))
+    status, out, _ = run("remap", model, "--model", MODEL, "--to", "runtime", "--dry-run", "--format", "json")
+    done = json.loads(out)
+    assert (status, done["renamed"], done["unchanged"], done["output"]) == (0, 2, 2, "")
+    assert {o["from"]["ref"]: o["key"] for o in done["plan"]["outputs"]}["weight"] == "layer.weight"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_saved_plan_is_carried_out_without_the_model(tmp_path: Path, model: Path, run: Run) -> None:
+    plan = tmp_path / "plan.json"
+    assert (
+        run("remap", model, "--model", MODEL, "--to", "runtime", "-o", tmp_path / "a.pt", "--save-plan", plan)[0] == 0
+    )
+    assert run("remap", model, "--plan", plan, "-o", tmp_path / "b.pt")[0] == 0
+    assert set(torch.load(tmp_path / "a.pt")) == {"layer.weight", "layer.bias", "norm.weight", "norm.bias"}
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+def test_in_place(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    assert run("remap", path, "--rule", "a => b", "--in-place", "--verify")[0] == 0
+    assert list(load_file(path)) == ["b"]
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def test_a_names_file_stands_for_the_model(tmp_path: Path, model: Path, run: Run) -> None:
+    names = tmp_path / "names.json"
+    assert run("trace", MODEL, "-o", names)[0] == 0
+    assert run("remap", model, "--model", names, "--to", "runtime", "-o", tmp_path / "a.pt")[0] == 0
+    assert run("diff", "--model", names, model)[0] == 0
+    assert run("diff", "--model", names, tmp_path / "a.pt")[0] == 1
+
+
+def test_the_proposed_command_mends_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    operand = MODEL.replace("strip_layer", "overrides_state_dict")
+    torch.save(dict(ZOO["overrides_state_dict"]().named_parameters()), "run.pt")
+    status, out, _ = run("diff", "--model", operand, "run.pt", "--format", "json")
+    assert status == 1
+    (fix,) = json.loads(out)["fix"]
+    assert run(*shlex.split(fix)[1:])[0] == 0
+    assert run("diff", "--model", operand, shlex.split(fix)[-1])[0] == 0

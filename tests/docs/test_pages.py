@@ -1,0 +1,87 @@
+"""The documentation is true: every command line in it exists, and the README's transcript is what the demo prints.
+
+Where the transcript changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/test_docs.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+from torch_version import needs_torch
+
+README = ROOT / "README.md"
+CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
+PLAIN = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "PYTHONWARNINGS": "ignore"}
+
+IN_BLOCK = re.compile(r"^(?:\$ )?(ckpttool .*)$", re.MULTILINE)  # a line of a fenced block
+IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
+TRANSCRIPT = re.compile(r"(```console\n\$ make demo\n)(.*?)(```\n)", re.DOTALL)
+LOSS = re.compile(r"loss \d+\.\d+")  # the only number that another processor may round to another digit
+
+
+def command_lines() -> list[str]:
+    """Every ``ckpttool …`` of the README and of docs/, in the text or in a code block, each once."""
+    found: list[str] = []
+    for page in [README, *sorted((ROOT / "docs").glob("**/*.md"))]:
+        text = page.read_text()
+        found += IN_TEXT.findall(text)
+        for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            found += IN_BLOCK.findall(block)
+    return list(dict.fromkeys(line.split("  #")[0].strip() for line in found))
+
+
+@cache
+def help_of(command: str) -> str:
+    asked = subprocess.run(
+        [CKPTTOOL, *([command] if command else []), "--help"], capture_output=True, text=True, env=PLAIN, check=True
+    )
+    return asked.stdout
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_command_line_exists(line: str) -> None:
+    words = shlex.split(line)[1:]
+    command = words[0] if words[0][0].isalpha() else ""
+    options = [word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    listed = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", help_of(command)))
+    assert [option for option in options if option not in listed] == []
+
+
+def test_the_readme_names_every_command() -> None:
+    commands = re.findall(r"^  ([a-z][a-z-]+)  ", help_of("").split("Commands:")[1], re.MULTILINE)
+    shown = {shlex.split(line)[1] for line in command_lines()}
+    assert commands
+    assert set(commands) <= shown
+
+
+def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
+    needs_torch("2.7", "a tied weight under both names in a program")
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "demo.py"), str(tmp_path / "demo")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=PLAIN,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout
+    page = README.read_text()
+    if os.environ.get("UPDATE_DOCS"):
+        README.write_text(TRANSCRIPT.sub(lambda found: found[1] + ran.stdout + found[3], page))
+    else:
+        ((_, shown, _),) = TRANSCRIPT.findall(page)
+        assert LOSS.sub("loss", shown) == LOSS.sub("loss", ran.stdout)
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    named = re.findall(r"`((?:ckpttool|tests|docs)/[\w/.-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -1,0 +1,256 @@
+"""From one form to the other and back, over the zoo of hooks: the models themselves say what each value has to be."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpttool import expression as ex
+from ckpttool.edits.remap.remap import by_plan, remap
+from ckpttool.edits.remap.request import RemapRequest
+from ckpttool.edits.remap.result import Remap
+from ckpttool.edits.rules.patterns import parse
+from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate import with_torch
+from ckpttool.formats.fit import fit
+from ckpttool.formats.form_mark import MARK
+from ckpttool.formats.table import format_for
+from ckpttool.io import write_file
+from ckpttool.names import Names
+from ckpttool.naming.model_form import parse as form
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.plan import Plan
+from hook_zoo import ZOO
+from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model
+
+torch.set_num_threads(1)
+
+
+ROUND = [name for name in FLAT if traced(name).roundtrips]
+
+
+def asked(names: Names | None = None, to: str | None = None, was: str | None = None, **options: Any) -> RemapRequest:
+    target, source = (None if word is None else form(word) for word in (to, was))
+    return RemapRequest(names, target, source, **options)
+
+
+def converted(source: Path, out: Path, name: str, to: str, **options: Any) -> Remap:
+    done = remap(open_operand(str(source)), asked(traced(name), to, **options))
+    target = format_for(str(out))
+    write_file.write(target.layout(fit(done.result, target, keep_aliases=True)), str(out), fsync=False)
+    return done
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = left.resolve_conj(), right.resolve_conj()
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and with_torch.same_bits(left, right)
+
+
+def assert_same(found: State, wanted: State) -> None:
+    assert {key for key in wanted if key not in found} == set()
+    assert [key for key in found if key in wanted and not same(found[key], wanted[key])] == []
+
+
+def saved_by(name: str, folder: Path) -> Path:
+    path = folder / "model.pt"
+    torch.save(state_of(name), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ROUND)
+def test_runtime_and_back_gives_the_same_torch_file(tmp_path: Path, name: str) -> None:
+    source, there, back = saved_by(name, tmp_path), tmp_path / "there.pt", tmp_path / "back.pt"
+    converted(source, there, name, "runtime")
+    converted(there, back, name, "serialized")
+    assert back.read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize("name", ROUND)
+def test_runtime_and_back_gives_the_same_safetensors_file(tmp_path: Path, name: str) -> None:
+    source, there, back = (tmp_path / f"{word}.safetensors" for word in ("source", "there", "back"))
+    pointers = [tensor.untyped_storage().data_ptr() for tensor in state_of(name).values() if tensor.numel()]
+    if len(set(pointers)) < len(pointers) and name not in ("fused_qkv", "split_by_slices"):
+        pytest.skip("safetensors cannot hold tensors that share memory")
+    save_file({key: tensor.clone().contiguous() for key, tensor in state_of(name).items()}, source)
+    converted(source, there, name, "runtime")
+    converted(there, back, name, "serialized")
+    assert back.read_bytes() == source.read_bytes()
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_runtime_values_are_what_loading_gives(tmp_path: Path, name: str) -> None:
+    try:
+        converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
+    except Refused:
+        assert not traced(name).roundtrips
+        return
+    found, model = torch.load(tmp_path / "there.pt"), randomized(zoo_model(name).build(True), 2)
+    before = runtime_values(randomized(zoo_model(name).build(True), 1))
+    try:
+        model.load_state_dict(deepcopy(state_of(name)), strict=False)
+        loaded = runtime_values(model)
+    except RuntimeError:
+        loaded = before
+    wrong = [k for k in found if k in before and not (same(found[k], before[k]) or same(found[k], loaded[k]))]
+    assert wrong == []
+    if traced(name).roundtrips:
+        assert_same({**before, **found}, {k: v for k, v in before.items() if k in found})
+        assert set(before) - set(found) <= set(traced(name).not_serialized)
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_serialized_values_are_what_the_hooks_compute(tmp_path: Path, name: str) -> None:
+    names, model = traced(name), randomized(zoo_model(name).build(True), 1)
+    persistent = {t.fqn for t in names.runtime if t.persistent} | set(names.extra_state)
+    made = {s.key: state_of(name)[s.key] for s in names.serialized if s.source is None}
+    torch.save({**{k: v for k, v in runtime_values(model).items() if k in persistent}, **made}, tmp_path / "run.pt")
+    try:
+        converted(tmp_path / "run.pt", tmp_path / "saved.pt", name, "serialized", was="runtime")
+    except Refused:
+        assert any(s.source is not None and ex.is_opaque(s.source) for s in names.serialized)
+        return
+    found = torch.load(tmp_path / "saved.pt")
+    assert_same(found, {k: v for k, v in state_of(name).items() if k not in names.extra_state})
+
+
+AMBIGUOUS = ["permutes_rotary", "swaps_two_names"]  # the same keys, shapes and dtypes, and other values
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_a_form_that_names_do_not_tell_is_recorded(tmp_path: Path, name: str, ending: str) -> None:
+    source, there, back = (tmp_path / f"{word}.{ending}" for word in ("source", "there", "back"))
+    if ending == "pt":
+        torch.save(state_of(name), source)
+    else:
+        save_file({key: tensor.contiguous() for key, tensor in state_of(name).items()}, source)
+    first = converted(source, there, name, "runtime")
+    assert "read as serialized" in " ".join(first.notes)
+    assert MARK.encode() in there.read_bytes()
+    again = converted(there, back, name, "serialized")
+    assert (again.source_form, again.notes) == ("runtime", ())
+    assert back.read_bytes() == source.read_bytes()
+
+
+def test_a_recorded_form_does_not_disturb_torch(tmp_path: Path) -> None:
+    converted(saved_by("permutes_rotary", tmp_path), tmp_path / "there.pt", "permutes_rotary", "runtime")
+    state = torch.load(tmp_path / "there.pt", weights_only=True)
+    nn.Linear(4, 8, bias=False).load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUND if name not in (*AMBIGUOUS, "adds_an_alias")])
+def test_no_form_is_recorded_where_names_tell(tmp_path: Path, name: str) -> None:
+    converted(saved_by(name, tmp_path), tmp_path / "there.pt", name, "runtime")
+    assert MARK.encode() not in (tmp_path / "there.pt").read_bytes()
+
+
+def test_copies_that_differ_are_not_dropped(tmp_path: Path) -> None:
+    state = {**state_of("adds_an_alias"), "kernel": torch.full((2, 2), 7.0)}
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(Refused) as caught:
+        converted(tmp_path / "model.pt", tmp_path / "out.pt", "adds_an_alias", "runtime")
+    assert [problem.key for problem in caught.value.problems] == ["kernel"]
+
+
+@pytest.mark.parametrize("wrap", [lambda k: f"module.{k}", lambda k: f"_orig_mod.module.{k}"])
+def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) -> None:
+    model = randomized(ZOO["batch_norm"](), 1)
+    state: Any = model.state_dict()
+    wrapped = type(state)((wrap(key), value) for key, value in state.items())
+    wrapped._metadata = {wrap(path).rstrip("."): value for path, value in state._metadata.items()}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    done = converted(tmp_path / "wrapped.pt", tmp_path / "bare.pt", "batch_norm", "serialized")
+    found = torch.load(tmp_path / "bare.pt")
+    assert dict(found._metadata) == dict(state._metadata)
+    assert_same(found, state)
+    assert done.counts["renamed"] == len(state)
+    ZOO["batch_norm"]().load_state_dict(found, strict=True)
+
+
+def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
+    source = saved_by("batch_norm", tmp_path)
+    done = remap(open_operand(str(source)), RemapRequest(rules=[parse("1.{x} => norm.{x}")]))
+    (section,) = done.result.sections
+    assert list(section.modules or ()) == ["", "0", "norm"]
+    source = saved_by("strip_layer", tmp_path)
+    done = remap(open_operand(str(source)), asked(traced("strip_layer"), "runtime"))
+    (section,) = done.result.sections
+    assert list(section.modules or ()) == list(state_of("strip_layer")._metadata)
+
+
+def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
+    state: Any = ZOO["batch_norm"]().state_dict()
+    wrapped = type(state)((f"module.{key}", value) for key, value in state.items())
+    wrapped._metadata = {f"module.{path}".rstrip("."): value for path, value in state._metadata.items()}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    done = remap(
+        open_operand(str(tmp_path / "wrapped.pt")),
+        RemapRequest(to=form("serialized"), rules=[parse("1.{x} => norm.{x}")]),
+    )
+    (section,) = done.result.sections
+    assert list(section.modules or ()) == ["", "0", "norm"]
+
+
+def train_file(folder: Path) -> Path:
+    model = ZOO["strip_layer"]()
+    path = folder / "train.pt"
+    ema = {f"ema.{k}": v.clone() for k, v in model.state_dict().items()}
+    torch.save({"model": model.state_dict(), "ema": ema, "epoch": 3, "args": {"lr": 0.1}}, path)
+    return path
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "a model": {"names": "strip_layer", "to": "runtime"},
+    "rules": {"rules": [parse("norm.{x} => ln.{x}")]},
+    "drops": {"drops": ["epoch", "ema", "norm.bias"]},
+    "a key of another section": {"rules": [parse("norm.{x} => ln.{x}")], "drops": ["ema.ema.norm.bias"]},
+    "all": {"names": "strip_layer", "to": "runtime", "rules": [parse("norm.{x} => ln.{x}")], "drops": ["args"]},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
+    path, options = train_file(tmp_path), dict(PLANS[name])
+    options["names"] = traced(options["names"]) if "names" in options else None
+    drops = options.pop("drops", ())
+    done = remap(open_operand(str(path)), asked(**options), drops)
+    again = by_plan(open_operand(str(path)), Plan.from_json(done.plan.to_json()))
+    target = format_for("out.pt")
+    for word, one in (("one", done), ("two", again)):
+        write_file.write(target.layout(fit(one.result, target)), str(tmp_path / word), fsync=False)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert (tmp_path / "one").read_bytes() != path.read_bytes()
+
+
+def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
+    plan = Plan.from_json({
+        "schema": "ckpttool.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]
+    })  # fmt: skip
+    with pytest.raises(CkptError):
+        by_plan(open_operand(str(train_file(tmp_path))), plan)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = saved_by("fused_qkv", tmp_path)
+    with pytest.raises(Refused, match="0 of 8 keys are names"):
+        remap(open_operand(str(path)), asked(traced("tied"), "runtime"))
+
+
+def test_renames_that_collide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused) as caught:
+        remap(open_operand(str(saved_by("plain", tmp_path))), RemapRequest(rules=[parse("{x}.weight => weight")]))
+    assert [p.key for p in caught.value.problems] == ["weight"]
+
+
+def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
+    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rules=[parse("a => b"), parse("b => a")]))
+    target = format_for("o.safetensors")
+    write_file.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
+    assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}

@@ -1,0 +1,200 @@
+"""New weights in exported programs: torch loads the result, and it computes what the newly trained model computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from command import Run
+from hook_zoo import FusedQKV, StripLayer
+
+torch.set_num_threads(1)
+State = dict[str, torch.Tensor]
+
+
+class Deployed(nn.Module):
+    """A hook that renames, one that splits, a tied head, a buffer with integers, a non-persistent one, a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.block = StripLayer()
+        self.attention = FusedQKV()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.block.norm(self.block.layer(self.embed(tokens))) * self.scale
+        q, k, v = self.attention.qkv(x).chunk(3, -1)
+        return self.head(self.norm(q + k * v)) + torch.tensor([0.5])
+
+
+TOKENS = (torch.arange(6),)
+
+
+def build() -> nn.Module:
+    return Deployed().eval()
+
+
+def trained(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = build()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), model.norm.running_mean]:
+            tensor.normal_()
+    return model
+
+
+MODEL = f"{Path(__file__)}:build"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "deployed.pt2"
+    torch.export.save(torch.export.export(trained(0), TOKENS), path)
+    return path
+
+
+@pytest.fixture
+def answer(run: Run) -> Callable[..., tuple[int, Any, str]]:
+    """Runs one command; gives its exit status, the JSON object that it prints, and what it says on stderr."""
+
+    def answer(*args: object) -> tuple[int, Any, str]:
+        done = run(*args, "--format", "json")
+        return done.status, done.data, done.err
+
+    return answer
+
+
+def runtime(model: nn.Module) -> State:
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    return {k: v.detach() for k, v in state.items() if k != "scale"}
+
+
+NEW: dict[str, Callable[[nn.Module], State]] = {
+    "serialized": lambda model: model.state_dict(),
+    "a plain dict": lambda model: dict(model.state_dict()),
+    "runtime": runtime,
+    "DDP": lambda model: {f"module.{k}": v for k, v in model.state_dict().items()},
+    "half compiled": lambda model: {
+        (f"block._orig_mod.{k[6:]}" if k.startswith("block.") else k): v for k, v in model.state_dict().items()
+    },
+    "tied once": lambda model: {k: v for k, v in model.state_dict().items() if k != "head.weight"},
+    "tied by its second name": lambda model: {k: v for k, v in model.state_dict().items() if k != "embed.weight"},
+    "strided": lambda model: {k: v.t().contiguous().t() if v.dim() == 2 else v for k, v in model.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+@pytest.mark.parametrize("form", NEW)
+def test_swapped_programs_compute_what_the_trained_model_computes(
+    tmp_path: Path, program: Path, answer: Any, form: str, ending: str
+) -> None:
+    model, new, out = trained(1), tmp_path / f"new.{ending}", tmp_path / "out.pt2"
+    state = NEW[form](model)
+    if ending == "pt":
+        torch.save(state, new)
+    else:
+        save_file({k: v.clone().contiguous() for k, v in state.items()}, new)
+    before = program.read_bytes()
+    status, done, err = answer("swap-weights", program, new, "-o", out, "--model", MODEL, "--verify")
+    assert status == 0, err
+    assert done["swapped"] == len(torch.export.load(program).state_dict)
+    swapped = torch.export.load(out)
+    assert torch.equal(swapped.module()(*TOKENS), model(*TOKENS))
+    assert not torch.equal(torch.export.load(program).module()(*TOKENS), model(*TOKENS))
+    assert program.read_bytes() == before
+
+
+def test_keys_that_are_the_programs_need_no_model(tmp_path: Path, program: Path, answer: Any) -> None:
+    model = trained(1)
+    torch.save(runtime(model), tmp_path / "new.pt")
+    assert answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")[0] == 0
+    assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(*TOKENS), model(*TOKENS))
+
+
+def changed(**changes: torch.Tensor | None) -> State:
+    state = dict(trained(1).state_dict())
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        if value is None:
+            del state[key]
+        else:
+            state[key] = value
+    return state
+
+
+TIED = trained(2).embed.weight.detach()
+REFUSED: dict[str, tuple[State, list[str]]] = {
+    "missing": (changed(norm__bias=None), ["no weight for it @ norm.bias"]),
+    "left over": (changed(lora__a=torch.ones(1)), ["left over: the program has no such weight @ lora.a"]),
+    "a shape": (changed(norm__bias=torch.ones(5)), ["shape [5], the program has [4] (from norm.bias) @ norm.bias"]),
+    "a dtype": (changed(norm__bias=torch.ones(4).half()), ["dtype float16, the program has float32"]),
+    "a part of a split": (changed(attention__k__weight=None), ["@ attention.qkv.weight"]),
+    "tied and different": (changed(head__weight=TIED), ["tied to"]),
+    "all at once": (
+        changed(norm__bias=None, lora__a=torch.ones(1), norm__weight=torch.ones(5), head__weight=TIED),
+        ["no weight for it @ norm.bias", "left over", "shape [5]", "tied to"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_weights_that_do_not_fit_are_refused_with_all_problems(
+    tmp_path: Path, program: Path, answer: Any, name: str
+) -> None:
+    state, problems = REFUSED[name]
+    torch.save(state, tmp_path / "new.pt")
+    status, _, err = answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--model", MODEL)
+    assert status == 1
+    assert [problem for problem in problems if problem not in err] == []
+    assert "Traceback" not in err
+    assert os.listdir(tmp_path) == ["new.pt"]
+
+
+def test_cast_converts_dtypes(tmp_path: Path, program: Path, answer: Any) -> None:
+    model = trained(1)
+    torch.save(
+        {k: v.double() if v.is_floating_point() else v for k, v in model.state_dict().items()}, tmp_path / "n.pt"
+    )
+    args = ["swap-weights", program, tmp_path / "n.pt", "-o", tmp_path / "out.pt2", "--model", MODEL]
+    status, _, err = answer(*args)
+    assert status == 1
+    assert "--cast" in err
+    assert answer(*args, "--cast")[0] == 0
+    assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(*TOKENS), model(*TOKENS))
+
+
+def test_without_the_model_hooks_are_named_as_the_likely_cause(tmp_path: Path, program: Path, answer: Any) -> None:
+    torch.save(trained(1).state_dict(), tmp_path / "new.pt")
+    status, _, err = answer("swap-weights", program, tmp_path / "new.pt", "-o", tmp_path / "out.pt2")
+    assert status == 1
+    assert "--model" in err
+    assert "hooks" in err
+
+
+def test_another_models_program(tmp_path: Path, program: Path, answer: Any) -> None:
+    other = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
+    torch.export.save(other, tmp_path / "other.pt2")
+    torch.save(trained(1).state_dict(), tmp_path / "new.pt")
+    status, _, err = answer(
+        "swap-weights", tmp_path / "other.pt2", tmp_path / "new.pt", "-o", tmp_path / "o", "--model", MODEL
+    )
+    assert status == 1
+    assert "another model" in err
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, program: Path, answer: Any) -> None:
+    torch.save(trained(1).state_dict(), tmp_path / "new.pt")
+    status, done, _ = answer("swap-weights", program, tmp_path / "new.pt", "--model", MODEL, "--dry-run")
+    assert (status, done["output"]) == (0, "")
+    assert os.listdir(tmp_path) == ["new.pt"]

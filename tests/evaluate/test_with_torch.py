@@ -1,0 +1,203 @@
+"""Expressions evaluated: torch itself is the oracle, and operators that are no functions of tensors are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
+from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate import with_torch
+from ckpttool.expression import Op, Ref, Special
+
+torch.set_num_threads(1)
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int8,
+    torch.uint8, torch.uint16, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+def stored(tensor: torch.Tensor, folder: Path, key: str = "x") -> TensorEntry:
+    """The tensor as an entry of a file, with its strides and all of its storage."""
+    path, skipped = folder / f"{key}.bin", 3
+    storage = tensor.untyped_storage()
+    path.write_bytes(b"-" * skipped + bytes(storage.tolist()))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    span = Span(str(path), skipped, storage.nbytes())
+    return TensorEntry(key, dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), Storage(span))
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and with_torch.same_bits(left, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_entries_are_loaded_as_they_lie(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = (torch.arange(24).reshape(4, 6) % 2).to(dtype)
+    for view in (whole, whole.t(), whole[1:3, ::2], whole[2, 3], whole[:0], whole[:1].expand(5, 6)):
+        entry = stored(view, tmp_path)
+        assert same(with_torch.load(entry), view)
+        assert bytes(with_torch.to_bytes(with_torch.load(entry))) == bytes(with_torch.to_bytes(view))
+
+
+X = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+EXPRESSIONS: dict[str, tuple[Any, torch.Tensor]] = {
+    "a transpose": (Op("aten.t.default", (Ref("x"),)), X.t()),
+    "one of several results": (Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 1)), X[2:]),
+    "a join": (Op("aten.cat.default", ((Ref("x"), Ref("x")), 1)), torch.cat([X, X], 1)),
+    "a cast": (Op("aten._to_copy.default", (Ref("x"),), (("dtype", Special("dtype", "bfloat16")),)), X.bfloat16()),
+    "a cast to a device": (Op("aten._to_copy.default", (Ref("x"),), (("device", Special("device", "cuda")),)), X),
+    "a constant": (Op("aten.cat.default", ((Ref("x"), Op("aten.full.default", ((1, 6), 2.0))),)),
+                   torch.cat([X, torch.full((1, 6), 2.0)])),
+    "a shape that depends on values": (Op("aten.nonzero.default", (Ref("x"),)), X.nonzero()),
+    "a complex number": (Op("aten.mul.Scalar", (Ref("x"), Special("complex", "2j"))), X * 2j),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_expressions_give_what_torch_gives(tmp_path: Path, name: str) -> None:
+    source, expected = EXPRESSIONS[name]
+    entry = with_torch.entry_of("new", source, {"x": stored(X, tmp_path)})
+    assert (entry.key, entry.shape, entry.dtype) == ("new", expected.shape, str(expected.dtype).removeprefix("torch."))
+    assert same(with_torch.load(entry), expected.contiguous())
+
+
+VIEWS: dict[str, tuple[Any, bool]] = {
+    "a transpose": (Op("aten.t.default", (Ref("x"),)), True),
+    "a part of a split": (Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 1)), True),
+    "other dtype, same bits": (Op("aten.view.dtype", (Ref("x"), Special("dtype", "int16"))), True),
+    "a conjugate": (Op("aten._conj.default", (Op("aten.view_as_complex.default", (Op(
+        "aten.reshape.default", (Ref("x"), (4, 3, 2))),)),)), False),
+    "a reshape that has to copy": (Op("aten.reshape.default", (Op("aten.t.default", (Ref("x"),)), (24,))), False),
+    "a copy": (Op("aten.clone.default", (Ref("x"),)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_stay_views_of_their_storage(tmp_path: Path, name: str) -> None:
+    source, is_view = VIEWS[name]
+    whole = stored(torch.cat([torch.zeros(1, 6), X])[1:], tmp_path)
+    entry = with_torch.entry_of("new", source, {"x": whole})
+    assert (entry.storage is whole.storage) == is_view
+    assert same(with_torch.load(entry), with_torch.evaluate(source, lambda key: X).resolve_conj().contiguous())
+
+
+def test_a_computed_entry_is_not_computed_before_it_is_written(tmp_path: Path) -> None:
+    entry = stored(X, tmp_path)
+    computed = with_torch.entry_of("new", Op("aten.neg.default", (Ref("x"),)), {"x": entry})
+    assert isinstance(computed.storage, Storage)
+    assert isinstance(computed.storage.data, Lazy)
+    (tmp_path / "x.bin").unlink()
+    with pytest.raises(CkptError, match="No such file"):
+        list(computed.storage.data.produce())
+
+
+def test_every_leaf_is_read_once() -> None:
+    reads: list[str] = []
+
+    def load(key: str) -> torch.Tensor:
+        reads.append(key)
+        return X
+
+    twice = Op("aten.t.default", (Ref("x"),))
+    with_torch.evaluate(Op("aten.add.Tensor", (twice, Op("aten.t.default", (Ref("x"),)))), load)
+    assert reads == ["x"]
+
+
+FORBIDDEN = [
+    "os.system", "aten.save.default", "aten.from_file.default", "aten.add_.Tensor", "aten.copy_.default",
+    "aten.fill.Tensor_out", "aten.__class__", "aten.rand_like.default", "aten.nowhere.default", "aten", "",
+    "aten._print.default", "aten.item.default", "torch.ops.aten.t.default", "opaque", "builtins.eval", "aten.t.nowhere",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_operators_that_are_no_functions_of_tensors(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CkptError, match="not an operator that a plan may hold"):
+        with_torch.entry_of("new", Op(name, (Ref("x"), str(tmp_path / "written"))), {"x": stored(X, tmp_path)})
+    assert not (tmp_path / "written").exists()
+
+
+UNFIT: dict[str, Any] = {
+    "shapes": Op("aten.mm.default", (Ref("x"), Ref("x"))),
+    "an index out of range": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 7)),
+    "too few arguments": Op("aten.mm.default", (Ref("x"),)),
+    "a number too large": Op("aten.add.Scalar", (Ref("x"), 2**80)),
+    "a type": Op("aten.cat.default", ("x",)),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_operators_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(Refused, match="does not fit"):
+        with_torch.entry_of("new", UNFIT[name], {"x": stored(X, tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "argument", [Special("dtype", "save"), Special("dtype", "nowhere"), Special("complex", "two")], ids=str
+)
+def test_words_that_torch_does_not_know(tmp_path: Path, argument: Special) -> None:
+    source = Op("aten._to_copy.default", (Ref("x"),), (("dtype", argument),))
+    with pytest.raises(CkptError, match="torch has no"):
+        with_torch.entry_of("new", source, {"x": stored(X, tmp_path)})
+
+
+def test_several_tensors_are_no_tensor(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match="not a tensor"):
+        with_torch.entry_of("new", Op("aten.split.Tensor", (Ref("x"), 2)), {"x": stored(X, tmp_path)})
+
+
+def test_nothing_is_computed_from_what_is_no_dense_tensor() -> None:
+    sparse = TensorEntry("x", "float32", (2,), (), 0, None, "sparse_coo")
+    with pytest.raises(Refused, match="sparse_coo"):
+        with_torch.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": sparse})
+
+
+def test_arranged_values_leave_gaps_as_they_were(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    place = stored(whole[:, 1:3], tmp_path, "place")
+    value = stored(torch.tensor([[-1.0, -2, -3], [-4, -5, -6]]).t(), tmp_path, "value")
+    assert place.storage is not None
+    arranged = with_torch.arrange(place.storage, [(place, value)])
+    assert isinstance(arranged.data, Lazy)
+    expected = whole.clone()
+    expected[:, 1:3] = torch.tensor([[-1.0, -4], [-2, -5], [-3, -6]])
+    assert b"".join(arranged.data.produce()) == bytes(with_torch.to_bytes(expected))
+
+
+def test_overlapping_places_with_other_values_are_refused(tmp_path: Path) -> None:
+    whole = stored(torch.zeros(4), tmp_path, "whole")
+    assert whole.storage is not None
+    places = [TensorEntry(k, "float32", (3,), (1,), at, whole.storage) for k, at in (("a", 0), ("b", 1))]
+    values = [stored(torch.full((3,), v), tmp_path, f"v{v}") for v in (1.0, 2.0)]
+    data = with_torch.arrange(whole.storage, list(zip(places, values))).data
+    assert isinstance(data, Lazy)
+    with pytest.raises(Refused, match="shares memory"):
+        list(data.produce())
+
+
+NAN = float("nan")
+DIFFERENT: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
+    "some elements": (torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 2.5, 4]), "2 of 3 elements differ, by 1 at most"),
+    "signed zeros": (torch.tensor([0.0]), torch.tensor([-0.0]), "the values are equal"),
+    "a large integer": (torch.tensor([2**60]), torch.tensor([2**60 + 1]), "1 of 1 elements differ"),
+    "a NaN": (torch.tensor([NAN, 1.0]), torch.tensor([0.0, 1.0]), "1 of 2 elements differ, by inf"),
+    "booleans": (torch.tensor([True, False]), torch.tensor([True, True]), "1 of 2 elements differ, by 1"),
+    "8-bit floats": (torch.ones(2).to(torch.float8_e5m2), torch.zeros(2).to(torch.float8_e5m2), "2 of 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_differences_in_words(name: str) -> None:
+    left, right, words = DIFFERENT[name]
+    assert (with_torch.difference(left, right, 0.0, 0.0) or "").startswith(words)
+
+
+def test_tolerances() -> None:
+    left, right = torch.tensor([1.0, NAN, 0.0]), torch.tensor([1.001, NAN, -0.0])
+    assert with_torch.difference(left, right, 0.0, 0.01) is None
+    assert with_torch.difference(left, right, 0.01, 0.0) is None
+    assert with_torch.difference(left, right, 1e-6, 0.0) == "1 of 3 elements differ, by 0.001 at most"

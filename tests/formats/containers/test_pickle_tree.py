@@ -1,0 +1,471 @@
+"""Pickles as trees: CPython's pickler gives the bytes to match, hostile pickles are built opcode by opcode."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import io
+import os
+import pathlib
+import pickle
+import pickletools
+import random
+import struct
+import tracemalloc
+import types
+import uuid
+import zipfile
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent, dumps, loads
+from ckpttool.limits import Limits, limited
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+class Flags(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+@dataclasses.dataclass
+class Config:
+    layers: int
+    names: list[str]
+    nested: "Config | None" = None
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+
+class ListLike(list):
+    pass
+
+
+class DictLike(dict):
+    pass
+
+
+class NewArgs(int):
+    def __new__(cls, value: int, *, base: int = 10) -> "NewArgs":
+        return super().__new__(cls, value)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[int], dict[str, int]]:
+        return (int(self),), {"base": 10}
+
+
+class WithSetter:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (WithSetter,), {"a": 1}, None, None, set_state
+
+
+def set_state(instance: WithSetter, state: dict[str, Any]) -> None:
+    instance.__dict__.update(state)
+
+
+def slotted() -> Slotted:
+    made: Any = Slotted()
+    made.a, made.b = 1, [2]
+    return made
+
+
+def like(kind: type, content: Any, **attributes: Any) -> Any:
+    made = kind(content)
+    made.__dict__.update(attributes)
+    return made
+
+
+def cyclic_list() -> list[Any]:
+    made: list[Any] = [1]
+    made.append(made)
+    return made
+
+
+def cyclic_tuple() -> tuple[Any, ...]:
+    inner: list[Any] = []
+    made = (inner, 2, 3, 4)
+    inner.append(made)
+    return made
+
+
+def cyclic_object() -> argparse.Namespace:
+    made = argparse.Namespace(a=1)
+    made.me, made.listed = made, [made]
+    return made
+
+
+SHARED = ["shared"]
+OBJECTS: dict[str, Any] = {
+    "scalars": [None, True, False, 0, 1, 255, 256, 65535, 65536, -1, -(2**31), 2**31 - 1, 2**31, 1.5, -0.0, 1e300],
+    "big ints": [2**63, -(2**63), 2**100, -(2**100), 2**2000, -(2**64) - 1, -128, -(2**39), -(2**40) + 1],
+    "special floats": [float("inf"), float("-inf"), float("nan")],
+    "strings": ["", "a", "abc", "ü", "日本語", "\ud800", "a\nb", "x" * 300, "x" * 70_000, "\U0001f600"],
+    "bytes": [b"", b"a", b"\x00\xff" * 200, bytearray(b"abc"), bytearray()],
+    "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((),), (("a",),) * 5],
+    "containers": {"list": [], "dict": {}, "set": {1}, "frozen": frozenset("a"), "empty": [set(), frozenset()]},
+    "complex and ranges": [1 + 2j, range(3), slice(1, 2)],
+    "keys": {7: "a", "b": 2, (1, "c"): 3, None: 4, 2.5: 5, True: 6, Colour.RED: 7},
+    "sharing": [SHARED, SHARED, {"a": SHARED}, ("t", "t")],
+    "cyclic list": cyclic_list(),
+    "cyclic tuple": cyclic_tuple(),
+    "cyclic object": cyclic_object(),
+    "namespace": argparse.Namespace(lr=0.1, names=["a"], nested=argparse.Namespace(x=None)),
+    "simple namespace": types.SimpleNamespace(a=1, b="c"),
+    "enums": [Colour.RED, Colour.BLUE, Flags.A | Flags.B, Colour.RED],
+    "dataclass": Config(2, ["a"], Config(1, [])),
+    "named tuple": Point(1, Point(2, 3)),
+    "slots": slotted(),
+    "list subclass": [like(ListLike, range(n), note="n") for n in (0, 1, 2, 999, 1000, 1001, 2001)],
+    "dict subclass": [like(DictLike, dict.fromkeys(range(n)), note="n") for n in (0, 1, 2, 999, 1000, 1001, 2001)],
+    "lists": [list(range(n)) for n in (0, 1, 2, 999, 1000, 1001, 2000, 2001)],
+    "dicts": [dict.fromkeys(range(n)) for n in (0, 1, 2, 999, 1000, 1001, 2000, 2001)],
+    "collections": [
+        collections.OrderedDict(first=1, second=collections.OrderedDict()),
+        collections.defaultdict(list, first=[1]),
+        collections.Counter(["one", "two", "one"]),
+        collections.deque([1, 2, 3], maxlen=5),
+        collections.ChainMap({"first": 1}),
+    ],
+    "datetime": [datetime.datetime(2020, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(3), datetime.date.max],
+    "numbers": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), uuid.UUID(int=5)],
+    "paths": [pathlib.PurePosixPath("/a/b"), pathlib.PureWindowsPath("c:/d")],
+    "functions": [len, dict.fromkeys, pickle.dumps, functools.partial(int, base=2), Config, "".join, int],
+    "types": [int, type(None), type(...), ..., NotImplemented, list, type],
+    "numpy": [
+        numpy.float32(1.5),
+        numpy.int64(3),
+        numpy.arange(6).reshape(2, 3),
+        numpy.asfortranarray(numpy.ones((2, 3))),
+        numpy.array(["a", "bc"]),
+        numpy.array([None, {"a": 1}], dtype=object),
+        numpy.dtype("float16"),
+        numpy.datetime64("2020-01-01"),
+        numpy.random.RandomState(0),
+        numpy.bool_(True),
+    ],
+    "torch": [torch.float16, torch.Size([1, 2]), torch.device("cuda:1"), torch.strided, torch.per_tensor_affine],
+    "random state": random.Random(0),
+    "new arguments": NewArgs(3),
+    "state setter": WithSetter(),
+    "exception": ValueError("a", 1),
+}
+
+
+def torch_pickle(value: Any, protocol: int = 2) -> bytes:
+    """The ``data.pkl`` of a file by torch.save."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_protocol=protocol)
+    with zipfile.ZipFile(buffer) as archive:
+        return archive.read("archive/data.pkl")
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_same_bytes_as_torch_save(name: str) -> None:
+    data = torch_pickle(OBJECTS[name])
+    assert dumps(loads(data)) == data
+
+
+def test_everything_at_once() -> None:
+    """The same objects; but CPython keeps some one-letter strings twice, and here they are one."""
+    data = torch_pickle({"a": OBJECTS, "b": list(OBJECTS.values()), "c": {"nested": [OBJECTS]}})
+    again = dumps(loads(data))
+    assert len(data) - 30 < len(again) <= len(data)
+    assert dumps(loads(again)) == again
+
+
+def test_same_bytes_for_tensors() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "itself": model, "epoch": 3}
+    data = torch_pickle(whole)
+    assert dumps(loads(data)) == data
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("name", sorted(set(OBJECTS) - {"cyclic list", "cyclic tuple", "cyclic object"}))
+def test_other_protocols_mean_the_same(name: str, protocol: int) -> None:
+    try:
+        data = pickle.dumps(OBJECTS[name], protocol)
+    except Exception as error:  # not everything has a pickle of protocol 0
+        pytest.skip(f"no such pickle: {error}")
+    tree = loads(data)
+    assert tree.end == len(data)
+    again = dumps(tree)
+    assert again[1] == max(protocol, 2)
+    assert pickle.dumps(pickle.loads(again), protocol) == pickle.dumps(pickle.loads(data), protocol)
+    assert dumps(loads(again)) == again
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 4])
+@pytest.mark.parametrize("name", ["cyclic list", "cyclic tuple", "cyclic object"])
+def test_cycles_in_every_protocol(name: str, protocol: int) -> None:
+    value = pickle.loads(dumps(loads(pickle.dumps(OBJECTS[name], protocol))))
+    if name == "cyclic list":
+        assert value[1] is value
+    elif name == "cyclic tuple":
+        assert value[0][0] is value
+    else:
+        assert value.me is value
+        assert value.listed[0] is value
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text() | st.integers(-(2**62), 2**62), inner) | st.tuples(inner, inner)
+    ),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(PLAIN, st.integers(0, 5))
+def test_plain_values_come_back(value: Any, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    assert pickle.loads(dumps(loads(data))) == value
+    if protocol == 2:
+        assert dumps(loads(data)) == data
+
+
+def test_what_is_shared_is_one_object() -> None:
+    first, second, third = loads(torch_pickle([SHARED, SHARED, copy.copy(SHARED)])).root
+    assert first is second
+    assert first is not third
+
+
+def test_nodes() -> None:
+    node = loads(torch_pickle(collections.OrderedDict(a=1))).root
+    assert isinstance(node, Call)
+    assert (node.func, node.args, node.pairs, node.how) == (
+        Global("collections", "OrderedDict"),
+        (),
+        {"a": 1},
+        "REDUCE",
+    )
+    assert node.state is ABSENT
+    node = loads(torch_pickle(argparse.Namespace(a=[1]))).root
+    assert (node.how, node.state) == ("NEWOBJ", {"a": [1]})
+    tensor = loads(torch_pickle(torch.ones(2))).root
+    assert isinstance(tensor.args[0], Persistent)
+    assert tensor.args[0].id[2:] == ("0", "cpu", 2)
+
+
+def test_nothing_is_executed() -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.abort, ("executed",)
+
+    tree = loads(pickle.dumps([Evil(), Evil()], 2))
+    assert [call.args for call in tree.root] == [("executed",), ("executed",)]
+    assert tree.globals == (Global("posix", "abort"),)
+
+
+def test_a_call_whose_result_is_thrown_away_is_still_seen() -> None:
+    tree = loads(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R0}.")
+    assert tree.globals == (Global("os", "system"),)
+    assert dumps(tree) == b"\x80\x02}q\x00."
+
+
+def test_pickles_that_follow_each_other() -> None:
+    data = pickle.dumps([1], 2) + pickle.dumps({"a": 2}, 2)
+    first = loads(data)
+    assert first.root == [1]
+    assert loads(data, start=first.end).root == {"a": 2}
+
+
+def test_references_come_in_reading_order() -> None:
+    shared = torch.ones(2)
+    tree = loads(torch_pickle([shared, torch.zeros(3), shared[1:]]))
+    references: list[Persistent] = []
+    dumps(tree, references)
+    assert [reference.id[2] for reference in references] == ["0", "1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"I01\n.", True),
+        (b"I00\n.", False),
+        (b"I-7\n.", -7),
+        (b"L123L\n.", 123),
+        (b"F1.5\n.", 1.5),
+        (b"S'a\\'b'\n.", "a'b"),
+        (b"U\x03abc.", "abc"),
+        (b"T\x03\x00\x00\x00abc.", "abc"),
+        (b"V\\u00fc\n.", "ü"),
+        (b"(lI1\na.", [1]),
+        (b"(I1\nI2\nd.", {1: 2}),
+        (b"(I1\nt.", (1,)),
+        (b"]p5\n0g5\n.", []),
+        (b"K\x012\x86.", (1, 1)),
+    ],
+)
+def test_opcodes_of_old_pickles(data: bytes, value: Any) -> None:
+    assert loads(data).root == value == pickle.loads(data)
+    assert pickle.loads(dumps(loads(data))) == value
+
+
+def test_old_classes_stay_as_they_are() -> None:
+    for data in (b"(I1\niwhere\nKind\n.", b"(cwhere\nKind\nI1\no."):
+        tree = loads(data)
+        assert (tree.root.how, tree.root.func, tree.root.args) == ("OBJ", Global("where", "Kind"), (1,))
+        assert [op.name for op, _, _ in pickletools.genops(dumps(tree))][-3:] == ["OBJ", "BINPUT", "STOP"]
+
+
+def test_strings_of_python_2_keep_their_bytes() -> None:
+    data = b"\x80\x02U\x02\xff\xfeq\x00."
+    assert dumps(loads(data)) == data
+
+
+def test_a_global_with_a_line_end_in_its_name_does_not_become_opcodes() -> None:
+    tree = loads(b"\x80\x02X\x01\x00\x00\x00aX\x05\x00\x00\x00b\nK\x01.\x93.")
+    assert loads(dumps(tree)).root == Global("a", "b\nK\x01.")
+
+
+BAD = {
+    "empty": b"",
+    "no stop": b"\x80\x02]",
+    "nothing made": b"\x80\x02.",
+    "two objects": b"\x80\x02]].",
+    "open mark": b"\x80\x02(].",
+    "underflow": b"\x80\x02\x86.",
+    "underflow at tuple3": b"\x80\x02]\x87.",
+    "pop of nothing": b"\x80\x020.",
+    "tuple without mark": b"\x80\x02t.",
+    "appends without mark": b"\x80\x02]e.",
+    "mark below what is left": b"\x80\x02](0\x86t.",
+    "unknown memo": b"\x80\x02h\x07.",
+    "unknown opcode": b"\x80\x02\xff.",
+    "extension": b"\x80\x02\x82\x01.",
+    "out-of-band buffer": b"\x80\x05\x97.",
+    "string longer than the pickle": b"\x80\x02X\xff\xff\xff\xffabc.",
+    "string longer than memory": b"\x80\x04\x8d" + b"\xff" * 8 + b"abc.",
+    "bytes longer than the pickle": b"\x80\x03B\xff\xff\xff\x7fabc.",
+    "int longer than the pickle": b"\x80\x02\x8b\xff\xff\xff\x7fabc.",
+    "frame longer than the pickle": b"\x80\x04\x95\xff",
+    "cut off in a number": b"\x80\x02J\x01",
+    "cut off in a line": b"\x80\x02cos\nsystem",
+    "not UTF-8": b"\x80\x02X\x01\x00\x00\x00\xff.",
+    "int that is none": b"Iabc\n.",
+    "int of too many digits": b"I" + b"9" * 100_000 + b"\n.",
+    "float that is none": b"Fabc\n.",
+    "string without quotes": b"Sabc\n.",
+    "list as key": b"\x80\x02}]K\x01s.",
+    "dict in a tuple as key": b"\x80\x02}}\x85K\x01s.",
+    "endless int as key": b"\x80\x02}\x8a\x20" + b"\x01" * 32 + b"K\x01s.",
+    "key without value": b"\x80\x02}(K\x01u.",
+    "append to a tuple": b"\x80\x02)K\x01a.",
+    "set on a list": b"\x80\x02]K\x01K\x01s.",
+    "build on a list": b"\x80\x02]}b.",
+    "build twice": b"\x80\x02cos\nsystem\n)R}b}b.",
+    "append after build": b"\x80\x02cos\nsystem\n)R}bK\x01a.",
+    "call without tuple": b"\x80\x02cos\nsystem\n]R.",
+    "name that is no string": b"\x80\x04K\x01K\x02\x93.",
+    "persistent id that is none": b"\x80\x02]Q.",
+    "items for a frozenset": b"\x80\x04(\x91\x94(h\x00\x90.",
+    "protocol cut off": b"\x80",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_damaged_pickles(name: str) -> None:
+    with pytest.raises(CkptError):
+        loads(BAD[name])
+
+
+def test_limits() -> None:
+    with limited(Limits(pickle_bytes=3)), pytest.raises(CkptError, match="--limit pickle_bytes=6"):
+        loads(b"\x80\x02].")
+    with limited(Limits(pickle_opcodes=50)), pytest.raises(CkptError, match="--limit pickle_opcodes=100"):
+        loads(b"\x80\x02" + b"]0" * 100 + b"].")
+
+
+def test_a_million_marks_are_refused_at_the_limit_in_little_memory() -> None:
+    data = b"\x80\x02" + b"(" * 1_000_000 + b"."
+    tracemalloc.start()
+    with pytest.raises(CkptError, match="--limit pickle_marks=20000"):
+        loads(data)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 21
+    tracemalloc.stop()
+
+
+def test_memo_indexes_cost_nothing() -> None:
+    assert loads(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.").root == []
+
+
+DEEP = 30_000
+NESTED = {
+    "tuples": b"\x80\x02)" + b"\x85" * DEEP + b".",
+    "lists": b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
+    "dicts": b"\x80\x02" + b"}K\x01" * DEEP + b"N" + b"s" * DEEP + b".",
+    "calls": b"\x80\x02" + b"ca\nb\n" * DEEP + b")" + b"R\x85" * DEEP + b".",
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_deep_nesting(name: str) -> None:
+    again = dumps(loads(NESTED[name]))
+    assert dumps(loads(again)) == again
+
+
+def test_a_deep_tuple_is_no_key() -> None:
+    with pytest.raises(CkptError, match="too large"):
+        loads(b"\x80\x02}K\x01" + b"\x85" * 200_000 + b"K\x01s.")
+
+
+def test_a_tuple_of_ever_more_is_no_key() -> None:
+    doubling = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
+    with pytest.raises(CkptError, match="too large"):
+        loads(b"\x80\x02}K\x01" + doubling + b"K\x01s.")
+
+
+def test_a_tuple_of_ever_more_stays_small() -> None:
+    """A billion laughs: 2 to the power of 200 leaves in a thousand bytes."""
+    doubling = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(200))
+    data = b"\x80\x02]" + doubling + b"."
+    assert len(dumps(loads(data))) < 2000
+
+
+def test_a_number_repeated_stays_small() -> None:
+    data = b"\x80\x02(\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"q\x00" + b"h\x00" * 10_000 + b"t."
+    assert len(dumps(loads(data))) < 200_000
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damage_anywhere_is_an_error_or_harmless(seed: int) -> None:
+    random.seed(seed)
+    whole = torch_pickle(
+        {name: OBJECTS[name] for name in ("containers", "keys", "namespace", "cyclic object", "dicts")}
+    )
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(random.randint(1, 5)):
+            data[random.randrange(min(len(data), 2000))] = random.randrange(256)
+        try:
+            tree = loads(bytes(data))
+        except CkptError:
+            continue
+        again = dumps(tree)
+        assert dumps(loads(again)) == again

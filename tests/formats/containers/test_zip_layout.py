@@ -1,0 +1,208 @@
+"""Changed zip archives: zipfile and unzip read them, and they are laid out as torch's own writer would have done it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.checkpoint import Lazy, Span
+from ckpttool.formats.containers.zip_archive import U32, Archive, Record, read_archive, read_record
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.io.pieces import Pieces
+from files import write_pieces
+
+
+def save(tmp_path: Path, count: int = 6) -> Archive:
+    path = tmp_path / "source.pt"
+    torch.save({f"w{i}": torch.full((i + 1,), float(i)) for i in range(count)}, path)
+    return read_archive(str(path))
+
+
+def check(pieces: Pieces, path: Path) -> Archive:
+    """Writes the pieces; zipfile and unzip find no fault in them, and the sizes of the pieces are true."""
+    write_pieces(pieces, path)
+    assert path.stat().st_size == sum(piece.nbytes for piece in pieces)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    if shutil.which("unzip"):
+        assert subprocess.run(["unzip", "-tqq", path], check=False).returncode == 0
+    return read_archive(str(path))
+
+
+def contents(archive: Archive) -> dict[str, bytes]:
+    return {record.name: read_record(archive, record, 1 << 20) for record in archive.records}
+
+
+def test_unchanged_is_one_copy_of_the_whole_file(tmp_path: Path) -> None:
+    archive = save(tmp_path)
+    assert [p.data for p in layout_archive(archive, archive.records)] == [Span(archive.path, 0, archive.length)]
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000, 5000])
+@pytest.mark.parametrize("at", [0, 4, -1])
+def test_one_record_replaced(tmp_path: Path, length: int, at: int) -> None:
+    archive = save(tmp_path)
+    name = archive.records[at].name
+    entries: list[Record | NewRecord] = list(archive.records)
+    entries[at] = NewRecord(name, b"\x5a" * length)
+    pieces = layout_archive(archive, entries)
+    changed = check(pieces, tmp_path / "out.pt")
+    assert contents(changed) == {**contents(archive), name: b"\x5a" * length}
+    assert all(record.data % 64 == 0 for record in changed.records)
+    assert len(pieces) <= 6
+
+
+def test_new_records_lie_where_torch_would_put_them(tmp_path: Path) -> None:
+    archive = save(tmp_path)
+    pieces = layout_archive(None, [NewRecord(name, data) for name, data in contents(archive).items()])
+    write_pieces(pieces, tmp_path / "out.pt")
+    assert (tmp_path / "out.pt").read_bytes() == Path(archive.path).read_bytes()
+
+
+def test_kept_records_move_as_torch_would_have_put_them(tmp_path: Path) -> None:
+    """Every record rewritten one by one gives the file again, and so does every record moved there and back."""
+    archive = save(tmp_path)
+    first = archive.records[0]
+    longer = check(
+        layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + 33)), *archive.records[1:]]),
+        tmp_path / "longer.pt",
+    )
+    original = NewRecord(first.name, read_record(archive, first, 1 << 20))
+    write_pieces(layout_archive(longer, [original, *longer.records[1:]]), tmp_path / "back.pt")
+    assert (tmp_path / "back.pt").read_bytes() == Path(archive.path).read_bytes()
+
+
+def test_a_rename_of_many_tensors_is_a_few_copies(tmp_path: Path) -> None:
+    archive = save(tmp_path, 300)
+    first = archive.records[0]
+    pieces = layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + 33)), *archive.records[1:]])
+    assert len(pieces) <= 5
+
+
+def test_records_dropped_and_reordered(tmp_path: Path) -> None:
+    archive = save(tmp_path)
+    kept = [archive.records[i] for i in (5, 0, 4, 8)]
+    changed = check(layout_archive(archive, kept), tmp_path / "out.pt")
+    assert list(contents(changed)) == [record.name for record in kept]
+    assert contents(changed).items() <= contents(archive).items()
+    assert all(record.data % 64 == 0 for record in changed.records)
+
+
+def test_another_alignment(tmp_path: Path) -> None:
+    changed = check(layout_archive(None, [NewRecord("a/x", b"1"), NewRecord("a/y", b"2")], 4096), tmp_path / "out.pt")
+    assert [record.data for record in changed.records] == [4096, 8192]
+
+
+def test_checksums_computed_while_writing(tmp_path: Path) -> None:
+    source = tmp_path / "raw"
+    source.write_bytes(b"0123456789")
+    entries = [
+        NewRecord("a/span", Span(str(source), 2, 5)),
+        NewRecord("a/lazy", Lazy(4, lambda: [b"ab", memoryview(b"cd")])),
+        NewRecord("a/empty", Span(str(source), 3, 0)),
+        NewRecord("a/bytes", b"efg"),
+    ]
+    changed = check(layout_archive(None, entries), tmp_path / "out.zip")
+    assert contents(changed) == {"a/span": b"23456", "a/lazy": b"abcd", "a/empty": b"", "a/bytes": b"efg"}
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_records_of_other_writers_are_kept(tmp_path: Path, compression: int) -> None:
+    path = tmp_path / "plain.zip"
+    with zipfile.ZipFile(path, "w", compression) as out:
+        for name in ("a", "b", "c"):
+            out.writestr(zipfile.ZipInfo(name, (2020, 2, 3, 4, 5, 6)), name.encode() * 100, compression)
+    archive = read_archive(str(path))
+    pieces = layout_archive(archive, [NewRecord("a", b"new"), *archive.records[1:]])
+    changed = check(pieces, tmp_path / "out.zip")
+    assert contents(changed) == {"a": b"new", "b": b"b" * 100, "c": b"c" * 100}
+    assert zipfile.ZipFile(tmp_path / "out.zip").getinfo("b").date_time == (2020, 2, 3, 4, 5, 6)
+
+
+def test_more_records_than_16_bits_count(tmp_path: Path) -> None:
+    path = tmp_path / "many.zip"
+    names = [str(number) for number in range(66_000)]
+    write_pieces(layout_archive(None, [NewRecord(name, b"") for name in names]), path)
+    assert zipfile.ZipFile(path).namelist() == names
+    assert [record.name for record in read_archive(str(path)).records] == names
+
+
+def test_bytes_of_no_record_are_left_out(tmp_path: Path) -> None:
+    """An archive that was updated in place keeps what it no longer lists."""
+    path = tmp_path / "updated.zip"
+    with zipfile.ZipFile(path, "w") as out:
+        for name in ("a", "b"):
+            out.writestr(name, name * 10)
+            assert out.fp is not None
+            out.fp.seek(out.start_dir)
+            out.fp.write(b"S3CRET" * 20)
+            out.start_dir = out.fp.tell()
+    assert b"S3CRET" in path.read_bytes()
+    archive = read_archive(str(path))
+    changed = check(layout_archive(archive, [*archive.records, NewRecord("c", b"c")]), tmp_path / "out.zip")
+    assert contents(changed) == {"a": b"a" * 10, "b": b"b" * 10, "c": b"c"}
+    assert b"S3CRET" not in (tmp_path / "out.zip").read_bytes()
+
+
+def sparse(tmp_path: Path, name: str, nbytes: int) -> Path:
+    """A file of torch's own writer with a storage of `nbytes`, which takes no room on the disk."""
+    path = tmp_path / name
+    with torch.serialization.skip_data():
+        torch.save({"big": torch.empty(nbytes, dtype=torch.uint8), "after": torch.ones(3)}, path)
+    return path
+
+
+def test_storages_beyond_four_gibibytes(tmp_path: Path) -> None:
+    """Headers, descriptors and directory of zip64 records, as torch writes them."""
+    path = sparse(tmp_path, "big.pt", U32 + 70)
+    archive = read_archive(str(path))
+    assert archive.by_name["big/data/1"].data > U32
+    entries: list[Record | NewRecord] = []
+    for record in archive.records:
+        data = Span(archive.path, record.data, record.nbytes)
+        entries.append(NewRecord(record.name, data, record.crc))
+    rewritten = layout_archive(None, entries)
+    assert sum(piece.nbytes for piece in rewritten) == archive.length
+    at = 0
+    for piece in rewritten:  # without reading the four gibibytes
+        if isinstance(piece.data, bytes):
+            with open(path, "rb") as file:
+                file.seek(at)
+                assert file.read(len(piece.data)) == piece.data
+        at += piece.nbytes
+
+
+def test_records_that_move_across_four_gibibytes(tmp_path: Path) -> None:
+    path = sparse(tmp_path, "big.pt", U32 - 100_000)
+    archive = read_archive(str(path))
+    assert archive.by_name["big/data/1"].start < U32
+    longer: list[Record | NewRecord] = [NewRecord("big/data.pkl", bytes(200_000)), *archive.records[1:]]
+    pieces = layout_archive(archive, longer)
+    moved = tmp_path / "moved.pt"
+    ends = 1 << 16  # of each span; what lies between is the big storage, and stays a hole
+    with open(moved, "wb") as out, open(path, "rb") as file:
+        for piece in pieces:
+            if isinstance(piece.data, bytes):
+                out.write(piece.data)
+                continue
+            assert isinstance(piece.data, Span)
+            file.seek(piece.data.offset)
+            out.write(file.read(min(ends, piece.nbytes)))
+            if piece.nbytes > ends:
+                out.seek(piece.nbytes - 2 * ends, 1)
+                file.seek(piece.data.offset + piece.nbytes - ends)
+                out.write(file.read(ends))
+    changed = read_archive(str(moved))
+    assert zipfile.ZipFile(moved).namelist() == [record.name for record in archive.records]
+    after = changed.by_name["big/data/1"]
+    assert after.start >= U32
+    assert after.data % 64 == 0
+    reader: Any = torch._C.PyTorchFileReader(str(moved))
+    assert reader.get_record_offset("data/1") == after.data
+    assert read_record(changed, changed.by_name["big/version"], 100) == b"3\n"

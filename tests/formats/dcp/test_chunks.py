@@ -1,0 +1,111 @@
+"""Chunks put in order: any cut of any tensor gives the tensor back, and what is no cut is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.errors import CkptError
+from ckpttool.formats.dcp import chunks as dcp_chunks
+from ckpttool.formats.dcp.chunks import tensor_data
+from ckpttool.formats.dcp.metadata import Chunk, Place, TensorItem, cover_problem
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that cover it: cut along every dimension, one half perhaps along another line."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    boxes: list[Box] = [(tuple(0 for _ in shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        index = draw(st.integers(0, len(boxes) - 1))
+        offsets, sizes = boxes[index]
+        dim = draw(st.integers(0, len(shape) - 1))
+        if sizes[dim] > 1:
+            at = draw(st.integers(1, sizes[dim] - 1))
+            first = (*sizes[:dim], at, *sizes[dim + 1 :])
+            second = (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :])
+            behind = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
+            boxes[index : index + 1] = [(offsets, first), (behind, second)]
+    return shape, draw(st.permutations(boxes))
+
+
+def saved(folder: Path, whole: torch.Tensor, boxes: list[Box], transposed: bool = False) -> TensorItem:
+    chunks = []
+    with open(folder / "data", "wb") as file:
+        for offsets, sizes in boxes:
+            part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))].clone()
+            if transposed and part.dim() > 1:
+                part = part.transpose(0, 1).contiguous().transpose(0, 1)
+            start = file.tell()
+            torch.save(part, file)
+            chunks.append(Chunk(offsets, sizes, Place("data", start, file.tell() - start)))
+    return TensorItem(str(whole.dtype).removeprefix("torch."), tuple(whole.shape), tuple(chunks))
+
+
+def data(folder: Path, item: TensorItem) -> bytes:
+    return b"".join(tensor_data(str(folder), "w", item).produce())
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts(), st.booleans(), st.sampled_from([1, 40, 1 << 24]))
+def test_any_cut_gives_the_tensor_back(
+    tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], list[Box]], transposed: bool, slab: int
+) -> None:
+    shape, boxes = cut
+    assert cover_problem(shape, boxes) is None
+    whole = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
+    folder = tmp_path_factory.mktemp("chunks")
+    item = saved(folder, whole, boxes, transposed)
+    before, dcp_chunks.SLAB = dcp_chunks.SLAB, slab
+    try:
+        assert data(folder, item) == whole.numpy().tobytes()
+    finally:
+        dcp_chunks.SLAB = before
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=6))
+def test_a_cover_holds_every_element_once(drawn: list[Any]) -> None:
+    shape = (3, 3)
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((a, b), (h, w)) for a, b, h, w in drawn]
+    counts = dict.fromkeys(product(range(3), range(3)), 0)
+    inside = all(at + size <= 3 for offsets, sizes in boxes for at, size in zip(offsets, sizes))
+    for (top, left), (height, width) in boxes:
+        for row, column in product(range(top, top + height), range(left, left + width)):
+            counts[row, column] = counts.get((row, column), 0) + 1
+    exact = inside and set(counts.values()) == {1}
+    assert (cover_problem(shape, boxes) is None) == exact
+
+
+def test_a_chunk_that_is_another_tensor(tmp_path: Path) -> None:
+    item = saved(tmp_path, torch.ones(4), [((0,), (4,))])
+    for wrong in (
+        TensorItem("int32", (4,), item.chunks),
+        TensorItem("float32", (4,), (Chunk((0,), (5,), item.chunks[0].place),)),
+    ):
+        with pytest.raises(CkptError, match="lies"):
+            data(tmp_path, wrong)
+
+
+def test_a_chunk_that_is_no_tensor(tmp_path: Path) -> None:
+    with open(tmp_path / "data", "wb") as file:
+        torch.save({"a": torch.ones(2), "b": torch.ones(2)}, file)
+        length = file.tell()
+    place = Place("data", 0, length)
+    with pytest.raises(CkptError, match="no tensor"):
+        data(tmp_path, TensorItem("float32", (2,), (Chunk((0,), (2,), place),)))
+    (tmp_path / "data").write_bytes(b"junk" * 100)
+    with pytest.raises(CkptError):
+        data(tmp_path, TensorItem("float32", (2,), (Chunk((0,), (2,), place),)))
+
+
+def test_empty_chunks_are_not_looked_for(tmp_path: Path) -> None:
+    assert data(tmp_path, TensorItem("float32", (0, 4), (Chunk((0, 0), (0, 4), Place("gone", 0, 9)),))) == b""

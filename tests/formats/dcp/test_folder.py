@@ -1,0 +1,464 @@
+"""Folders of torch.distributed.checkpoint: read, renamed by ``.metadata`` alone, converted. torch is the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import dcp_ranks
+from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
+from ckpttool.formats.open import open_checkpoint
+from torch_version import needs_torch
+
+
+def remap(*words: object, status: int = 0) -> None:
+    assert main(["remap", *map(str, words)]) == status
+
+
+def save(state: dict[str, Any], folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder)
+    return folder
+
+
+def loaded(folder: Path) -> Any:
+    """What torch makes of the folder."""
+    out = folder.parent / f"{folder.name}.loaded.pt"
+    dcp_to_torch_save(folder, out)
+    return torch.load(out, weights_only=False)
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def trained(seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 0.5}]
+    optimizer = kind(groups, lr=0.1, **options)
+    for _ in range(2):
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state_of(*made: Any, **options: Any) -> dict[str, Any]:
+    weights, optimizer = get_state_dict(*made, options=StateDictOptions(**options))
+    return {"model": weights, "optimizer": optimizer}
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """A checkpoint of one rank with everything in it that DCP knows."""
+    transposed = torch.arange(12.0).reshape(3, 4).t()
+    rest = {"epoch": 3, "list": [1, {"a": torch.ones(2)}], "pair": (torch.ones(1), 2), "scale": torch.tensor(2.5)}
+    return save({**state_of(*trained()), **rest, "transposed": transposed, "text": "é"}, tmp_path / "one")
+
+
+# Reading, and to files of torch.save and back
+
+
+def test_sections(one: Path) -> None:
+    checkpoint = open_checkpoint(str(one))
+    assert [(section.path, section.kind) for section in checkpoint.sections][:2] == [
+        ("model", "state_dict"),
+        ("optimizer", "optimizer"),
+    ]
+    assert "epoch" in checkpoint.others
+    assert checkpoint.globals == ()
+    assert checkpoint.format == "dcp"
+    assert checkpoint.nbytes == sum(path.stat().st_size for path in one.iterdir())
+    assert open_checkpoint(str(one / ".metadata")).sections[0].by_key().keys() == checkpoint.sections[0].by_key().keys()
+
+
+def test_to_torch_save_as_torch_does_it_and_back(one: Path, tmp_path: Path) -> None:
+    want = loaded(one)
+    remap(one, "-o", tmp_path / "out.pt", "--verify")
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=True), want)
+    remap(tmp_path / "out.pt", "-o", tmp_path / "back.dcp", "--verify")
+    assert same(loaded(tmp_path / "back.dcp"), want)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_ids_and_empty_states_survive(tmp_path: Path, kind: Any) -> None:
+    model, optimizer = trained(kind=kind)
+    state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", tmp_path / "mid.dcp", "--verify")
+    torch_save_to_dcp(tmp_path / "in.pt", tmp_path / "torch")
+    assert same(loaded(tmp_path / "mid.dcp"), loaded(tmp_path / "torch"))
+    remap(tmp_path / "mid.dcp", "-o", tmp_path / "out.pt", "--verify")
+    assert same(torch.load(tmp_path / "out.pt"), state)
+
+
+@pytest.mark.parametrize("name", ["tensors", "files", "threads", "async"])
+def test_chunks_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
+    want = dcp_ranks.tensors()
+    if name != "async":
+        want["old"] = torch.arange(24.0).reshape(4, 6)
+    remap(ranks / name, "-o", tmp_path / "out.pt", "--verify")
+    got = torch.load(tmp_path / "out.pt")
+    assert got["model"].keys() == want.keys()
+    assert all(same(got["model"][key], want[key]) for key in want)
+    assert (got["step"], got["names"], got["plain"].tolist()) == (7, ["a", "b"], [1, 1, 1])
+    remap(f"{ranks / name}::model", "-o", tmp_path / "out.safetensors", "--verify")
+    assert all(same(value, want[key]) for key, value in load_file(tmp_path / "out.safetensors").items())
+
+
+@pytest.mark.parametrize("name", ["distcp", "shards", "consolidated"])
+def test_safetensors_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> None:
+    needs_torch("2.8", "files of safetensors in a folder of torch.distributed.checkpoint")
+    want = dcp_ranks.tensors()
+    del want["empty"]
+    remap(ranks / name, "-o", tmp_path / "out.safetensors", "--verify")
+    got = load_file(tmp_path / "out.safetensors")
+    assert got.keys() == want.keys()
+    assert all(same(value, want[key]) for key, value in got.items())
+    remap(ranks / name, "-o", tmp_path / "out.dcp", "--rule", "rows => lines", "--verify")
+    assert same(loaded(tmp_path / "out.dcp")["lines"], want["rows"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": {}}', '{"rows": {"saved_offsets": [0, 1, 2]}}', "{"])
+def test_shards_that_do_not_say_where_they_lie(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": text})
+    with pytest.raises(CkptError, match="whole tensors"):
+        open_checkpoint(str(tmp_path))
+    save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": '{"rows": {"saved_offsets": [1, 0]}}'})
+    with pytest.raises(CkptError, match="whole tensors"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_from_safetensors_and_to_shards(tmp_path: Path) -> None:
+    model, _ = trained()
+    torch.save(model.state_dict(), tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", tmp_path / "in.safetensors")
+    remap(tmp_path / "in.safetensors", "-o", tmp_path / "mid.dcp", "--verify")
+    fresh, _ = trained(seed=1)
+    state = fresh.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "mid.dcp")
+    assert same(dict(state), dict(model.state_dict()))
+    (tmp_path / "shards").mkdir()
+    remap(
+        tmp_path / "mid.dcp",
+        "-o",
+        tmp_path / "shards/model.safetensors.index.json",
+        "--max-shard-size",
+        "40",
+        "--verify",
+    )
+    assert len(list((tmp_path / "shards").iterdir())) > 3
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    weight = torch.randn(400, 10)
+    torch.save({"a": weight, "b": weight, "c": weight[3:]}, tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", tmp_path / "mid.dcp", "--verify")
+    assert same(loaded(tmp_path / "mid.dcp"), {"a": weight, "b": weight, "c": weight[3:]})
+    assert (tmp_path / "mid.dcp" / "__0_0.distcp").stat().st_size < 2.5 * weight.nbytes
+    assert open_checkpoint(str(tmp_path / "mid.dcp")).sections[0].aliases() == {"b": "a"}
+    remap(tmp_path / "mid.dcp", "-o", tmp_path / "out.pt")
+    back = torch.load(tmp_path / "out.pt")
+    assert back["a"].data_ptr() == back["b"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(3),
+        torch.tensor(True),
+        torch.zeros(0, 3),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(4, dtype=torch.uint16),
+        torch.ones(3).to(torch.float8_e4m3fn),
+        torch.arange(6).reshape(2, 3)[:, 1:],
+        torch.ones(1).expand(4, 5),
+    ],
+)
+def test_every_kind_of_tensor(tmp_path: Path, value: torch.Tensor) -> None:
+    torch.save({"w": value, "é @ .x": value.clone()}, tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", tmp_path / "mid.dcp", "--verify")
+    got = loaded(tmp_path / "mid.dcp")
+    assert got["w"].dtype == value.dtype
+    assert bits(got["w"]) == bits(got["é @ .x"]) == bits(value)
+    remap(tmp_path / "mid.dcp", "-o", tmp_path / "out.pt", "--verify")
+    assert bits(torch.load(tmp_path / "out.pt")["w"]) == bits(value)
+
+
+def test_what_dcp_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "s": torch.eye(3).to_sparse()}, tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", tmp_path / "out.dcp", status=1)
+    torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}, tmp_path / "in.pt")
+    remap(tmp_path / "in.pt", "-o", tmp_path / "out.dcp", status=1)
+    assert not (tmp_path / "out.dcp").exists()
+
+
+def test_storages_that_no_tensor_looks_at(tmp_path: Path) -> None:
+    save({"w": torch.ones(2), "bare": (torch.arange(3.0).untyped_storage(), 1)}, tmp_path / "in")
+    remap(tmp_path / "in", "-o", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=False)["bare"][0].nbytes() == 12
+    remap(tmp_path / "out.pt", "-o", tmp_path / "back.dcp")
+    assert loaded(tmp_path / "back.dcp")["bare"][0].nbytes() == 12
+
+
+# Renames
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    needs_torch("2.7", "fully_shard without a GPU")
+    folder = tmp_path_factory.mktemp("ranks")
+    dcp_ranks.run("save", folder)
+    return folder
+
+
+def test_two_ranks_load_a_renamed_model_and_its_optimizer(ranks: Path, tmp_path: Path) -> None:
+    remap(ranks / "fsdp", "-o", tmp_path / "renamed", "--rule", "{x*} => net.{x*}", "--link", "hard", "--verify")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        assert (tmp_path / "renamed" / name).samefile(ranks / "fsdp" / name)
+    state = loaded(ranks / "fsdp")
+    want = {
+        "model": {f"net.{key}": value.tolist() for key, value in state["model"].items()},
+        "exp_avg": {f"net.{key}": own["exp_avg"].tolist() for key, own in state["optimizer"]["state"].items()},
+    }
+    (tmp_path / "want.json").write_text(json.dumps(want))
+    dcp_ranks.run("load", tmp_path)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("link", ["copy", "hard"])
+def test_an_optimizer_goes_along(tmp_path: Path, flatten: bool, link: str) -> None:
+    save(state_of(*trained(), flatten_optimizer_state_dict=flatten), tmp_path / "in")
+    remap(tmp_path / "in", "-o", tmp_path / "out", "--rule", "{x*} => net.{x*}", "--link", link, "--verify")
+    model, optimizer = trained(seed=1)
+    whole = nn.ModuleDict({"net": model})
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    state = state_of(whole, optimizer, flatten_optimizer_state_dict=flatten)
+    dcp.load(state, checkpoint_id=tmp_path / "out")
+    set_state_dict(
+        whole, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
+    want_model, want_optimizer = trained()
+    assert same(dict(model.state_dict()), dict(want_model.state_dict()))
+    got, want = optimizer.state_dict(), want_optimizer.state_dict()
+    assert same(got["state"], want["state"])
+    assert [group["lr"] for group in got["param_groups"]] == [group["lr"] for group in want["param_groups"]]
+
+
+def test_a_rename_and_its_inverse_hold_the_same(one: Path, tmp_path: Path) -> None:
+    remap(one, "-o", tmp_path / "out", "--rule", "{x*} => net.{x*}", "--verify")
+    remap(tmp_path / "out", "-o", tmp_path / "back", "--rule", "{x*} => net.{x*}", "--reverse", "--verify")
+    assert same(loaded(tmp_path / "back"), loaded(one))
+    before, after = (pickle.loads((folder / ".metadata").read_bytes()) for folder in (one, tmp_path / "back"))
+    assert after.state_dict_metadata == before.state_dict_metadata
+    assert after.planner_data == before.planner_data
+    for index, info in after.storage_data.items():
+        assert info == before.storage_data[index] or index.fqn.endswith(".params")
+
+
+def test_in_place_the_data_files_stay(one: Path) -> None:
+    before = (one / "__0_0.distcp").stat().st_ino
+    want = loaded(one)
+    remap(one, "--in-place", "--rule", "{x*} => net.{x*}")
+    assert (one / "__0_0.distcp").stat().st_ino == before
+    assert list(loaded(one)["model"]) == [f"net.{key}" for key in want["model"]]
+    remap(one, "--in-place", "--rule", "{x*} => net.{x*}", "--reverse")
+    assert same(loaded(one), want)
+
+
+def test_a_rename_reads_no_tensor(tmp_path: Path) -> None:
+    """A tebibyte of data that nobody could copy here."""
+    save({"w": torch.ones(4)}, tmp_path / "in")
+    change(tmp_path / "in", lambda metadata: far_away(metadata, 1 << 40))
+    os.truncate(tmp_path / "in" / "__0_0.distcp", 1 << 40)
+    remap(tmp_path / "in", "-o", tmp_path / "out", "--rule", "w => v", "--link", "hard")
+    assert [entry.key for entry in open_checkpoint(str(tmp_path / "out")).sections[0].tensors] == ["v"]
+
+
+def test_torch_is_not_needed(one: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from ckpttool.cli.app import main; "
+        f"assert not main(['inspect', {str(one)!r}]); "
+        f"assert not main(['remap', {str(one)!r}, '-o', {str(tmp_path / 'out')!r}, '--rule', '{{x*}} => n.{{x*}}']); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+# Hostile and damaged folders
+
+
+def change(folder: Path, how: Callable[[Any], Any]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata = how(metadata) or metadata
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def far_away(metadata: Any, end: int) -> None:
+    for info in metadata.storage_data.values():
+        info.offset, info.length = end - 10, 10
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def outside(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).relative_path = "../secret"
+
+
+def no_place(metadata: Any) -> None:
+    metadata.storage_data.clear()
+
+
+def huge_shape(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([1 << 40, 1 << 40])
+
+
+def huge_rank(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([1] * 100_000)
+
+
+def gap(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([5])
+
+
+def overlap(metadata: Any) -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([2])) for at in (0, 1)]
+    metadata.state_dict_metadata["w"].chunks = chunks
+    for chunk in chunks:
+        metadata.storage_data[MetadataIndex("w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 0, 10)
+
+
+def no_bytes(metadata: Any) -> None:
+    metadata.storage_data[MetadataIndex("n")].length = 0
+
+
+def itself(metadata: Any) -> None:
+    info = next(iter(metadata.storage_data.values()))
+    info.relative_path, info.offset, info.length = ".metadata", 0, 10
+
+
+def negative(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).offset = -1
+
+
+def long_list(metadata: Any) -> None:
+    metadata.planner_data["w"] = ("w", 1 << 40)
+
+
+def two_ways(metadata: Any) -> None:
+    metadata.planner_data.update({"w": ("n",), "n": ("n", "x")})
+
+
+def deep(metadata: Any) -> None:
+    metadata.planner_data["w"] = ("x",) * 100_000
+
+
+def transformed(metadata: Any) -> None:
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+def no_metadata(metadata: Any) -> Any:
+    return {"state_dict_metadata": {}}
+
+
+def no_chunks(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].chunks = 7
+
+
+def odd_key(metadata: Any) -> None:
+    metadata.state_dict_metadata[3] = metadata.state_dict_metadata.pop("w")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(outside, no_place, huge_shape, huge_rank, gap, overlap, negative, long_list, two_ways, deep, transformed),
+        *(no_metadata, no_chunks, odd_key, no_bytes, itself, lambda metadata: far_away(metadata, 1 << 50)),
+    ],
+)
+def test_metadata_that_lies(tmp_path: Path, how: Callable[[Any], Any]) -> None:
+    folder = save({"w": torch.ones(4), "n": 3}, tmp_path / "m")
+    (tmp_path / "secret").write_text("x")
+    change(folder, how)
+    with pytest.raises(CkptError) as caught:
+        open_checkpoint(str(folder))
+    assert caught.value.exit_status == 2
+    assert main(["inspect", str(folder)]) == 2
+
+
+def test_a_pickle_that_runs_something_is_never_run(tmp_path: Path) -> None:
+    folder = save({"w": torch.ones(4)}, tmp_path / "m")
+
+    def hide(metadata: Any) -> None:
+        metadata.storage_meta = Bomb(tmp_path / "ran")
+
+    change(folder, hide)
+    assert any("system" in name for name in open_checkpoint(str(folder)).globals)
+    remap(folder, "-o", tmp_path / "out", "--rule", "w => v")
+    assert b"posix" not in (tmp_path / "out" / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    with pytest.raises(CkptError):
+        open_checkpoint(str(folder))
+    save({"w": torch.ones(4), "n": Bomb(tmp_path / "ran")}, tmp_path / "items")
+    open_checkpoint(str(tmp_path / "items"))
+    remap(tmp_path / "items", "-o", tmp_path / "out.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 10, 200, 900])
+def test_a_cut_off_metadata(tmp_path: Path, keep: int) -> None:
+    folder = save({"w": torch.ones(4), "n": 3}, tmp_path / "m")
+    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:keep])
+    with pytest.raises(CkptError):
+        open_checkpoint(str(folder))
+
+
+def test_missing_and_cut_off_data(one: Path, tmp_path: Path) -> None:
+    shutil.copytree(one, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "__0_0.distcp", 5000)
+    with pytest.raises(CkptError, match="do not fit") as caught:
+        open_checkpoint(str(tmp_path / "cut"))
+    assert len(caught.value.problems) > 3
+    (tmp_path / "cut" / "__0_0.distcp").unlink()
+    with pytest.raises(CkptError, match="do not fit") as caught:
+        open_checkpoint(str(tmp_path / "cut"))
+    assert [problem.problem for problem in caught.value.problems] == ["the data file is missing"]

@@ -1,0 +1,203 @@
+"""AOTInductor packages: weights beside the compiled code are read and swapped, weights inside it are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.edits.swap.swap import swap
+from ckpttool.errors import CkptError, Refused
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.pt2.archive import layout, read, read_program
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.operands.checkpoint import model_section
+from files import write_pieces
+from torch_version import needs_torch
+
+CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
+OUTSIDE = {
+    "aot_inductor.package_constants_in_so": False,
+    "aot_inductor.package_constants_on_disk_format": "pickle_weights",
+}
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="AOTInductor needs a C++ compiler"
+)
+
+
+class Model(nn.Module):
+    """A tied weight, two weights in one storage, a transposed one, and a bias so small that it becomes code."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        whole = torch.randn(4, 4)
+        self.up, self.low = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
+        self.turned = nn.Parameter(torch.randn(4, 5).t())
+        with torch.no_grad():
+            self.b.bias.fill_(0.5)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x))) + self.up.sum(0) * self.low.prod(0) + self.turned.sum(0)
+
+
+def compiled(path: Path, config: dict[str, object]) -> str:
+    program = torch.export.export(Model(0).eval(), (torch.ones(2, 4),))
+    return torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=config)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> str:
+    needs_torch("2.9", "weights beside the code of a package")
+    return compiled(tmp_path_factory.mktemp("aoti") / "outside.pt2", OUTSIDE)
+
+
+def run(path: str, x: torch.Tensor) -> torch.Tensor:
+    from torch.export.pt2_archive._package import load_pt2
+
+    return load_pt2(path, load_weights_from_disk=True).aoti_runners["model"](x)
+
+
+@needs_compiler
+def test_weights_beside_the_code_are_read(package):
+    assert sniff(package) == "pt2"
+    checkpoint = read(package)
+    state = Model(0).state_dict()
+    with zipfile.ZipFile(package) as archive:
+        config = json.loads(archive.read("outside/data/aotinductor/model/weights_config.json"))
+    (section,) = checkpoint.sections
+    assert [entry.key for entry in section.tensors] == list(config)
+    for entry in section.tensors:
+        tensor = state[entry.key]
+        raw = Path(package).read_bytes()[entry.storage.data.offset :][: entry.storage.data.length]
+        flat = torch.frombuffer(bytearray(raw), dtype=tensor.dtype)
+        assert torch.equal(flat.as_strided(entry.shape, entry.stride, entry.offset), tensor)
+    container: Any = checkpoint.container
+    assert container.layout == "AOTInductor"
+    assert "small ones" in checkpoint.notes[0]
+
+
+@needs_compiler
+def test_new_weights_give_the_new_models_outputs(package, tmp_path):
+    old, new = Model(0).eval(), Model(1).eval()
+    torch.save({key: value for key, value in new.state_dict().items() if key != "b.bias"}, tmp_path / "new.pt")
+    done = subprocess.run(
+        [CKPTTOOL, "swap-weights", package, str(tmp_path / "new.pt"), "-o", str(tmp_path / "out.pt2"), "--verify"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for x in (torch.ones(2, 4), torch.randn(2, 4)):
+        assert torch.allclose(run(package, x), old(x), atol=1e-5)
+        assert torch.allclose(run(str(tmp_path / "out.pt2"), x), new(x), atol=1e-5)
+
+
+@needs_compiler
+def test_a_weight_that_became_code_is_refused(package, tmp_path):
+    torch.save(Model(1).state_dict(), tmp_path / "new.pt")
+    with pytest.raises(Refused) as caught:
+        swap(read(package), model_section(open_checkpoint(str(tmp_path / "new.pt"))))
+    assert [p.key for p in caught.value.problems] == ["b.bias"]
+    assert "in the compiled code itself" in caught.value.hint
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"aot_inductor.package_constants_in_so": False, "aot_inductor.package_constants_on_disk_format": "binary_blob"},
+    ],
+)
+def test_weights_inside_are_refused_with_the_option_that_helps(tmp_path, config):
+    needs_torch("2.9", "weights beside the code of a package")
+    path = compiled(tmp_path / "inside.pt2", config)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.sections == ()
+    assert "package_constants_on_disk_format" in checkpoint.notes[0]
+    torch.save(Model(1).state_dict(), tmp_path / "new.pt")
+    done = subprocess.run(
+        [CKPTTOOL, "swap-weights", path, str(tmp_path / "new.pt"), "-o", str(tmp_path / "out.pt2")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "package_constants_on_disk_format" in done.stderr
+    assert not (tmp_path / "out.pt2").exists()
+
+
+# Packages built by hand, so that no compiler is needed
+
+
+def archive(path: Path, configs: dict[str, object], weights: dict[str, object], *more: str) -> str:
+    with zipfile.ZipFile(path, "w") as out:
+        for name, config in configs.items():
+            out.writestr(f"p/data/aotinductor/{name}/m.wrapper.so", b"\x7fELF")
+            text = config if isinstance(config, bytes) else json.dumps(config).encode()
+            out.writestr(f"p/data/aotinductor/{name}/weights_config.json", text)
+        for name, value in weights.items():
+            with out.open(f"p/data/weights/{name}", "w") as record:
+                torch.save(value, record)
+        for name in more:
+            out.writestr(f"p/{name}", b"{}")
+    return str(path)
+
+
+ONE = {"w": ["weight_0", [2, 2], [2, 1], 0]}
+
+
+def with_ones(checkpoint, tmp_path):
+    torch.save({"w": torch.full((2, 2), 7.0)}, tmp_path / "new.pt")
+    return swap(checkpoint, model_section(open_checkpoint(str(tmp_path / "new.pt")))).program
+
+
+def test_weights_that_another_model_uses_too_are_not_changed_under_its_feet(tmp_path):
+    path = archive(tmp_path / "p.pt2", {"cpu": ONE, "cuda": ONE, "own": {"w": ["weight_1", [2, 2], [2, 1], 0]}},
+                   {"weight_0": torch.ones(2, 2), "weight_1": torch.ones(2, 2)})  # fmt: skip
+    assert [section.path for section in read(path).sections] == ["cpu", "cuda", "own"]
+    with pytest.raises(Refused) as caught:
+        layout(with_ones(read_program(path, "cpu"), tmp_path))
+    assert [str(p) for p in caught.value.problems] == ["the weights of cuda too @ p/data/weights/weight_0"]
+    out = write_pieces(layout(with_ones(read_program(path, "own"), tmp_path)), tmp_path / "out.pt2")
+    with zipfile.ZipFile(out) as written:
+        assert torch.load(written.open("p/data/weights/weight_1"))[1, 1] == 7
+        assert torch.load(written.open("p/data/weights/weight_0"))[1, 1] == 1
+
+
+def test_an_exported_program_beside_the_code(tmp_path):
+    path = archive(tmp_path / "p.pt2", {"cpu": ONE}, {"weight_0": torch.ones(2, 2)}, "models/model.json",
+                   "data/weights/model_weights_config.json", "data/constants/model_constants_config.json")  # fmt: skip
+    with pytest.raises(CkptError, match="not as torch"):
+        read(path)
+    with pytest.raises(Refused) as caught:
+        layout(with_ones(read_program(path, "cpu"), tmp_path))
+    assert "the exported program in the file" in caught.value.problems[0].problem
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"", b"[]", b"[1]", b"\xff", 7, {"w": []}, {"w": 7}, {"w": None}, {"w": ["weight_9", [2], [1], 0]},
+        {"w": ["../x", [2], [1], 0]}, {"w": ["weight_0", [2, 3], [3, 1], 0]}, {"w": ["weight_0", [2, 2], [2, 1], 1]},
+        {"w": ["weight_0", [2, 2], [2], 0]}, {"w": ["weight_0", [-2, 2], [2, 1], 0]}, {"w": ["weight_0", 3, 4, 0]},
+        {"w": ["weight_0", [2.0], [1], 0]}, {"w": ["weight_0", [2], [1], 0, 0]}, {"w": ["weight_0", [2**62], [9], 0]},
+        {"w": ["text", [2], [1], 0]}, {"w": [["weight_0"], [2], [1], 0]},
+    ],
+)  # fmt: skip
+def test_a_config_that_lies(tmp_path, config):
+    path = archive(tmp_path / "p.pt2", {"model": config}, {"weight_0": torch.ones(2, 2), "text": {"a": 1}})
+    with pytest.raises(CkptError) as caught:
+        read(path)
+    assert caught.value.exit_status == 2
+    again = archive(tmp_path / "q.pt2", {"other": ONE, "model": config}, {"weight_0": torch.ones(2, 2)})
+    with pytest.raises(CkptError):
+        read_program(again, "model")

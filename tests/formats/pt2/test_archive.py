@@ -1,0 +1,527 @@
+"""Exported programs: read without their graph, new weights in the old records, torch.export.load as the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.testing._internal.two_tensor import TwoTensor
+
+from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry
+from ckpttool.errors import CkptError, Refused
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.pt2.archive import layout, read, read_program
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.operands.program_names import names
+from files import write_pieces
+from places import DATA
+
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 laid programs out anew")
+
+
+@torch.library.custom_op("ckpttool_tests::halve", mutates_args=())
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@halve.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.rand(3), persistent=False)
+
+    def forward(self, x):
+        return self.lin(x) * self.mask
+
+
+class Everything(nn.Module):
+    """One of each: tied, shared, frozen, unused, transposed and sliced weights, buffers of every kind, constants."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        whole = torch.randn(4, 3)
+        self.upper, self.lower = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.brain = nn.Parameter(torch.randn(3).bfloat16())
+        self.unused = nn.Parameter(torch.randn(2))
+        self.block = Block()
+        self.tied = self.block.lin.weight
+        self.again = self.block
+        self.register_buffer("small", torch.randint(-9, 9, (3,), dtype=torch.int8))
+        self.register_buffer("flag", torch.tensor(seed % 2 == 0))
+        self.register_buffer("scalar", torch.randn(()))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("empty2", torch.zeros(3, 0))
+        self.register_buffer("expanded", torch.randn(1).expand(3))
+        self.register_buffer("column", torch.randn(3, 3)[:, 1])
+        self.plain = torch.tensor([1.0, 2.0, 3.0])
+
+    def forward(self, x):
+        x = self.again(self.block(x)) + self.frozen + self.brain + self.small * self.flag + self.empty.sum()
+        x = x * self.scalar + self.expanded * self.column + self.plain + torch.tensor([3.0, 2.0, 1.0])
+        return (
+            halve(x) + self.turned.sum(0) + self.upper.sum(0) - self.lower.prod(0) + self.tied.sum() + self.empty2.sum()
+        )
+
+
+EXAMPLE = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+def exported(model: nn.Module, path: Path) -> str:
+    program = torch.export.export(model, (EXAMPLE,), dynamic_shapes=({0: Dim("n", min=2)},))
+    torch.export.save(program, path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """``old.pt2`` and ``new.pt2``: one model, two seeds."""
+    path = tmp_path_factory.mktemp("programs")
+    exported(Everything(0), path / "old.pt2")
+    exported(Everything(1), path / "new.pt2")
+    return path
+
+
+def with_tensors(checkpoint: Checkpoint, *tensors: TensorEntry, section: int = 0) -> Checkpoint:
+    sections = list(checkpoint.sections)
+    sections[section] = replace(sections[section], tensors=tensors)
+    return replace(checkpoint, sections=tuple(sections))
+
+
+def put_into(program: Checkpoint, weights: Checkpoint, lazily: bool = False) -> Checkpoint:
+    """The program's entries on the storages that the other program has under the same names."""
+    fresh: dict[Storage, Storage] = {}
+    have = weights.section("").by_key()
+
+    def storage(entry: TensorEntry) -> Storage:
+        old: Any = have[entry.key].storage
+        return fresh.setdefault(old, Storage(Lazy(old.nbytes, lambda: [bytes_of(old.data)]))) if lazily else old
+
+    return with_tensors(program, *(replace(e, storage=storage(e)) for e in program.section("").tensors))
+
+
+def bytes_of(span: Span) -> bytes:
+    return Path(span.path).read_bytes()[span.offset :][: span.length]
+
+
+def tensor_of(entry: TensorEntry) -> torch.Tensor:
+    assert entry.span is not None
+    raw = bytearray(bytes_of(replace(entry.span, length=entry.storage.nbytes)))
+    flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype)) if raw else torch.empty(0)
+    return flat.to(getattr(torch, entry.dtype)).as_strided(entry.shape, entry.stride, entry.offset)
+
+
+def records(path: str | Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def with_record(path: str, name: str, data: bytes, out: Path) -> str:
+    """The archive at `path` with one record replaced or, where there is none of the name, added at the end."""
+    archive = read_archive(path)
+    root = archive.records[0].name.partition("/")[0]
+    new = NewRecord(f"{root}/{name}", data)
+    kept = [new if record.name == new.name else record for record in archive.records]
+    return write_pieces(layout_archive(archive, kept if new.name in archive.by_name else [*kept, new]), out)
+
+
+# Reading
+
+
+def test_state_dict_and_constants_are_torchs(folder):
+    program = torch.export.load(folder / "old.pt2")
+    checkpoint = read(str(folder / "old.pt2"))
+    weights, constants = checkpoint.sections
+    assert (checkpoint.format, weights.kind, constants.path, constants.kind) == (
+        "pt2",
+        "state_dict",
+        "constants",
+        "other",
+    )
+    for section, expected in [(weights, program.state_dict), (constants, program.constants)]:
+        assert [entry.key for entry in section.tensors] == list(expected)
+        for entry in section.tensors:
+            tensor = expected[entry.key]
+            assert (entry.shape, entry.stride, entry.offset) == (
+                tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            )  # fmt: skip
+            assert torch.equal(tensor_of(entry), tensor)
+            assert str(tensor.dtype) == f"torch.{entry.dtype}"
+    assert weights.aliases() == {
+        "block.lin.weight": "tied", "again.lin.weight": "tied", "again.lin.bias": "block.lin.bias"
+    }  # fmt: skip
+    storages = {entry.key: entry.storage for entry in weights.tensors}
+    assert storages["upper"] is storages["lower"]
+    assert storages["empty"] is not storages["empty2"]
+
+
+def test_names_are_the_models_own(folder):
+    model = Everything(0)
+    found = names(str(folder / "old.pt2"))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    persistent = set(model.state_dict()) - set(parameters)
+    assert {r.fqn for r in found.runtime} == set(parameters) | set(buffers)
+    assert [r.kind for r in found.runtime] == ["parameter"] * len(parameters) + ["buffer"] * len(buffers)
+    for r in found.runtime:
+        tensor = parameters.get(r.fqn, buffers.get(r.fqn))
+        assert (r.dtype, r.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        assert r.trainable == tensor.requires_grad
+        assert r.persistent == (r.fqn in parameters or r.fqn in persistent)
+        same = [other for other, t in {**parameters, **buffers}.items() if t is tensor]
+        assert {r.fqn, r.alias_of or r.fqn} <= set(same)
+        assert sum(other.alias_of is None for other in found.runtime if other.fqn in same) == 1
+    assert set(found.not_serialized) == set(buffers) - persistent
+    assert {s.key for s in found.serialized} == set(model.state_dict())
+    assert all(s.source.key in same_tensor(model, s.key) for s in found.serialized)
+    assert found.torch == torch.__version__
+    assert type(found).from_json(found.to_json(), "x") == found
+
+
+def same_tensor(model: nn.Module, key: str) -> set[str]:
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    return {fqn for fqn, tensor in tensors.items() if tensor is tensors[key]}
+
+
+def test_names_of_what_torch_2_9_wrote():
+    found = names(str(DATA / "tagger-torch-2.9.1.pt2"))
+    assert found.torch.startswith("2.9.1")
+    assert found.not_serialized == ("table",)
+    assert {r.fqn: r.alias_of for r in found.runtime if r.alias_of} == {"out.weight": "embed.weight"}
+    assert [r.fqn for r in found.runtime if r.kind == "parameter" and not r.trainable] == ["scale"]
+
+
+def test_reading_needs_neither_torch_nor_the_operators(folder):
+    """The program calls an operator that the other process has never heard of."""
+    code = (
+        "import sys; from ckpttool.formats.pt2.archive import read, layout\n"
+        "from ckpttool.operands.program_names import names\n"
+        "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder / "old.pt2")], check=True)
+
+
+class Small(nn.Module):
+    """A parameter, a trained bias, and a buffer that a state dict leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+        self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+
+    def forward(self, x):
+        return x * self.weight * self.scale + self.bias
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3) * 2))
+        self.bias = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.bias + self.pair.sum()
+
+
+def test_tensor_subclasses_are_carried(tmp_path):
+    torch.export.save(torch.export.export(Wrapped(), (EXAMPLE,)), tmp_path / "old.pt2")
+    checkpoint = read(str(tmp_path / "old.pt2"))
+    pair, bias = checkpoint.section("").tensors
+    assert (pair.key, pair.layout, pair.shape, pair.storage) == ("pair", "subclass", (3,), None)
+    assert pair.nbytes == len(records(tmp_path / "old.pt2")["data/weights/weight_0"])
+    new = replace(bias, storage=Storage(Lazy(12, lambda: [bytes(12)])))
+    out = write_pieces(layout(with_tensors(checkpoint, pair, new)), tmp_path / "out.pt2")
+    loaded = torch.export.load(out).state_dict
+    assert loaded["bias"].tolist() == [0, 0, 0]
+    assert loaded["pair"].b.tolist() == [2, 2, 2]
+    with pytest.raises(Refused) as caught:
+        layout(with_tensors(checkpoint, replace(pair, storage=Storage(Lazy(12, list)), payload=None), bias))
+    assert [str(p) for p in caught.value.problems] == [
+        "a subclass tensor in the program, which cannot be replaced @ pair"
+    ]
+
+
+def test_programs_without_values(tmp_path):
+    """Exported on fake tensors: torch saves one empty record for all weights of a dtype."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, example = nn.Linear(3, 2), torch.ones(1, 3)
+    torch.export.save(torch.export.export(model, (example,)), tmp_path / "fake.pt2")
+    checkpoint = read(str(tmp_path / "fake.pt2"))
+    assert [(e.key, e.layout, e.storage) for e in checkpoint.section("").tensors] == [
+        ("weight", "meta", None), ("bias", "meta", None)
+    ]  # fmt: skip
+    assert checkpoint.section("").aliases() == {}
+    assert len(layout(checkpoint)) == 1
+
+
+def test_several_programs(tmp_path):
+    from torch.export.pt2_archive._package import package_pt2
+
+    program = torch.export.export(Small(), (EXAMPLE,))
+    path = str(tmp_path / "two.pt2")
+    package_pt2(path, exported_programs={"first": program, "inner/second": program}, extra_files={"note": "hello"})
+    together = read(path)
+    assert [(section.path, section.kind) for section in together.sections] == [
+        ("first", "state_dict"), ("first.constants", "other"),
+        ("inner/second", "state_dict"), ("inner/second.constants", "other"),
+    ]  # fmt: skip
+    assert together.notes == ("2 programs: first, inner/second",)
+    picked = open_operand(f"{path}::inner/second").section("")
+    assert [entry.span for entry in picked.tensors] == [entry.span for entry in together.sections[2].tensors]
+    with pytest.raises(CkptError, match="holds 2 programs: first, inner/second") as caught:
+        read_program(path)
+    assert caught.value.hint == "name one: --program first"
+    with pytest.raises(CkptError, match="holds no program third"):
+        read_program(path, "third")
+    second = read_program(path, "inner/second")
+    weight, bias = second.section("").tensors
+    new = replace(bias, storage=Storage(Lazy(12, lambda: [b"\1" * 12])))
+    out = write_pieces(layout(with_tensors(second, weight, new)), tmp_path / "out.pt2")
+    old_records, new_records = records(path), records(out)
+    changed = [name for name in old_records if old_records[name] != new_records[name]]
+    assert changed == ["data/weights/weight_3"]
+    assert names(path, "inner/second").not_serialized == ("scale",)
+
+
+# Writing
+
+
+def test_unchanged_program_is_the_same_file(folder, tmp_path):
+    for path in (folder / "old.pt2", DATA / "tagger-torch-2.9.1.pt2"):
+        out = write_pieces(layout(read(str(path))), tmp_path / "out.pt2")
+        assert Path(out).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_new_weights_give_the_new_models_outputs(folder, tmp_path, lazily):
+    old, new = read(str(folder / "old.pt2")), read(str(folder / "new.pt2"))
+    out = write_pieces(layout(put_into(old, new, lazily)), tmp_path / "out.pt2")
+    model = Everything(1)
+    model.block.get_buffer("mask").copy_(
+        Everything(0).block.get_buffer("mask")
+    )  # not persistent: a constant of the old program
+    loaded = torch.export.load(out).module()
+    for n in (2, 7):
+        example = torch.randn(n, 3)
+        assert torch.equal(loaded(example), model(example))
+    before, after = records(folder / "old.pt2"), records(out)
+    assert list(before) == list(after)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed
+    assert all(name.startswith("data/weights/weight_") for name in changed)
+    assert zipfile.ZipFile(out).testzip() is None
+    assert (tmp_path / "out.pt2").stat().st_size == (folder / "old.pt2").stat().st_size
+    back = write_pieces(layout(put_into(read(out), old)), tmp_path / "back.pt2")
+    assert torch.equal(torch.export.load(back).module()(EXAMPLE), Everything(0)(EXAMPLE))
+
+
+def test_a_program_of_torch_2_9_after_the_swap(tmp_path):
+    program = read(str(DATA / "tagger-torch-2.9.1.pt2"))
+    (norm,) = (entry for entry in program.section("").tensors if entry.key == "norm.weight")
+    ones = Storage(Lazy(norm.nbytes, lambda: [b"\1" * norm.nbytes]))
+    tensors = [replace(e, storage=ones) if e is norm else e for e in program.section("").tensors]
+    out = write_pieces(layout(with_tensors(program, *tensors)), tmp_path / "out.pt2")
+    before, after = torch.export.load(program.source).state_dict, torch.export.load(out).state_dict
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {"norm.weight"}
+    assert after["embed.weight"].data_ptr() == after["out.weight"].data_ptr()
+
+
+def test_only_the_changed_weight_is_not_copied_whole(folder):
+    old = read(str(folder / "old.pt2"))
+    pieces = layout(replace_storage(old, "frozen", Storage(Span(str(folder / "new.pt2"), 0, 12))))
+    assert sum(isinstance(piece.data, Span) for piece in pieces) == 3  # before, the weight, after
+
+
+def replace_storage(checkpoint: Checkpoint, fqn: str, storage: Storage | None, **changes) -> Checkpoint:
+    tensors = checkpoint.section("").tensors
+    return with_tensors(checkpoint, *(replace(e, storage=storage, **changes) if e.key == fqn else e for e in tensors))
+
+
+def problems(checkpoint: Checkpoint) -> list[str]:
+    with pytest.raises(Refused) as caught:
+        layout(checkpoint)
+    assert caught.value.hint
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_what_does_not_fit_is_refused(folder):
+    old = read(str(folder / "old.pt2"))
+    tensors = old.section("").tensors
+    by_key = old.section("").by_key()
+    twelve = Storage(Lazy(12, list))
+
+    def change(fqn: str, **changes) -> list[str]:
+        return problems(replace_storage(old, fqn, by_key[fqn].storage, **changes))
+
+    assert change("brain", dtype="float16") == ["dtype float16, the program has bfloat16 @ brain"]
+    assert change("frozen", shape=(3, 1), stride=(1, 1)) == ["shape [3, 1], the program has [3] @ frozen"]
+    assert change("turned", stride=(3, 1)) == ["stride [3, 1], the program has [1, 5] @ turned"]
+    assert change("lower", offset=0) == ["offset 0, the program has 6 @ lower"]
+    assert change("frozen", key="thawed") == ["the program has no such tensor @ thawed", "missing @ frozen"]
+    assert problems(with_tensors(old, *tensors, tensors[0])) == [f"stands twice @ {tensors[0].key}"]
+    assert problems(replace_storage(old, "frozen", Storage(Lazy(16, list)))) == [
+        "a storage of 16 bytes, the program's has 12 @ frozen"
+    ]
+    assert problems(replace_storage(old, "frozen", None, layout="sparse_coo")) == [
+        "a sparse_coo tensor, the program has a strided one @ frozen"
+    ]
+    assert problems(replace_storage(old, "again.lin.bias", twelve)) == [
+        "shares its storage with block.lin.bias in the program, but not here @ again.lin.bias"
+    ]
+    assert problems(replace(old, sections=(Section("model", "state_dict", tensors),))) == [
+        "not the sections of the program @ model"
+    ]
+    assert problems(replace(old, container=None)) == []
+
+
+def test_compiled_code_beside_the_program(folder, tmp_path):
+    path = with_record(str(folder / "old.pt2"), "data/aotinductor/model/code.so", b"\x7fELF", tmp_path / "both.pt2")
+    checkpoint = read(path)
+    assert len(layout(checkpoint)) == 1
+    assert problems(put_into(checkpoint, read(str(folder / "new.pt2")))) == [
+        "compiled code in the file (AOTInductor) holds the old weights too @ data/aotinductor"
+    ]
+
+
+# Other and broken files
+
+
+CONFIG = "data/weights/model_weights_config.json"
+
+
+def linear(tmp_path: Path) -> str:
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (EXAMPLE,)), tmp_path / "linear.pt2")
+    return str(tmp_path / "linear.pt2")
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("path_name",), "weight_9", "the record weight_9 of weight is missing"),
+        (("path_name",), "../../models/model.json", "is missing"),
+        (("path_name",), None, "not as torch.export.save writes it"),
+        (("tensor_meta", "dtype"), 99, "the dtype number 99"),
+        (("tensor_meta", "dtype"), [7], "not as torch.export.save writes it"),
+        (("tensor_meta", "sizes"), [{"as_int": 3}, {"as_int": 3}], "weight needs 36 bytes, its record"),
+        (("tensor_meta", "sizes"), [{"as_int": 2}], "1 sizes and 2 strides"),
+        (("tensor_meta", "sizes"), [{"as_int": -2}, {"as_int": 3}], "not as torch.export.save writes it"),
+        (("tensor_meta", "sizes"), [{"as_int": 2.0}, {"as_int": 3}], "not as torch.export.save writes it"),
+        (("tensor_meta", "sizes"), [{"as_int": 2**62}, {"as_int": 2**62}], "bytes, its record"),
+        (("tensor_meta", "sizes"), [{"as_expr": {"expr_str": "s0"}}], "not as torch.export.save writes it"),
+        (("tensor_meta", "strides"), 3, "not as torch.export.save writes it"),
+        (("tensor_meta", "storage_offset"), {"as_int": 1}, "weight needs 28 bytes, its record"),
+        (("tensor_meta",), "x", "not as torch.export.save writes it"),
+        ((), 7, "not as torch.export.save writes it"),
+    ],
+)
+def test_a_config_that_lies(tmp_path, where, value, message):
+    path = linear(tmp_path)
+    config = json.loads(records(path)[CONFIG])
+    place = config["config"]
+    for step, following in zip(("weight", *where), (*where, None)):
+        if following is None:
+            place[step] = value
+        else:
+            place = place[step]
+    broken = with_record(path, CONFIG, json.dumps(config).encode(), tmp_path / "broken.pt2")
+    with pytest.raises(CkptError) as caught:
+        read(broken)
+    assert message in caught.value.message
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"config":[]}', b'{"config":{"a":1}}', b"\xff", b"[" * 99_999])
+@pytest.mark.parametrize("name", [CONFIG, "data/constants/model_constants_config.json"])
+def test_a_config_that_is_none(tmp_path, name, data):
+    with pytest.raises(CkptError, match="is not"):
+        read(with_record(linear(tmp_path), name, data, tmp_path / "broken.pt2"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"torch_version": "2.9", "graph_module": {"signature": {"input_specs": [{}]}}},
+        {"torch_version": "2.9", "graph_module": {"signature": {"input_specs": [{"buffer": {}}]}}},
+        {"torch_version": "2.9", "graph_module": {"signature": {"input_specs": [{"buffer": {"buffer_name": []}}]}}},
+    ],
+)
+def test_a_signature_that_is_none(tmp_path, model):
+    path = with_record(linear(tmp_path), "models/model.json", json.dumps(model).encode(), tmp_path / "broken.pt2")
+    assert len(read(path).section("").tensors) == 2
+    with pytest.raises(CkptError, match="not as torch"):
+        names(path)
+
+
+JUNK = [None, True, 0, -1, 7, 2**70, 1.5, "", "weight_1", [], {}, [1], {"as_int": 2}, {"as_int": None}, [{"as_int": 2}]]
+MODEL = "models/model.json"
+
+
+def places(value, path=()):
+    yield path
+    for step in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[step], (*path, step))
+
+
+@pytest.mark.parametrize("name", [CONFIG, MODEL])
+def test_junk_anywhere_is_an_error_or_harmless(tmp_path, name):
+    path, chance = linear(tmp_path), random.Random(0)
+    text = records(path)[name]
+    signature = ("graph_module", "signature")
+    candidates = [place for place in places(json.loads(text)) if place and (name == CONFIG or place[:2] == signature)]
+    for place in chance.choices(candidates, k=150):
+        value = json.loads(text)
+        inner = functools.reduce(lambda outer, step: outer[step], place[:-1], value)
+        inner[place[-1]] = chance.choice(JUNK)
+        broken = with_record(path, name, json.dumps(value).encode(), tmp_path / "broken.pt2")
+        with contextlib.suppress(CkptError):  # any other exception fails the test
+            layout(read(broken))
+            names(broken)
+
+
+def test_a_big_endian_program(tmp_path):
+    with pytest.raises(CkptError, match="big-endian"):
+        read(with_record(linear(tmp_path), "byteorder", b"big", tmp_path / "big.pt2"))
+
+
+def test_other_archives(tmp_path):
+    torch.save({"a": torch.ones(1)}, tmp_path / "weights.pt")
+    with pytest.raises(CkptError, match="holds no exported program"):
+        read(str(tmp_path / "weights.pt"))
+    with zipfile.ZipFile(tmp_path / "empty.pt2", "w"):
+        pass
+    with pytest.raises(CkptError, match="holds no exported program"):
+        read(str(tmp_path / "empty.pt2"))
+    with (
+        zipfile.ZipFile(linear(tmp_path)) as old,
+        zipfile.ZipFile(tmp_path / "deflated.pt2", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CkptError, match="is compressed") as caught:
+        read(str(tmp_path / "deflated.pt2"))
+    assert "torch.export.save" in caught.value.hint

@@ -1,0 +1,289 @@
+"""Programs that older torch versions wrote, with torch.export.load as the oracle where this torch reads them."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from ckpttool.checkpoint import Checkpoint, Lazy, Storage
+from ckpttool.edits.swap.swap import swap
+from ckpttool.errors import CkptError, Refused
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.pt2.archive import layout, read
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.program_names import names
+from files import write_pieces
+from places import DATA
+from torch_version import needs_torch
+
+CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
+VERSIONS = ["2.5.1", "2.7.1", "2.8.0", "2.9.1"]
+LAYOUTS = dict(zip(VERSIONS, ["torch<=2.7", "torch<=2.7", "torch 2.8", "torch>=2.9"]))
+STATE = {
+    "2.5.1": "serialized_state_dict.pt",
+    "2.7.1": "serialized_state_dict.pt",
+    "2.8.0": "tagger/data/weights/model.pt",
+}
+CONSTANTS = {
+    "2.5.1": "serialized_constants.pt", "2.7.1": "serialized_constants.pt", "2.8.0": "tagger/data/constants/model.pt"
+}  # fmt: skip
+
+
+def program(version: str) -> Checkpoint:
+    return read(str(DATA / f"tagger-torch-{version}.pt2"))
+
+
+def new_weights(version: str):
+    return model_section(open_checkpoint(str(DATA / f"weights-torch-{version}.pt")))
+
+
+def swapped(version: str, out: Path) -> str:
+    return write_pieces(layout(swap(program(version), new_weights(version)).program), out)
+
+
+def records(path: str | Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def loaded(data: bytes):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_layout_reads_to_the_same_index(version):
+    found, newest = program(version), program("2.9.1")
+    for mine, theirs in zip(found.sections, newest.sections, strict=True):
+        assert (mine.path, mine.kind) == (theirs.path, theirs.kind)
+        geometry = {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in theirs.tensors}
+        assert {e.key: (e.dtype, e.shape, e.stride, e.offset) for e in mine.tensors} == geometry
+        assert len(set(mine.aliases()) | set(mine.aliases().values())) == (2 if mine.path == "" else 0)
+    container: Any = found.container
+    assert container.layout == LAYOUTS[version]
+    told = names(found.source)
+    assert told.torch.startswith(version)
+    assert told.not_serialized == ("table",)
+    assert [r.fqn for r in told.runtime if r.kind == "parameter" and not r.trainable] == ["scale"]
+
+
+@pytest.mark.parametrize("version", STATE)
+def test_values_are_torchs(version):
+    path = DATA / f"tagger-torch-{version}.pt2"
+    for section, record in zip(program(version).sections, (STATE[version], CONSTANTS[version])):
+        expected = loaded(records(path)[record])
+        assert [entry.key for entry in section.tensors] == list(expected)
+        for entry in section.tensors:
+            span = entry.span
+            assert path.read_bytes()[span.offset :][: span.length] == expected[entry.key].detach().numpy().tobytes()
+            payload: Any = entry.payload
+            assert payload.is_param == isinstance(expected[entry.key], nn.Parameter)
+            assert payload.requires_grad == expected[entry.key].requires_grad
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_unchanged_program_is_the_same_file(version, tmp_path):
+    out = write_pieces(layout(program(version)), tmp_path / "out.pt2")
+    assert Path(out).read_bytes() == Path(program(version).source).read_bytes()
+
+
+@pytest.mark.parametrize("version", ["2.7.1", "2.8.0", "2.9.1"])
+def test_outputs_after_the_swap_are_those_of_the_trained_model(version, tmp_path):
+    needs_torch(version, "loading its programs")
+    model = torch.export.load(swapped(version, tmp_path / "tagger.pt2")).module()
+    expected = torch.load(DATA / f"outputs-torch-{version}.pt", weights_only=True)
+    assert torch.allclose(model(torch.arange(5)), expected, atol=1e-6)
+    assert dict(model.named_parameters(remove_duplicate=False))["scale"].requires_grad is False
+
+
+@pytest.mark.parametrize("version", STATE)
+def test_only_the_state_dict_changes_and_only_in_its_values(version, tmp_path):
+    before, after = records(program(version).source), records(swapped(version, tmp_path / "out.pt2"))
+    assert list(before) == list(after)
+    assert [name for name in before if before[name] != after[name]] == [STATE[version]]
+    old, new = loaded(before[STATE[version]]), loaded(after[STATE[version]])
+    trained = torch.load(DATA / f"weights-torch-{version}.pt", weights_only=True)
+    assert list(old) == list(new)
+    for key, tensor in new.items():
+        assert (type(tensor), tensor.dtype, tensor.requires_grad) == (
+            type(old[key]),
+            old[key].dtype,
+            old[key].requires_grad,
+        )
+        assert torch.equal(tensor, trained[key])
+    assert new["embed.weight"] is not old["embed.weight"]
+    assert new["embed.weight"].data_ptr() == new["out.weight"].data_ptr()
+    (was,), (now,) = (
+        [zipfile.ZipFile(io.BytesIO(r[STATE[version]])).read("archive/data.pkl")] for r in (before, after)
+    )
+    assert was == now
+    inner = read_archive(str(tmp_path / "out.pt2"))
+    record = inner.by_name[STATE[version]]
+    weights = read_archive(inner.path, record.data, record.nbytes)
+    assert all(r.data % 64 == 0 for r in weights.records if "/data/" in r.name)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_constants_are_swapped_on_request(version, tmp_path):
+    torch.save({**torch.load(DATA / f"weights-torch-{version}.pt"), "module.table": torch.eye(6)}, tmp_path / "w.pt")
+    weights = model_section(open_checkpoint(str(tmp_path / "w.pt")))
+    with pytest.raises(Refused, match="do not fit"):
+        swap(program(version), weights)
+    torch.save({**torch.load(DATA / f"weights-torch-{version}.pt"), "table": torch.eye(6)}, tmp_path / "w.pt")
+    weights = model_section(open_checkpoint(str(tmp_path / "w.pt")))
+    with pytest.raises(Refused) as caught:
+        swap(program(version), weights)
+    assert "--constants" in caught.value.hint
+    done = swap(program(version), weights, constants=True)
+    assert (done.constants, done.to_json("p", "w", "o")["swapped"]) == ((), 15)
+    out = write_pieces(layout(done.program), tmp_path / "out.pt2")
+    (entry,) = read(out).sections[1].tensors
+    assert Path(out).read_bytes()[entry.span.offset :][: entry.span.length] == torch.eye(6).numpy().tobytes()
+    if "2.5.1" < version <= torch.__version__:
+        assert torch.equal(torch.export.load(out).constants["table"], torch.eye(6))
+    assert swap(program(version), new_weights(version), constants=True).constants == ("table",)
+
+
+def test_the_command_names_the_layout(tmp_path):
+    for version in VERSIONS:
+        command = [CKPTTOOL, "swap-weights", program(version).source, str(DATA / f"weights-torch-{version}.pt")]
+        done = subprocess.run(
+            [*command, "-o", str(tmp_path / "out.pt2"), "--force", "--verify", "--format", "json"],
+            capture_output=True, check=True,
+        )  # fmt: skip
+        assert json.loads(done.stdout)["layout"] == LAYOUTS[version]
+
+
+def test_one_of_several_programs_by_name(tmp_path):
+    needs_torch("2.8", "a package of several programs")
+    from torch.export.pt2_archive._package import load_pt2, package_pt2
+
+    path, out = str(tmp_path / "two.pt2"), str(tmp_path / "out.pt2")
+    exported = torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),))
+    package_pt2(path, exported_programs={"first": exported, "second": exported})
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, tmp_path / "w.pt")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([CKPTTOOL, *words], capture_output=True, text=True, check=False)
+
+    asked = run("swap-weights", path, str(tmp_path / "w.pt"), "-o", out)
+    assert asked.returncode == 2
+    assert "--program first" in asked.stderr
+    for words in (["--program", "second", path], [f"{path}::second"]):
+        done = run("swap-weights", *words, str(tmp_path / "w.pt"), "-o", out, "--verify", "--force")
+        assert done.returncode == 0, done.stderr
+        models = load_pt2(out).exported_programs
+        assert torch.equal(models["second"].state_dict["weight"], torch.ones(2, 3))
+        assert torch.equal(models["first"].state_dict["weight"], exported.state_dict["weight"])
+    assert run("diff", f"{out}::second", str(tmp_path / "w.pt"), "--values").returncode == 0
+    assert run("diff", f"{out}::first", str(tmp_path / "w.pt"), "--values").returncode == 1
+    assert run("trace", f"{out}::first").returncode == 0
+
+
+class Paired(nn.Module):
+    def __init__(self, value: float):
+        super().__init__()
+        self.pair = nn.Parameter(TwoTensor(torch.full((3,), value), torch.full((3,), 2 * value)))
+        self.bias = nn.Parameter(torch.full((3,), value))
+
+    def forward(self, x):
+        return x * self.bias + self.pair.sum()
+
+
+def test_subclass_weights_are_swapped_for_the_same_kind_only(tmp_path):
+    needs_torch("2.9", "a program of tensor subclasses that a test defines")
+    torch.export.save(torch.export.export(Paired(1.0), (torch.ones(3),)), tmp_path / "old.pt2")
+    old = read(str(tmp_path / "old.pt2"))
+    torch.save(Paired(5.0).state_dict(), tmp_path / "new.pt")
+    out = write_pieces(
+        layout(swap(old, model_section(open_checkpoint(str(tmp_path / "new.pt")))).program), tmp_path / "o.pt2"
+    )
+    found = torch.export.load(out).state_dict
+    assert isinstance(found["pair"], nn.Parameter)
+    assert isinstance(found["pair"], TwoTensor)
+    assert (found["pair"].a.tolist(), found["pair"].b.tolist()) == ([5.0] * 3, [10.0] * 3)
+    assert found["bias"].tolist() == [5.0] * 3
+    torch.save({"pair": torch.ones(3), "bias": torch.ones(3)}, tmp_path / "plain.pt")
+    with pytest.raises(Refused) as caught:
+        swap(old, model_section(open_checkpoint(str(tmp_path / "plain.pt"))))
+    assert [p.key for p in caught.value.problems] == ["pair"]
+    assert "subclass" in caught.value.problems[0].problem
+
+
+# Hostile and damaged files
+
+
+def test_what_does_not_fit_an_old_program_is_refused():
+    old = program("2.7.1")
+    state, constants = old.sections
+    scale = next(entry for entry in state.tensors if entry.key == "scale")
+    longer = replace(scale, storage=Storage(Lazy(28, list)))
+    tensors = tuple(longer if entry is scale else entry for entry in state.tensors)
+    with pytest.raises(Refused) as caught:
+        layout(replace(old, sections=(replace(state, tensors=tensors), constants)))
+    assert [str(p) for p in caught.value.problems] == ["a storage of 28 bytes, the program's has 24 @ scale"]
+
+
+def rewritten(version: str, out: Path, name: str, data: bytes | None) -> str:
+    """The program with one record replaced, or without it."""
+    with zipfile.ZipFile(out, "w") as archive:
+        for record, content in records(program(version).source).items():
+            if record != name:
+                archive.writestr(record, content)
+            elif data is not None:
+                archive.writestr(record, data)
+    return str(out)
+
+
+def saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("version", STATE)
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"PK\5\6", b"x" * 200, saved([torch.ones(2)]), saved({1: torch.ones(2)}), saved(torch.ones(2)), None],
+)  # fmt: skip
+def test_a_state_dict_that_is_none(version, data, tmp_path):
+    with pytest.raises(CkptError) as caught:
+        read(rewritten(version, tmp_path / "broken.pt2", STATE[version], data))
+    assert caught.value.exit_status == 2
+
+
+def test_the_first_names_of_the_records(tmp_path):
+    """Torch 2.1 called the same torch zips ``.json``."""
+    with zipfile.ZipFile(tmp_path / "first.pt2", "w") as archive:
+        for name, data in records(program("2.5.1").source).items():
+            archive.writestr(name.replace(".pt", ".json"), data)
+    found = read(str(tmp_path / "first.pt2"))
+    assert [e.key for e in found.section("").tensors] == [e.key for e in program("2.5.1").section("").tensors]
+    out = records(write_pieces(layout(swap(found, new_weights("2.5.1")).program), tmp_path / "out.pt2"))
+    trained = torch.load(DATA / "weights-torch-2.5.1.pt", weights_only=True)
+    assert torch.equal(loaded(out["serialized_state_dict.json"])["scale"], trained["scale"])
+
+
+def test_a_program_of_torch_without_constants(tmp_path):
+    assert len(read(rewritten("2.5.1", tmp_path / "old.pt2", CONSTANTS["2.5.1"], None)).sections) == 1
+
+
+def test_a_compressed_state_dict(tmp_path):
+    old = records(program("2.7.1").source)
+    with zipfile.ZipFile(tmp_path / "small.pt2", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in old.items():
+            archive.writestr(name, data)
+    with pytest.raises(CkptError, match="compressed"):
+        read(str(tmp_path / "small.pt2"))

@@ -1,0 +1,137 @@
+"""From one format to another: nothing is lost unsaid, and what has no place is refused by name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from command import Run
+
+torch.set_num_threads(1)
+Remap = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def remap(run: Run) -> Remap:
+    """Runs `remap`; gives its exit status, and all that it said."""
+    return lambda *args: run("remap", *args).said
+
+
+def test_strided_views_are_gathered(tmp_path: Path, remap: Remap) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    state = {"t": whole.t(), "part": torch.arange(10)[2:5], "broad": torch.ones(1).expand(3), "scalar": torch.tensor(7)}
+    torch.save(state, tmp_path / "in.pt")
+    assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--verify")[0] == 0
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_safetensors_become_torch_files(tmp_path: Path, remap: Remap) -> None:
+    state = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.zeros((), dtype=torch.int64), "e": torch.empty(0)}
+    save_file(state, tmp_path / "in.safetensors", metadata={"format": "pt"})
+    status, said = remap(tmp_path / "in.safetensors", "-o", tmp_path / "out.pt", "--verify")
+    found = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
+    assert status == 0
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[k], state[k]) and found[k].dtype == state[k].dtype for k in state)
+    assert "__metadata__ is left out" in said
+
+
+def test_module_versions_that_are_left_out_are_said(tmp_path: Path, remap: Remap) -> None:
+    torch.save(nn.BatchNorm1d(2).state_dict(), tmp_path / "in.pt")
+    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    assert status == 0
+    assert "_metadata" in said
+
+
+def test_aliases_are_refused_or_recorded_and_come_back(tmp_path: Path, remap: Remap) -> None:
+    weight = torch.ones(2, 2)
+    torch.save({"a": weight, "b": weight, "c": torch.zeros(1)}, tmp_path / "in.pt")
+    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    assert status == 1
+    assert "the same tensor as a @ b" in said
+    assert "--keep-aliases" in said
+    assert not (tmp_path / "out.safetensors").exists()
+    assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--keep-aliases")[0] == 0
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"b": "a"}
+        assert sorted(file.keys()) == ["a", "c"]
+    status, said = remap(tmp_path / "out.safetensors", "-o", tmp_path / "back.pt")
+    found = torch.load(tmp_path / "back.pt")
+    assert "__metadata__" not in said
+    assert found["b"].data_ptr() == found["a"].data_ptr()
+
+
+def test_views_that_overlap_in_part_are_refused(tmp_path: Path, remap: Remap) -> None:
+    whole = torch.arange(6.0)
+    torch.save({"a": whole[:4], "b": whole[2:]}, tmp_path / "in.pt")
+    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    assert status == 1
+    assert "@ b" in said
+
+
+def training(folder: Path) -> Path:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    content: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save({**content, "args": argparse.Namespace(lr=0.1)}, folder / "train.pt")
+    return folder / "train.pt"
+
+
+def test_what_is_no_tensor_is_refused_by_name(tmp_path: Path, remap: Remap) -> None:
+    path = training(tmp_path)
+    status, said = remap(path, "-o", tmp_path / "out.safetensors")
+    assert status == 1
+    assert "not a tensor @ epoch" in said
+    assert "not a tensor @ args" in said
+    assert f"{path}::model" in said
+
+
+@pytest.mark.parametrize("how", ["section", "drop"])
+def test_the_model_alone_fits(tmp_path: Path, remap: Remap, how: str) -> None:
+    path = training(tmp_path)
+    operand = f"{path}::model" if how == "section" else path
+    drops = [] if how == "section" else ["--drop", "optimizer", "--drop", "epoch", "--drop", "args"]
+    status, said = remap(operand, "-o", tmp_path / "out.safetensors", *drops)
+    assert status == 0, said
+    assert sorted(load_file(tmp_path / "out.safetensors")) == ["bias", "weight"]
+
+
+def test_extra_state_is_refused_by_name(tmp_path: Path, remap: Remap) -> None:
+    torch.save({"w": torch.ones(1), "w._extra_state": {"scale": 1.0}}, tmp_path / "in.pt")
+    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    assert status == 1
+    assert "not a tensor @ w._extra_state" in said
+    assert remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors", "--drop", "*._extra_state")[0] == 0
+
+
+def test_dtypes_that_safetensors_has_not(tmp_path: Path, remap: Remap) -> None:
+    torch.save({"w": torch.ones(1), "z": torch.ones(1, dtype=torch.complex128)}, tmp_path / "in.pt")
+    status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")
+    assert status == 1
+    assert "complex128" in said
+
+
+def test_drops(tmp_path: Path, remap: Remap) -> None:
+    path = training(tmp_path)
+    assert (
+        remap(path, "-o", tmp_path / "out.pt", "--drop", "optimizer", "--drop", "epoch", "--drop", "model.bias")[0] == 0
+    )
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert list(found) == ["model", "args"]
+    assert list(found["model"]) == ["weight"]
+
+
+def test_drops_that_match_nothing_are_refused(tmp_path: Path, remap: Remap) -> None:
+    status, said = remap(training(tmp_path), "-o", tmp_path / "out.pt", "--drop", "nowhere.*", "--drop", "epoch")
+    assert status == 1
+    assert "matches nothing @ nowhere.*" in said
+    assert not (tmp_path / "out.pt").exists()

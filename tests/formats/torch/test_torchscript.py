@@ -1,0 +1,169 @@
+"""TorchScript archives: torch.jit.load(...).state_dict() as the oracle for the keys and values."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import CkptError, Refused
+from ckpttool.formats.fit import check_in_place
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.formats.table import FORMATS
+from ckpttool.formats.torch.torchscript import layout, read
+from places import DATA
+
+OLD = str(DATA / "script-torch-2.5.1.pt")
+CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+        self.table = torch.arange(3.0)
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.none = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x):
+        return self.none(self.inner(x)) * self.mask * self.scale + self.table
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Attention(), Attention())
+        self.norm = nn.BatchNorm1d(3)
+        self.again = self.blocks[0]
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.blocks.get_parameter("0.inner.weight")
+        self.brain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self.tied(self.again(self.norm(self.blocks(x)))) + self.brain + torch.tensor([1.0, 2.0, 3.0])
+
+
+def scripted(path: Path, traced: bool) -> str:
+    torch.manual_seed(0)
+    model = Model().eval()
+    made = torch.jit.trace(model, torch.ones(2, 3)) if traced else torch.jit.script(model)
+    torch.jit.save(made, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_keys_and_values_are_those_of_its_state_dict(tmp_path, traced):
+    path = scripted(tmp_path / "model.pt", traced)
+    assert sniff(path) == "torchscript"
+    (section,) = open_checkpoint(path).sections
+    expected = torch.jit.load(path).state_dict()
+    assert [entry.key for entry in section.tensors] == list(expected)
+    for entry in section.tensors:
+        tensor = expected[entry.key]
+        assert (entry.dtype, entry.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        raw = Path(path).read_bytes()[entry.span.offset :][: entry.span.length]
+        assert raw == bytes(tensor.detach().reshape(-1).view(torch.uint8))
+    aliases = section.aliases()
+    assert aliases["again.inner.weight"] == aliases["tied.weight"] == "blocks.0.inner.weight"
+    assert "more tensors are plain attributes or constants of its code" in open_checkpoint(path).notes[0]
+
+
+def test_what_torch_2_5_wrote():
+    assert [entry.key for entry in read(OLD).section("").tensors] == list(torch.jit.load(OLD).state_dict())
+
+
+def test_its_tensors_can_be_taken_out(tmp_path):
+    path = scripted(tmp_path / "model.pt", True)
+    expected = torch.jit.load(path).state_dict()
+    for out in ("out.pt", "out.safetensors"):
+        subprocess.run(
+            [CKPTTOOL, "remap", path, "-o", str(tmp_path / out), "--verify", "--keep-aliases"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    compared = subprocess.run([CKPTTOOL, "diff", path, str(tmp_path / "out.pt"), "--values"], capture_output=True)
+    assert compared.returncode == 0
+
+
+def test_it_is_not_rewritten(tmp_path):
+    path = scripted(tmp_path / "model.pt", True)
+    with pytest.raises(Refused, match="calls every tensor by its attribute"):
+        layout(read(path))
+    with pytest.raises(Refused, match="TorchScript"):
+        check_in_place(read(path), FORMATS["torch_zip"])
+    before = Path(path).read_bytes()
+    done = subprocess.run([CKPTTOOL, "remap", path, "--in-place", "--drop", "brain"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: " in done.stderr
+    assert Path(path).read_bytes() == before
+
+
+def altered(path: str, out: Path, changes: dict[str, bytes | None]) -> str:
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            data = changes.get(name.partition("/")[2], old.read(name))
+            if data is not None:
+                new.writestr(name, data)
+    return str(out)
+
+
+CODE = "code/__torch__.py"
+OBJECT = b"c__torch__\nTagger\n)\x81"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.pkl": b"\x80\x02" + OBJECT + b"q\0}(X\1\0\0\0ah\0ub."}, "holds too many others"),
+        (
+            {"data.pkl": b"\x80\x02" + b"".join(
+                OBJECT + b"q%c}(X\1\0\0\0ah%cX\1\0\0\0bh%cub0" % (n, n - 1, n - 1) for n in range(1, 60)
+            ).replace(b"ah\0X\1\0\0\0bh\0", b"aNX\1\0\0\0bN", 1) + b"h\x3b."},
+            "holds too many others",
+        ),
+        ({"data.pkl": b"\x80\x02."}, "damaged pickle"),
+        ({"data.pkl": b""}, "damaged pickle"),
+        ({CODE: None}, "code/__torch__.py is missing"),
+        ({"data/0": None}, "storage 0 is missing"),
+        ({"data/0": b"x"}, "its tensors say"),
+        ({"byteorder": b"big"}, "not little-endian"),
+    ],
+)  # fmt: skip
+def test_damaged_and_hostile_archives(tmp_path, changes, message):
+    broken = altered(OLD, tmp_path / "broken.pt", changes)
+    with pytest.raises(CkptError) as caught:
+        read(broken)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("code", [b"", b"\xff"])
+def test_a_class_that_is_no_module_has_no_tensors(tmp_path, code):
+    changed = altered(OLD, tmp_path / "other.pt", {CODE: code})
+    assert read(changed).section("").tensors == ()
+
+
+def test_other_archives_are_told_by_name(tmp_path):
+    with zipfile.ZipFile(tmp_path / "old.pt", "w") as archive:
+        for name in ("m/model.json", "m/tensors/0", "m/code/m.py"):
+            archive.writestr(name, b"x")
+    with pytest.raises(CkptError, match=r"torch 1.0 to 1.3"):
+        sniff(str(tmp_path / "old.pt"))
+    buffer = io.BytesIO()
+    with torch.package.PackageExporter(buffer) as exporter:
+        exporter.save_pickle("model", "model.pkl", {"a": torch.ones(1)})
+    (tmp_path / "package.pt").write_bytes(buffer.getvalue())
+    with pytest.raises(CkptError, match=r"torch.package"):
+        sniff(str(tmp_path / "package.pt"))
+    (tmp_path / "mobile.ptl").write_bytes(b"\x1c\0\0\0PTMF" + bytes(64))
+    with pytest.raises(CkptError, match="mobile"):
+        sniff(str(tmp_path / "mobile.ptl"))

@@ -1,0 +1,689 @@
+"""The torch zip reader and writer: torch.save and torch.load say what is right."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import io
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.errors import CkptError, Refused
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.torch.zip_file import layout, read
+from files import write_pieces
+from places import DATA
+from torch_version import needs_torch
+
+REAL = sorted(DATA.glob("training-*.pt")) + sorted(DATA.glob("weights-*.pt"))
+
+
+class Foreign:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Stage(enum.Enum):
+    WARMUP = 1
+
+
+def saved(tmp_path: Path, value: Any, **options: Any) -> str:
+    path = tmp_path / "saved.pt"
+    torch.save(value, path, **options)
+    return str(path)
+
+
+def rewritten(tmp_path: Path, checkpoint: Checkpoint) -> str:
+    return write_pieces(layout(checkpoint), tmp_path / "out.pt")
+
+
+def load(path: str, **options: Any) -> Any:
+    return torch.load(path, **{"weights_only": False, "mmap": True, **options})
+
+
+def with_keys(checkpoint: Checkpoint, path: str, rename: Callable[[str], str]) -> Checkpoint:
+    """The checkpoint with the tensors of one section renamed."""
+    section = checkpoint.section(path)
+    renamed = replace(section, tensors=tuple(replace(e, key=rename(e.key)) for e in section.tensors))
+    return replace(checkpoint, sections=tuple(renamed if s is section else s for s in checkpoint.sections))
+
+
+def fresh(section: Section) -> Checkpoint:
+    return Checkpoint("made up", "torch_zip", 0, (section,))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in value, type, dtype, layout, strides and flags, all the way down."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor) and left.is_nested:
+        return right.is_nested and all(same(a, b) for a, b in zip(left.unbind(), right.unbind(), strict=True))
+    if isinstance(left, torch.Tensor):
+        flags = [(t.dtype, t.shape, t.layout, t.requires_grad, t.is_conj(), t.is_neg()) for t in (left, right)]
+        if flags[0] != flags[1] or left.is_meta:
+            return flags[0] == flags[1]
+        if left.layout is torch.strided and not left.is_quantized and left.stride() != right.stride():
+            return False
+        if left.is_quantized:
+            return left.qscheme() == right.qscheme() and torch.equal(left.dequantize(), right.dequantize())
+        if left.layout is torch.sparse_coo:
+            return same(left._indices(), right._indices()) and same(left._values(), right._values())
+        if left.layout is not torch.strided:
+            return torch.equal(left.to_dense(), right.to_dense())
+        return raw(left) == raw(right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if hasattr(left, "__dict__") and not isinstance(left, (type, enum.Enum)):
+        return same(vars(left), vars(right))
+    return bool(left == right)
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return dense.view(torch.uint8).tolist() if dense.numel() else []
+
+
+DTYPES = """
+    float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool
+    complex32 complex64 complex128
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+    bits8 bits16 bits1x8 bits2x4 bits4x2
+""".split()  # noqa: SIM905
+DTYPES = [name for name in DTYPES if hasattr(torch, name)]
+
+
+def of_dtype(name: str, *shape: int) -> torch.Tensor:
+    """A tensor of any dtype, with bytes that are no plain pattern."""
+    dtype = getattr(torch, name)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.arange(nbytes, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(nbytes, dtype=torch.uint8)
+    return data.view(dtype).reshape(shape)
+
+
+BASE = torch.arange(24.0)
+PARAMETER = torch.nn.Parameter(torch.ones(2))
+PARAMETER_WITH_STATE = torch.nn.Parameter(torch.ones(2))
+PARAMETER_WITH_STATE.note = "kept"  # type: ignore[attr-defined]
+
+
+def tensors() -> dict[str, Any]:
+    return {
+        **{f"dtype {name}": of_dtype(name, 2, 3) for name in DTYPES},
+        **{f"0-dim {name}": of_dtype(name) for name in ("float32", "bool", "int64", "bfloat16")},
+        **{
+            f"empty {name}": torch.empty(0, 3, dtype=getattr(torch, name))
+            for name in ("float32", "float8_e5m2", "bool")
+        },
+        "transposed": BASE.reshape(4, 6).t(),
+        "sliced": BASE[3:9:2],
+        "expanded": torch.ones(1).expand(3, 4),
+        "negative": torch.complex(BASE, BASE).conj().imag,
+        "conjugated": torch.complex(BASE, BASE).conj(),
+        "requires grad": torch.ones(2, requires_grad=True),
+        "parameter": PARAMETER,
+        "parameter with state": PARAMETER_WITH_STATE,
+        "buffer": torch.nn.Buffer(torch.ones(2)),
+        "sparse": torch.eye(3).to_sparse(),
+        "sparse csr": torch.eye(3).to_sparse_csr(),
+        "sparse csc": torch.eye(4).to_sparse_csc(),
+        "sparse bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+        "quantized": torch.quantize_per_tensor(BASE, 0.1, 2, torch.qint8),
+        "quantized per channel": torch.quantize_per_channel(
+            BASE.reshape(2, 12), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.quint8
+        ),
+        "quantized int32": torch.quantize_per_tensor(BASE, 0.1, 0, torch.qint32),
+        "nested": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]),
+        "jagged": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged),
+        "meta": torch.empty(3, 4, device="meta"),
+        "subclass": torch.nn.UninitializedParameter(),
+    }
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # some kinds are new, others on their way out
+    TENSORS = tensors()
+LAYOUTS = {
+    "negative": "neg",
+    "conjugated": "conj",
+    "sparse": "sparse_coo",
+    "sparse csr": "sparse_csr",
+    "sparse csc": "sparse_csc",
+    "sparse bsr": "sparse_bsr",
+    "quantized": "quantized",
+    "quantized per channel": "quantized",
+    "quantized int32": "quantized",
+    "nested": "nested",
+    "jagged": "subclass",
+    "meta": "meta",
+    "subclass": "uninitialized",
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_kind_of_tensor(tmp_path: Path, name: str) -> None:
+    """Its entry is what torch says of it, and a rename, in the file and into a new file, gives the same tensor."""
+    tensor = TENSORS[name]
+    checkpoint = read(saved(tmp_path, {"before": torch.ones(3), "w": tensor, "after": tensor}))
+    (section,) = checkpoint.sections
+    entry = section.by_key()["w"]
+    assert isinstance(entry, TensorEntry)
+    assert entry.layout == LAYOUTS.get(name, "strided")
+    if name not in ("nested", "subclass", "jagged"):
+        assert (f"torch.{entry.dtype}", entry.shape) == (str(tensor.dtype), tuple(tensor.shape))
+    if entry.storage is not None:
+        assert entry.stride == tensor.stride()
+        assert entry.offset == tensor.storage_offset()
+        assert entry.nbytes == tensor.numel() * tensor.element_size()
+    assert section.aliases() == {"after": "w"}
+    for made in (with_keys(checkpoint, "", "x.".__add__), fresh(section)):
+        loaded = load(rewritten(tmp_path, made))
+        prefix = "x." if made.container else ""
+        assert list(loaded) == [prefix + key for key in ("before", "w", "after")]
+        if name != "subclass":
+            assert same(loaded[prefix + "w"], tensor)
+        assert type(loaded[prefix + "w"]) is type(tensor)
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name not in LAYOUTS])
+def test_spans_hold_the_elements(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path, {"w": TENSORS[name]})
+    entry = read(path).sections[0].tensors[0]
+    if entry.span is None:
+        assert not TENSORS[name].is_contiguous()
+        return
+    data = Path(path).read_bytes()[entry.span.offset : entry.span.offset + entry.span.length]
+    assert list(data) == raw(TENSORS[name])
+
+
+def training() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "args": argparse.Namespace(lr=0.1, stage=Stage.WARMUP, own=Foreign(a=[1])),
+        "metrics": {"history": [0.5, 0.25], "note": "best"},
+        "loss": torch.tensor(0.5),
+        "rng": [torch.ones(3, dtype=torch.uint8), {"cuda": torch.zeros(2)}],
+    }
+
+
+def test_sections_of_a_training_checkpoint(tmp_path: Path) -> None:
+    value = training()
+    checkpoint = read(saved(tmp_path, value))
+    kinds = {section.path: section.kind for section in checkpoint.sections}
+    assert kinds == {"model": "state_dict", "optimizer": "optimizer", "rng.1": "state_dict", "": "other"}
+    model = checkpoint.section("model")
+    assert [entry.key for entry in model.tensors] == list(value["model"])
+    assert dict(model.modules or {}) == dict(value["model"]._metadata)
+    optimizer = checkpoint.section("optimizer")
+    assert [entry.key for entry in optimizer.tensors][:3] == ["state.0.step", "state.0.exp_avg", "state.0.exp_avg_sq"]
+    assert [entry.key for entry in checkpoint.section("").tensors] == ["loss", "rng.0"]
+    assert checkpoint.others == ("epoch", "args", "metrics")
+    assert checkpoint.globals == ("argparse.Namespace", f"{__name__}.Foreign", f"{__name__}.Stage")
+
+
+def test_lists_of_optimizers(tmp_path: Path) -> None:
+    value = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [training()["optimizer"]], "epoch": 1}
+    checkpoint = read(saved(tmp_path, value))
+    assert [(s.path, s.kind) for s in checkpoint.sections] == [
+        ("state_dict", "state_dict"),
+        ("optimizer_states.0", "optimizer"),
+    ]
+
+
+def test_extra_state(tmp_path: Path) -> None:
+    value = {"w": torch.ones(2), "w._extra_state": {"scale": torch.ones(1)}, "version": 3, "names": ["a", {"b": None}]}
+    (section,) = read(saved(tmp_path, value)).sections
+    assert {extra.key: extra.value for extra in section.extras} == {
+        "w._extra_state": None,
+        "version": 3,
+        "names": ["a", {"b": None}],
+    }
+
+
+def test_a_state_dict_without_tensors_is_one(tmp_path: Path) -> None:
+    (section,) = read(saved(tmp_path, torch.nn.ReLU().state_dict())).sections
+    assert (section.path, section.kind, section.tensors, list(section.modules or ())) == ("", "state_dict", (), [""])
+
+
+def test_a_pickled_module(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    (section,) = read(saved(tmp_path, model)).sections
+    assert section.kind == "other"
+    keys = [entry.key for entry in section.tensors]
+    assert "_modules.0._parameters.weight" in keys
+    assert "_modules.1._buffers.running_mean" in keys
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), 1], (), {}, 3, {"epoch": 3}, None, {"a": {"b": []}}])
+def test_roots_of_any_kind(tmp_path: Path, value: Any) -> None:
+    path = saved(tmp_path, value)
+    checkpoint = read(path)
+    assert Path(rewritten(tmp_path, checkpoint)).read_bytes() == Path(path).read_bytes()
+    if isinstance(value, dict):
+        assert checkpoint.others == tuple(value)
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
+def test_real_files_come_back_to_the_byte(tmp_path: Path, path: Path) -> None:
+    """Unchanged, with every section taken apart and put together, and renamed there and back."""
+    checkpoint = read(str(path))
+    assert Path(rewritten(tmp_path, checkpoint)).read_bytes() == path.read_bytes()
+    copied = replace(
+        checkpoint, sections=tuple(replace(s, tensors=tuple(map(replace, s.tensors))) for s in checkpoint.sections)
+    )
+    assert Path(rewritten(tmp_path, copied)).read_bytes() == path.read_bytes()
+    section = next(s.path for s in checkpoint.sections if s.kind == "state_dict")
+    there = write_pieces(layout(with_keys(checkpoint, section, "x.".__add__)), tmp_path / "there.pt")
+    back = rewritten(tmp_path, with_keys(read(there), section, lambda key: key.removeprefix("x.")))
+    assert Path(back).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
+def test_real_files_load_with_new_names(tmp_path: Path, path: Path) -> None:
+    checkpoint = read(str(path))
+    section = next(s.path for s in checkpoint.sections if s.kind == "state_dict")
+    out = rewritten(tmp_path, with_keys(checkpoint, section, "x.".__add__))
+    was, now = load(str(path), mmap=False), load(out, weights_only=True)
+    if section:
+        assert same({**was, section: None}, {**now, section: None})
+        was, now = was[section], now[section]
+    assert same({"x." + key: value for key, value in was.items()}, dict(now))
+    assert was._metadata == now._metadata
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+
+
+def test_everything_else_is_carried(tmp_path: Path) -> None:
+    value = training()
+    out = rewritten(tmp_path, with_keys(read(saved(tmp_path, value)), "model", "module.".__add__))
+    now = load(out)
+    assert same({k: v for k, v in now.items() if k != "model"}, {k: v for k, v in value.items() if k != "model"})
+    assert [key.removeprefix("module.") for key in now["model"]] == list(value["model"])
+
+
+def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
+    path = saved(tmp_path, training())
+    renamed = Path(path).read_bytes().replace(__name__.encode() + b"\nForeign", b"x" * len(__name__) + b"\nForeign")
+    Path(path).write_bytes(renamed)
+    with pytest.raises(CkptError):  # what the archive holds is no longer what its checksum says
+        read(path)
+    archive = read_archive(path)
+    name = "saved/data.pkl"
+    record = archive.by_name[name]
+    fixed = NewRecord(name, renamed[record.data : record.data + record.nbytes])
+    path = write_pieces(layout_archive(archive, [fixed, *archive.records[1:]]), tmp_path / "foreign.pt")
+    out = rewritten(tmp_path, with_keys(read(path), "model", "module.".__add__))
+    assert "x" * len(__name__) + ".Foreign" in read(out).globals
+    with pytest.raises(ModuleNotFoundError):
+        load(out)
+
+
+def test_shared_storages_stay_shared(tmp_path: Path) -> None:
+    base = torch.arange(12.0)
+    value = {"whole": base, "part": base[4:8], "same": base, "other": torch.ones(3)}
+    checkpoint = read(saved(tmp_path, value))
+    for made in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
+        out = rewritten(tmp_path, made)
+        now = {key.lower(): tensor for key, tensor in load(out).items()}
+        pointers = {now[key].untyped_storage().data_ptr() for key in ("whole", "part", "same")}
+        assert len(pointers) == 1
+        with zipfile.ZipFile(out) as archive:
+            assert sum("/data/" in name for name in archive.namelist()) == 2
+
+
+def test_metadata_follows(tmp_path: Path) -> None:
+    checkpoint = read(saved(tmp_path, training()))
+    section = checkpoint.section("model")
+    for modules in ({"": {"version": 7}, "new": {"version": 2}}, None, {}, {"": None}):
+        changed = replace(section, modules=modules)
+        sections = tuple(changed if s is section else s for s in checkpoint.sections)
+        now = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["model"]
+        expected = None if modules is None else {path: payload or {} for path, payload in modules.items()}
+        assert getattr(now, "_metadata", None) == expected
+
+
+def test_what_is_dropped_is_gone_with_its_storages(tmp_path: Path) -> None:
+    path = saved(tmp_path, training())
+    checkpoint = read(path)
+    model = checkpoint.section("model")
+    smaller = replace(checkpoint, sections=(replace(model, tensors=model.tensors[1:]),), others=("epoch",))
+    out = rewritten(tmp_path, smaller)
+    now = load(out)
+    assert list(now) == ["model", "epoch", "rng"]
+    assert now["rng"] == []
+    assert list(now["model"]) == [entry.key for entry in model.tensors[1:]]
+    with zipfile.ZipFile(out) as archive:
+        assert sum("/data/" in name for name in archive.namelist()) == len(model.tensors) - 1
+
+
+def test_order_is_the_checkpoints(tmp_path: Path) -> None:
+    value = collections.OrderedDict(a=torch.ones(1), version=3, b=torch.ones(2), c=torch.ones(3))
+    checkpoint = read(saved(tmp_path, value))
+    (section,) = checkpoint.sections
+    backwards = replace(checkpoint, sections=(replace(section, tensors=section.tensors[::-1]),))
+    assert list(load(rewritten(tmp_path, backwards))) == ["c", "version", "b", "a"]
+
+
+def computed(values: torch.Tensor) -> Storage:
+    data = bytes(raw(values))
+    return Storage(Lazy(len(data), lambda: [data[:5], data[5:]]))
+
+
+def test_computed_tensors_take_their_place(tmp_path: Path) -> None:
+    checkpoint = read(saved(tmp_path, training()))
+    model = checkpoint.section("model")
+    new = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    first = TensorEntry("0.weight", "float32", (3, 4), (4, 1), 0, computed(new))
+    half = TensorEntry("0.half", "float8_e5m2", (3,), (1,), 0, computed(torch.ones(3, dtype=torch.float8_e5m2)))
+    shared = replace(first, key="0.tied", shape=(4, 3), stride=(1, 4))
+    changed = replace(model, tensors=(first, half, shared, *model.tensors[1:]))
+    out = rewritten(tmp_path, replace(checkpoint, sections=(changed, *checkpoint.sections[1:])))
+    now = load(out)["model"]
+    assert same(now["0.weight"], new)
+    assert same(now["0.tied"], new.t())
+    assert now["0.half"].dtype == torch.float8_e5m2
+    assert same(now["0.bias"], training()["model"]["0.bias"])
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+
+
+def test_a_computed_tensor_in_an_optimizer(tmp_path: Path) -> None:
+    checkpoint = read(saved(tmp_path, training()))
+    optimizer = checkpoint.section("optimizer")
+    index = next(i for i, entry in enumerate(optimizer.tensors) if entry.key == "state.1.exp_avg")
+    entry = replace(optimizer.tensors[index], storage=computed(torch.tensor([7.0, 8.0, 9.0])), payload=None)
+    tensors = (*optimizer.tensors[:index], entry, *optimizer.tensors[index + 1 :])
+    sections = tuple(replace(s, tensors=tensors) if s is optimizer else s for s in checkpoint.sections)
+    now = load(rewritten(tmp_path, replace(checkpoint, sections=sections)))["optimizer"]
+    assert now["state"][1]["exp_avg"].tolist() == [7, 8, 9]
+    assert now["param_groups"] == training()["optimizer"]["param_groups"]
+
+
+def test_loose_tensors_are_not_renamed(tmp_path: Path) -> None:
+    checkpoint = read(saved(tmp_path, [torch.ones(1)]))
+    with pytest.raises(Refused, match="only the keys of state dicts"):
+        layout(with_keys(checkpoint, "", "x.".__add__))
+
+
+def test_sections_are_not_added(tmp_path: Path) -> None:
+    checkpoint = read(saved(tmp_path, {"w": torch.ones(1)}))
+    with pytest.raises(Refused, match="cannot be added"):
+        layout(replace(checkpoint, sections=(*checkpoint.sections, Section("more", "state_dict", ()))))
+
+
+def plain(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+    """Entries over a raw file, as the reader of another format would make them."""
+    path.write_bytes(b"".join(bytes(raw(tensor)) for tensor in tensors.values()))
+    entries, offset = [], 0
+    for key, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        shape = tuple(tensor.shape)
+        storage = Storage(Span(str(path), offset, nbytes))
+        entries.append(
+            TensorEntry(key, str(tensor.dtype).removeprefix("torch."), shape, contiguous_stride(shape), 0, storage)
+        )
+        offset += nbytes
+    return tuple(entries)
+
+
+def test_a_fresh_file_is_laid_out_as_torch_lays_it_out(tmp_path: Path) -> None:
+    needs_torch("2.7", "the layout that is written")
+    tensors = {f"layer.{name}": of_dtype(name, 2, 3) for name in DTYPES}
+    entries = plain(tmp_path / "raw", tensors)
+    out = rewritten(tmp_path, fresh(Section("", "state_dict", entries, modules={"": {"version": 1}})))
+    like = collections.OrderedDict(tensors)
+    like._metadata = collections.OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    torch.save(like, tmp_path / "archive.pt")
+    with zipfile.ZipFile(out) as made, zipfile.ZipFile(tmp_path / "archive.pt") as expected:
+        assert made.namelist() == expected.namelist()
+        for name in made.namelist():
+            if "serialization_id" in name:
+                assert len(made.read(name)) == len(expected.read(name))
+            elif "data.pkl" not in name:
+                assert made.read(name) == expected.read(name)
+            else:
+                assert same(loads_by_torch(made.read(name)), loads_by_torch(expected.read(name)))
+    assert same(dict(load(out, weights_only=True)), tensors)
+
+
+def loads_by_torch(data: bytes) -> list[str]:
+    """What the pickle names and refers to, in order."""
+    references: list[Persistent] = []
+    dumps(loads(data), references)
+    return [str(reference.id) for reference in references]
+
+
+def test_a_fresh_file_of_odd_keys(tmp_path: Path) -> None:
+    keys = ["", "a b", "ü.日本", "foo@1.w", ".", "a\nb", "\U0001f600", *(f"layers.{i}.weight" for i in range(10_000))]
+    storage = Storage(Lazy(4, lambda: [bytes(4)]))
+    entries = tuple(TensorEntry(key, "float32", (1,), (1,), 0, storage) for key in keys)
+    out = rewritten(tmp_path, fresh(Section("", "state_dict", entries)))
+    assert list(load(out, weights_only=True)) == keys
+    assert [entry.key for entry in read(out).sections[0].tensors] == keys
+
+
+def test_a_fresh_file_of_several_sections(tmp_path: Path) -> None:
+    one, two = plain(tmp_path / "raw", {"w": torch.ones(2), "v": torch.zeros(3)})
+    extra = ExtraEntry("version", value={"a": [1, "b"]})
+    sections = (Section("model", "state_dict", (one,), (extra,)), Section("ema", "state_dict", (two,)))
+    now = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, sections)), weights_only=True)
+    assert same(
+        {key: dict(value) for key, value in now.items()},
+        {
+            "model": {"w": torch.ones(2), "version": {"a": [1, "b"]}},
+            "ema": {"v": torch.zeros(3)},
+        },
+    )
+
+
+def test_a_fresh_file_takes_extras_along(tmp_path: Path) -> None:
+    value = {"w": torch.ones(2), "w._extra_state": {"scale": torch.ones(1), "who": argparse.Namespace(a=1)}}
+    (section,) = read(saved(tmp_path, value)).sections
+    assert same(dict(load(rewritten(tmp_path, fresh(section)))), value)
+
+
+def test_a_fresh_file_refuses_what_has_no_place(tmp_path: Path) -> None:
+    section = Section("", "state_dict", (TensorEntry("w", "float32", (1,), (), 0, None, "sparse_coo"),))
+    with pytest.raises(Refused, match="sparse_coo"):
+        layout(fresh(section))
+    with pytest.raises(Refused, match="not everything fits"):
+        layout(replace(fresh(Section("", "state_dict", ())), others=("epoch",)))
+
+
+@pytest.mark.parametrize("order", ["kept", "reversed", "dropped", "grown"])
+def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str, monkeypatch: Any) -> None:
+    """Torch may compute storage offsets from the layout; with its debug variable it checks them against the truth."""
+    needs_torch("2.7", "offsets of storages from the layout")
+    checkpoint = read(saved(tmp_path, {f"w{i}": torch.full((i + 1,), float(i)) for i in range(8)}))
+    (section,) = checkpoint.sections
+    tensors = {
+        "kept": section.tensors,
+        "reversed": section.tensors[::-1],
+        "dropped": section.tensors[1:5] + section.tensors[6:],
+        "grown": (*section.tensors[:4], replace(section.tensors[4], storage=computed(torch.ones(5)), payload=None)),
+    }[order]
+    renamed = tuple(replace(entry, key="x." + entry.key) for entry in tensors)
+    out = rewritten(tmp_path, replace(checkpoint, sections=(replace(section, tensors=renamed),)))
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
+    config: Any = torch.utils.serialization.config
+    with config.patch("load.calculate_storage_offsets", True):
+        assert [len(t) for t in load(out).values()] == [entry.shape[0] for entry in tensors]
+        assert [len(t) for t in load(out, mmap=False).values()] == [entry.shape[0] for entry in tensors]
+    assert [len(t) for t in load(out, map_location="meta").values()] == [entry.shape[0] for entry in tensors]
+    with zipfile.ZipFile(out) as archive:
+        assert "saved/.format_version" in archive.namelist()  # storages are numbered again where they would not fit
+
+
+def test_another_storage_alignment(tmp_path: Path) -> None:
+    needs_torch("2.7", "another alignment of storages")
+    config: Any = torch.utils.serialization.config
+    with config.patch("save.storage_alignment", 4096):
+        path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
+    out = rewritten(tmp_path, with_keys(read(path), "", "a.much.longer.name.".__add__))
+    assert all(record.data % 4096 == 0 for record in read_archive(out).records)
+    assert len(load(out)) == 2
+
+
+# Bad input
+
+
+def crafted(tmp_path: Path, root: Any, storages: dict[str, bytes], **records: bytes) -> str:
+    """A file with this pickle and these storages."""
+    notes = {"version": b"3\n", **records}
+    entries = [NewRecord("a/data.pkl", dumps(Pickle(root, 2)))]
+    entries += [NewRecord(f"a/data/{key}", data) for key, data in storages.items()]
+    entries += [NewRecord(f"a/{name}", data) for name, data in notes.items()]
+    return write_pieces(layout_archive(None, entries), tmp_path / "crafted.pt")
+
+
+def tensor_node(
+    offset: Any = 0, size: Any = (2,), stride: Any = (1,), numel: Any = 2, kind: str = "FloatStorage", key: Any = "0"
+) -> Call:
+    reference = Persistent(("storage", Global("torch", kind), key, "cpu", numel))
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    args = (reference, offset, size, stride, False, hooks)
+    return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
+
+
+def wrapped(depth: int) -> Call:
+    node = tensor_node()
+    for _ in range(depth):
+        node = Call(Global("torch._utils", "_rebuild_parameter"), (node, True, None))
+    return node
+
+
+GOOD = {"0": bytes(8)}
+LYING: dict[str, tuple[Any, dict[str, bytes]]] = {
+    "no storage": (tensor_node(key="7"), GOOD),
+    "storage too small": (tensor_node(numel=3, size=(3,)), GOOD),
+    "storage too large": (tensor_node(numel=2), {"0": bytes(100)}),
+    "tensor too large": (tensor_node(size=(3,)), GOOD),
+    "offset outside": (tensor_node(offset=1), GOOD),
+    "stride outside": (tensor_node(stride=(2,)), GOOD),
+    "negative size": (tensor_node(size=(-1,)), GOOD),
+    "negative stride": (tensor_node(offset=1, stride=(-1,)), GOOD),
+    "negative offset": (tensor_node(offset=-1), GOOD),
+    "negative number of elements": (tensor_node(numel=-2), GOOD),
+    "sizes and strides differ": (tensor_node(size=(1, 1)), GOOD),
+    "too many dimensions": (tensor_node(size=(1,) * 100, stride=(1,) * 100), GOOD),
+    "huge sizes": (tensor_node(size=(2**62, 2**62), stride=(0, 1)), GOOD),
+    "sizes of another type": (tensor_node(size="ab"), GOOD),
+    "a bool as size": (tensor_node(size=(True,)), GOOD),
+    "unknown storage class": (tensor_node(kind="OddStorage"), GOOD),
+    "storage key of another type": (tensor_node(key=("a",)), GOOD),
+    "no arguments": (Call(Global("torch._utils", "_rebuild_tensor_v2"), ()), GOOD),
+    "storage is none": (Call(Global("torch._utils", "_rebuild_tensor_v2"), (1, 2, 3, 4, 5, 6)), GOOD),
+    "parameter of nothing": (Call(Global("torch._utils", "_rebuild_parameter"), (1, True, None)), GOOD),
+    "parameter of parameter of ...": (wrapped(5000), GOOD),
+    "sparse of nothing": (Call(Global("torch._utils", "_rebuild_sparse_tensor"), (1, (2, 3, 4))), GOOD),
+    "dtype that is none": (
+        Call(Global("torch._utils", "_rebuild_meta_tensor_no_storage"), (Global("os", "system"), (1,), (1,), False)),
+        GOOD,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_tensors_that_lie(tmp_path: Path, name: str) -> None:
+    node, storages = LYING[name]
+    with pytest.raises(CkptError):
+        read(crafted(tmp_path, {"w": node}, storages))
+
+
+@pytest.mark.parametrize("reference", [("storage", Global("torch", "FloatStorage"), "9", "cpu", 2), ("else",), "text"])
+def test_storages_that_are_not_there_are_not_written(tmp_path: Path, reference: Any) -> None:
+    """They may be referred to by what is no tensor, and is carried without a look inside."""
+    checkpoint = read(crafted(tmp_path, {"w": tensor_node(), "own": [Persistent(reference)]}, GOOD))
+    for made in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
+        with pytest.raises(CkptError):
+            layout(made)
+
+
+def test_the_honest_tensor(tmp_path: Path) -> None:
+    path = crafted(tmp_path, {"w": tensor_node(), "p": wrapped(2)}, GOOD)
+    assert [entry.nbytes for entry in read(path).sections[0].tensors] == [8, 8]
+    assert load(path)["w"].tolist() == [0, 0]
+
+
+def test_archives_that_are_no_checkpoint(tmp_path: Path) -> None:
+    for records in ({"a/other": b""}, {"a/data.pkl": b"N.", "b/data.pkl": b"N."}, {"a/data.pkl": b"N.more"}):
+        path = write_pieces(layout_archive(None, [NewRecord(k, v) for k, v in records.items()]), tmp_path / "x.pt")
+        with pytest.raises(CkptError):
+            read(path)
+
+
+def test_big_endian_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match="little-endian"):
+        read(crafted(tmp_path, {"w": tensor_node()}, GOOD, byteorder=b"big"))
+
+
+def test_compressed_storages_are_refused(tmp_path: Path) -> None:
+    buffer = io.BytesIO(Path(saved(tmp_path, {"w": torch.ones(100)})).read_bytes())
+    path = tmp_path / "compressed.pt"
+    with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
+        for name in source.namelist():
+            out.writestr(name, source.read(name))
+    with pytest.raises(CkptError, match="compressed") as caught:
+        read(str(path))
+    assert "zip -0" in caught.value.hint
+
+
+def test_structures_without_end(tmp_path: Path) -> None:
+    """Cycles, and lists that hold the one before twice: each object is looked at once."""
+    cycle: dict[str, Any] = {"w": tensor_node()}
+    cycle["me"] = {"deep": [cycle]}
+    laughs: list[Any] = [tensor_node()]
+    for _ in range(100):
+        laughs = [laughs, laughs]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    checkpoint = read(crafted(tmp_path, [cycle, laughs, deep], GOOD))
+    assert [len(section.tensors) for section in checkpoint.sections] == [1, 1]
+
+
+def test_many_that_share_much_are_not_looked_at_again_and_again(tmp_path: Path) -> None:
+    large = dict.fromkeys(range(5000))
+    values = {str(number): large for number in range(5000)}
+    checkpoint = read(crafted(tmp_path, {"w": tensor_node(), **values}, GOOD))
+    assert len(checkpoint.sections[0].extras) == 5000
+    parts = [0] * 20_000
+    packed = {
+        str(number): Call(
+            Global("torch._tensor", "_rebuild_from_type_v2"),
+            (Global("a", "b"), Global("a", "b"), (parts,), (parts, number)),
+        )
+        for number in range(5000)
+    }
+    with pytest.raises(CkptError, match="too many parts"):
+        read(crafted(tmp_path, packed, {}))
+
+
+def test_reading_and_renaming_need_no_torch(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"w": torch.ones(2)})
+    code = (
+        "import sys; from ckpttool.formats.torch.zip_file import read, layout; c = read(sys.argv[1]); layout(c);"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 0

@@ -1,0 +1,588 @@
+"""Checkpoints behind URLs: fsspec's memory, an S3 server and a web server on loopback; torch is the oracle."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load, load_file, save, save_file
+
+from ckpttool.checkpoint import Checkpoint, Lazy, Span
+from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
+from ckpttool.evaluate.with_torch import load as tensor_of
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.io.files import opened
+from ckpttool.io.paths import is_url, join, name, parent
+from ckpttool.io.pieces import Piece
+from ckpttool.io.ranges import SpanReader, read_span
+from ckpttool.io.remote import errors as remote_errors
+from ckpttool.io.remote import read as remote
+from ckpttool.io.safe_path import safe_path
+from ckpttool.io.write_remote import write
+from ckpttool.operands.checkpoint import open_operand, split
+from places import DATA
+from remote_servers import s3_server, web_server
+
+STATE = {
+    "embed.weight": torch.arange(60, dtype=torch.float32).reshape(12, 5),
+    "ünter.0.weight": torch.arange(7, dtype=torch.bfloat16),
+    "scale": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.empty(0, 3),
+    "flags": torch.tensor([True, False, True]),
+}
+NEEDS_S3 = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
+NEEDS_HTTP = pytest.mark.skipif(not find_spec("aiohttp"), reason="aiohttp is not installed")
+
+
+@dataclass(frozen=True)
+class Store:
+    """An empty place in a remote file system."""
+
+    fs: Any
+    url: str
+
+    def put(self, own: str, data: bytes | Path) -> str:
+        self.fs.pipe_file(
+            self.fs._strip_protocol(f"{self.url}/{own}"), data if isinstance(data, bytes) else data.read_bytes()
+        )
+        return f"{self.url}/{own}"
+
+    def put_folder(self, own: str, folder: Path) -> str:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                self.put(f"{own}/{path.relative_to(folder)}", path)
+        return f"{self.url}/{own}"
+
+    def get(self, own: str) -> bytes:
+        return bytes(self.fs.cat_file(self.fs._strip_protocol(f"{self.url}/{own}")))
+
+    def names(self) -> set[str]:
+        self.fs.invalidate_cache()
+        root = self.fs._strip_protocol(self.url)
+        return {path.removeprefix(root).strip("/") for path in self.fs.find(root)}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=NEEDS_S3)])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
+    bucket = f"bucket-{zlib.crc32(request.node.nodeid.encode()):x}"
+    if request.param == "memory":
+        return Store(fsspec.filesystem("memory"), f"memory://{bucket}")
+    for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{variable}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("endpoint"))
+    fs = fsspec.filesystem("s3")
+    fs.mkdir(bucket)
+    return Store(fs, f"s3://{bucket}/deep")
+
+
+def zipped(state: object, **options: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(state, out, **options)
+    return out.getvalue()
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    (section,) = [section for section in checkpoint.sections if section.kind == "state_dict"]
+    return {entry.key: tensor_of(entry) for entry in section.tensors}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[key].dtype == right[key].dtype and torch.equal(left[key], right[key]) for key in left
+    )
+
+
+# Reading
+
+
+def test_every_kind_of_file_is_read(store: Store) -> None:
+    legacy = zipped(STATE, _use_new_zipfile_serialization=False)
+    for url in (
+        store.put("a.safetensors", save(STATE)),
+        store.put("a.pt", zipped(STATE)),
+        store.put("legacy.pt", legacy),
+        store.put("train.ckpt", zipped({"epoch": 3, "model": STATE})) + "::model",
+    ):
+        assert same(tensors(open_operand(url)), STATE)
+
+
+@pytest.mark.parametrize("own", ["script-torch-2.5.1.pt", "tagger-torch-2.7.1.pt2", "tagger-torch-2.9.1.pt2"])
+def test_programs_are_read(store: Store, own: str) -> None:
+    remote_one, local = open_checkpoint(store.put(own, DATA / own)), open_checkpoint(str(DATA / own))
+    assert remote_one.format == local.format
+    assert [section.path for section in remote_one.sections] == [section.path for section in local.sections]
+    assert same(tensors(remote_one), tensors(local))
+
+
+def test_a_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "all.safetensors")
+    assert main(["remap", str(tmp_path / "all.safetensors"), "-o", f"{tmp_path}/m/", "--max-shard-size", "100B"]) == 0
+    (tmp_path / "m" / "config.json").write_text("{}")
+    url = store.put_folder("m", tmp_path / "m")
+    for operand in (url, url + "/", url + "/model.safetensors.index.json"):
+        found = open_checkpoint(operand)
+        assert found.format == "sharded"
+        assert same(tensors(found), STATE)
+
+
+def test_a_dcp_folder_is_read(store: Store, tmp_path: Path) -> None:
+    dcp.save({"model": STATE, "step": 7}, checkpoint_id=tmp_path / "d")
+    url = store.put_folder("d", tmp_path / "d")
+    for operand in (url, url + "/.metadata"):
+        found = open_checkpoint(operand)
+        assert found.format == "dcp"
+        assert same(tensors(found), STATE)
+
+
+def test_a_glob_is_read(store: Store) -> None:
+    for rank in range(2):
+        store.put(f"rank_{rank}.pt", zipped(STATE))
+    found = open_checkpoint(f"{store.url}/rank_*.pt")
+    assert found.format == "rank_files"
+    assert {entry.key for entry in found.sections[0].tensors} == set(STATE)
+
+
+def test_a_folder_with_several_checkpoints_lists_them(store: Store) -> None:
+    store.put("m/a.safetensors", save(STATE))
+    store.put("m/b.pt", zipped(STATE))
+    with pytest.raises(CkptError, match="several checkpoints") as error:
+        open_checkpoint(f"{store.url}/m")
+    assert [problem.key for problem in error.value.problems] == ["a.safetensors", "b.pt"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_what_changes_is_read_anew(store: Store, count: int) -> None:
+    store.put("a.safetensors", save({"w": torch.zeros(5)}))
+    url = f"{store.url}/a.safetensors"
+    open_checkpoint(url)
+    store.put("a.safetensors", save({"new": torch.ones(count)}))
+    assert same(tensors(open_checkpoint(url)), {"new": torch.ones(count)})
+
+
+def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(300_001)
+    url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
+    for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007), ("PARALLEL", 3), ("_MAX_BLOCKS", 40)):
+        monkeypatch.setattr(remote, own, value)
+    for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
+        assert read_span(Span(url, start, length)) == data[start : start + length]
+        remote.forget(url)
+    reader, taken = SpanReader(512), b""
+    for start in range(0, 300_000, 5000):  # neighbours, with the end of the run known
+        taken += b"".join(map(bytes, reader.chunks(Span(url, start, 5000), 300_000)))
+    assert taken == data[:300_000]
+    with opened(url) as file:
+        file.prefetch([(5, 10), (12, 100), (299_990, 100), (400_000, 5)])
+        assert file.read_at(20, 30) == data[20:50]
+        assert file.read_at(299_995, 100) == data[299_995:]
+        assert file.read_at(400_000, 5) == b""
+        file.seek(299_000)
+        assert file.read() == data[299_000:]
+
+
+# How much is fetched
+
+
+def test_inspect_fetches_a_header(store: Store) -> None:
+    state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
+    url = store.put("large.safetensors", save(state))
+    before = remote.fetched(url)
+    assert main(["inspect", url]) == 0
+    assert 0 < remote.fetched(url) - before < 300_000
+    assert store.fs.size(store.fs._strip_protocol(url)) > 50_000_000
+
+
+@pytest.mark.parametrize(("own", "limit"), [("zip", 600_000), ("legacy", 1_500_000)])
+def test_inspect_fetches_no_storage(own: str, limit: int) -> None:
+    state = {f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)}
+    data = zipped(state, _use_new_zipfile_serialization=own == "zip")
+    url = Store(fsspec.filesystem("memory"), "memory://sizes").put(f"{own}.pt", data)
+    before = remote.fetched(url)
+    assert len(open_checkpoint(url).sections[0].tensors) == 50
+    assert 0 < remote.fetched(url) - before < limit
+
+
+@NEEDS_HTTP
+def test_the_server_counts_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    data = save({f"layers.{number}.weight": torch.zeros(256, 1024) for number in range(50)})
+    with web_server({"/m/large.safetensors": data}) as server:
+        url = f"{server.url}/m/large.safetensors"
+        monkeypatch.setenv("CKPTTOOL_LOG", "info")
+        assert main(["inspect", url, "--format", "json"]) == 0
+        out, log = capsys.readouterr()
+        assert json.loads(out)["bytes"] == len(data)
+        assert 0 < server.sent < 300_000
+        assert f"INFO {url}: {server.sent:,} bytes fetched in 1 requests" in log.splitlines()
+
+
+def test_a_rename_fetches_everything_once(store: Store, tmp_path: Path) -> None:
+    state = {f"layers.{number}.weight": torch.full((100, 100), float(number)) for number in range(60)}
+    url = store.put("a.safetensors", save(state))
+    before = remote.fetched(url)
+    out = tmp_path / "out.safetensors"
+    assert main(["remap", url, "--rule", "layers.{n}.weight => h.{n}.w", "-o", str(out)]) == 0
+    assert same(load_file(out), {f"h.{number}.w": state[f"layers.{number}.weight"] for number in range(60)})
+    assert remote.fetched(url) - before < 2_400_000 + 2 * remote.BLOCK
+
+
+# Writing
+
+
+RENAME = ["--rule", "embed.weight => e.w"]
+RENAMED = {"e.w" if key == "embed.weight" else key: value for key, value in STATE.items()}
+
+
+def test_a_file_is_written_and_verified(store: Store) -> None:
+    url = store.put("a.pt", zipped(STATE))
+    assert main(["remap", url, *RENAME, "-o", f"{store.url}/b.safetensors", "--verify"]) == 0
+    assert same(load(store.get("b.safetensors")), RENAMED)
+    assert main(["remap", f"{store.url}/b.safetensors", "-o", f"{store.url}/new/c.pt", "--verify"]) == 0
+    assert same(torch.load(io.BytesIO(store.get("new/c.pt"))), RENAMED)
+    assert store.names() == {"a.pt", "b.safetensors", "new/c.pt"}
+
+
+def test_from_a_url_to_a_file_and_back(store: Store, tmp_path: Path) -> None:
+    url, local = store.put("a.safetensors", save(STATE)), tmp_path / "a.pt"
+    assert main(["remap", url, "-o", str(local), "--verify"]) == 0
+    assert same(torch.load(local), STATE)
+    assert main(["remap", str(local), "-o", f"{store.url}/b.safetensors", "--verify"]) == 0
+    assert same(load(store.get("b.safetensors")), STATE)
+
+
+def test_what_exists_is_replaced_with_force_only(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    url, old = store.put("a.pt", zipped(STATE)), store.put("b.safetensors", b"old")
+    assert main(["remap", url, "-o", old]) == 2
+    assert "pass --force" in capsys.readouterr().err
+    assert store.get("b.safetensors") == b"old"
+    assert main(["remap", url, "-o", old, "--force"]) == 0
+    assert same(load(store.get("b.safetensors")), STATE)
+
+
+@pytest.mark.parametrize("words", [["--in-place"], ["--in-place", "--force"]])
+def test_nothing_is_changed_in_place(store: Store, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    url = store.put("a.pt", zipped(STATE))
+    before = store.get("a.pt")
+    assert main(["remap", url, *RENAME, *words]) == 2
+    assert "cannot be changed in place" in capsys.readouterr().err
+    assert main(["remap", url, *RENAME, "-o", url, "--force"]) == 2
+    assert "is the source itself" in capsys.readouterr().err
+    assert store.get("a.pt") == before
+
+
+@pytest.mark.parametrize("nbytes", [1000, 40_000_000])  # one request, and several parts
+def test_a_failure_leaves_nothing(store: Store, nbytes: int) -> None:
+    def produce() -> Iterator[bytes]:
+        for _ in range(0, nbytes, 1000):
+            yield bytes(1000)
+        raise CkptError("the source ends", hint="")
+
+    store.put("other", b"there")
+    with pytest.raises(CkptError, match="the source ends"):
+        write([Piece(Lazy(nbytes, produce))], f"{store.url}/out.pt")
+    assert store.names() == {"other"}
+    if store.url.startswith("s3"):
+        bucket = store.url.split("/")[2]
+        assert not store.fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads")
+
+
+def test_several_parts_become_one_file(store: Store) -> None:
+    data = os.urandom(1 << 20) * 36
+    assert write([Piece(data), Piece(b"end")], f"{store.url}/out") == len(data) + 3
+    assert store.get("out") == data + b"end"
+
+
+@pytest.mark.parametrize("to", ["local", "remote"])
+def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str) -> None:
+    from ckpttool.io import write_file
+
+    url = store.put("a.safetensors", save(STATE))
+    pieces = [Piece(Span(url, 0, open_checkpoint(url).nbytes))]
+    store.put(
+        "a.safetensors",
+        save({key: value.clone() + 1 if value.is_floating_point() else value for key, value in STATE.items()}),
+    )
+    out = str(tmp_path / "out") if to == "local" else f"{store.url}/out"
+    with pytest.raises(CkptError, match="was changed while it was read"):
+        write_file.write(pieces, out)
+    assert store.names() == {"a.safetensors"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_are_written(store: Store, tmp_path: Path) -> None:
+    url = store.put("a.pt", zipped(STATE))
+    assert main(["remap", url, *RENAME, "-o", f"{store.url}/m/", "--max-shard-size", "100B", "--verify"]) == 0
+    assert same(tensors(open_checkpoint(f"{store.url}/m")), RENAMED)
+    assert main(["remap", f"{store.url}/m", "-o", f"{store.url}/d.dcp", "--verify"]) == 0
+    for own in store.names():
+        if own.startswith("d.dcp/"):
+            path = tmp_path / own
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(store.get(own))
+    into = {key: torch.zeros_like(value) for key, value in RENAMED.items()}
+    dcp.load(into, checkpoint_id=tmp_path / "d.dcp")
+    assert same(into, RENAMED)
+
+
+def test_a_dcp_rename_moves_no_data_through_here(store: Store) -> None:
+    url = store.put("a.pt", zipped(STATE))
+    assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
+    open_checkpoint(f"{store.url}/d.dcp")
+    data = f"{store.url}/d.dcp/__0_0.distcp"
+    before = remote.fetched(data)
+    assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp"]) == 0
+    assert remote.fetched(data) - before <= remote.BLOCK  # its small objects
+    assert store.get("d.dcp/__0_0.distcp") == store.get("e.dcp/__0_0.distcp")
+    assert same(tensors(open_checkpoint(f"{store.url}/e.dcp")), RENAMED)
+
+
+def test_a_checkpoint_in_a_folder_is_replaced_with_force_only(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    old = store.put("old.safetensors", save({"w": torch.ones(40), "v": torch.ones(40)}))
+    new = store.put("new.safetensors", save({"x": torch.zeros(40)}))
+    out = f"{store.url}/m/"
+    assert main(["remap", old, "-o", out, "--max-shard-size", "200B"]) == 0
+    assert main(["remap", new, "-o", out]) == 2
+    assert "pass --force" in capsys.readouterr().err
+    assert main(["remap", new, "-o", out, "--force"]) == 0
+    assert store.names() == {"old.safetensors", "new.safetensors", "m/model.safetensors"}
+    assert same(load(store.get("m/model.safetensors")), {"x": torch.zeros(40)})
+
+
+def test_links_are_of_local_disks(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    url = store.put("a.pt", zipped(STATE))
+    assert main(["remap", url, "-o", f"{store.url}/d.dcp"]) == 0
+    assert main(["remap", f"{store.url}/d.dcp", *RENAME, "-o", f"{store.url}/e.dcp", "--link", "hard"]) == 2
+    assert "--link copy" in capsys.readouterr().err
+    assert not any(own.startswith("e.dcp") for own in store.names())
+
+
+def test_a_program_gets_weights_from_a_url(store: Store) -> None:
+    program = store.put("p.pt2", DATA / "tagger-torch-2.9.1.pt2")
+    state = {
+        key: value + 1 if value.is_floating_point() else value
+        for key, value in tensors(open_checkpoint(program)).items()
+    }
+    new = store.put("new.pt", zipped(state))
+    assert main(["swap-weights", program, new, "-o", f"{store.url}/q.pt2", "--verify"]) == 0
+    assert same(tensors(open_checkpoint(f"{store.url}/q.pt2")), state)
+
+
+def test_diff_reads_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    left = store.put("a.pt", zipped(STATE))
+    right = store.put("b.safetensors", save(RENAMED))
+    assert main(["diff", left, left, "--values"]) == 0
+    capsys.readouterr()
+    assert main(["diff", left, right, "--format", "json"]) == 1
+    (fix,) = json.loads(capsys.readouterr().out)["fix"]
+    assert fix.endswith(f"-o {store.url}/a.serialized.pt")
+
+
+# URLs as operands
+
+
+@pytest.mark.parametrize(
+    ("operand", "path", "section"),
+    [
+        ("s3://b/m.pt", "s3://b/m.pt", None),
+        ("s3://b/m.pt::model", "s3://b/m.pt", "model"),
+        ("simplecache::s3://b/m.pt", "simplecache::s3://b/m.pt", None),
+        ("simplecache::s3://b/m.pt::model.ema", "simplecache::s3://b/m.pt", "model.ema"),
+        ("zip://m.pt::s3://b/a.zip", "zip://m.pt::s3://b/a.zip", None),
+        ("zip://m.pt::s3://b/a.zip::model", "zip://m.pt::s3://b/a.zip", "model"),
+        ("m.pt::model", "m.pt", "model"),
+    ],
+)
+def test_sections_and_chains(operand: str, path: str, section: str | None) -> None:
+    assert split(operand) == (path, section)
+    assert is_url(path) == ("://" in path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "own", "joined"),
+    [
+        ("s3://b/m", "x.pt", "s3://b/m/x.pt"),
+        ("s3://b/m/", "x.pt", "s3://b/m/x.pt"),
+        ("memory://", "x.pt", "memory://x.pt"),
+        ("simplecache::s3://b/m", "x.pt", "simplecache::s3://b/m/x.pt"),
+        ("zip://m::s3://b/a.zip", "x.pt", "zip://m/x.pt::s3://b/a.zip"),
+    ],
+)
+def test_names_in_folders(folder: str, own: str, joined: str) -> None:
+    assert join(folder, own) == joined
+    assert name(joined) == own
+    assert parent(joined).rstrip("/") == folder.rstrip("/")
+
+
+@pytest.mark.parametrize("path", ["m.pt", "/a/b.pt", "a::b", "C:\\x", "dir:/x", "://x", "1a://x", "x/y://z"])
+def test_what_is_no_url(path: str) -> None:
+    assert not is_url(path)
+
+
+def test_chains_are_read(tmp_path: Path) -> None:
+    url = Store(fsspec.filesystem("memory"), "memory://chain").put("m.pt", zipped({"model": STATE}))
+    assert same(tensors(open_operand(f"simplecache::{url}::model")), STATE)
+    with fsspec.open("memory://chain/a.zip", "wb") as file:
+        import zipfile
+
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("deep/m.safetensors", save(STATE))
+    assert same(tensors(open_operand("zip://deep/m.safetensors::memory://chain/a.zip")), STATE)
+    assert same(tensors(open_operand("zip://deep::memory://chain/a.zip")), STATE)
+
+
+def test_file_urls_are_read_and_written_as_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(STATE, tmp_path / "a.safetensors")
+    url = (tmp_path / "a.safetensors").as_uri()
+    assert same(tensors(open_operand(url)), STATE)
+    assert main(["remap", url, "-o", (tmp_path / "b.pt").as_uri()]) == 2
+    assert f"hint: -o {tmp_path / 'b.pt'}" in capsys.readouterr().err
+    assert main(["remap", url, "-o", f"simplecache::{url}", "--force"]) == 2
+    assert "a chain of URLs is read, not written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own", ["../x", "/x", "a/../x", "%2e%2e/x", "x?y", "x#y", "a::memory:", "memory://x", "*", ""])
+def test_names_that_leave_a_remote_folder(own: str) -> None:
+    assert safe_path("s3://b/m", own) is None
+
+
+def test_an_index_cannot_lead_out_of_a_remote_folder(store: Store) -> None:
+    store.put("secret.safetensors", save(STATE))
+    index = {"weight_map": dict.fromkeys(STATE, "../secret.safetensors")}
+    url = store.put("m/model.safetensors.index.json", json.dumps(index).encode())
+    with pytest.raises(CkptError) as error:
+        open_checkpoint(url)
+    assert "leads out of its folder" in str(error.value.problems[0])
+
+
+# What goes wrong
+
+
+@pytest.fixture
+def failing(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: str) -> str:
+        assert main(list(words)) == 2
+        out, err = capsys.readouterr()
+        assert not out
+        assert err.startswith("error: ")
+        assert "\nhint: " in err
+        assert "internal error" not in err
+        return err
+
+    return run
+
+
+def test_what_is_not_there(store: Store, failing: Any) -> None:
+    store.put("a.pt", zipped(STATE))
+    assert "no such file" in failing("inspect", f"{store.url}/b.pt")
+    assert "no such file" in failing("inspect", f"{store.url}/b/")
+    assert "no file matches" in failing("inspect", f"{store.url}/b*.pt")
+    assert "no section 'x'" in failing("inspect", f"{store.url}/a.pt::x")
+    assert "no such file" in failing("remap", f"{store.url}/b.pt", "-o", f"{store.url}/c.pt")
+
+
+def test_what_is_no_checkpoint(store: Store, failing: Any) -> None:
+    assert "is empty" in failing("inspect", store.put("empty.pt", b""))
+    assert "truncated" in failing("inspect", store.put("cut.pt", zipped(STATE)[:-100]))
+    assert "truncated" in failing("inspect", store.put("cut.safetensors", save(STATE)[:-1]))
+    assert "HTML" in failing("inspect", store.put("page.pt", b"<!doctype html><html></html>"))
+
+
+@NEEDS_S3
+def test_a_bucket_that_is_not_there(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, failing: Any, tmp_path: Path
+) -> None:
+    for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{variable}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("endpoint"))
+    save_file(STATE, tmp_path / "a.safetensors")
+    assert "no such file" in failing("inspect", "s3://no-such-bucket/a.pt")
+    assert "bucket" in failing("remap", str(tmp_path / "a.safetensors"), "-o", "s3://no-such-bucket/a.pt")
+
+
+def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # importing it fails, as it does where it is not installed
+    err = failing("inspect", "gs://bucket/a.pt")
+    assert "needs the Python package gcsfs" in err
+    assert "hint: pip install gcsfs" in err
+    assert "pip install gcsfs" in failing("inspect", "simplecache::gs://bucket/a.pt")
+
+
+def test_a_scheme_that_nobody_knows(failing: Any) -> None:
+    assert "no driver is known for s4://" in failing("inspect", "s4://bucket/a.pt")
+    assert "did you mean memory://?" in failing("inspect", "memmory://bucket/a.pt")
+    failing("inspect", "zip://x.pt::/tmp/a.zip")  # a section: in a chain it would be file:///tmp/a.zip
+
+
+@NEEDS_HTTP
+def test_web_servers(failing: Any) -> None:
+    data = zipped(STATE)
+    with web_server({"/a.pt": data}) as server:
+        assert same(tensors(open_checkpoint(f"{server.url}/a.pt")), STATE)
+        assert "no such file" in failing("inspect", f"{server.url}/b.pt")
+        assert "credentials" in failing("inspect", f"{server.url}/secret.pt")
+        assert "cannot do this" in failing("remap", f"{server.url}/a.pt", "-o", f"{server.url}/c.pt")
+    with web_server({"/a.pt": data * 100}, ranges=False) as server:
+        assert "its server cannot send a part" in failing("inspect", f"{server.url}/a.pt")
+
+
+@NEEDS_HTTP
+def test_a_server_that_does_not_answer(failing: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert "check the network" in failing("inspect", f"http://127.0.0.1:{port}/a.pt")
+
+
+@NEEDS_S3
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda exceptions: exceptions.NoCredentialsError(), "credentials"),
+        (lambda exceptions: exceptions.EndpointConnectionError(endpoint_url="x"), "network"),
+        (lambda exceptions: exceptions.ConnectTimeoutError(endpoint_url="x"), "network"),
+        (lambda exceptions: PermissionError("Forbidden"), "credentials"),
+        (lambda exceptions: TimeoutError(), "network"),
+    ],
+)
+def test_errors_of_drivers(make: Any, hint: str) -> None:
+    from botocore import exceptions
+
+    with pytest.raises(CkptError) as error, remote_errors.answered("s3://b/x"):
+        raise make(exceptions)
+    assert hint in error.value.hint
+    assert "\n" not in error.value.message
+
+
+def test_a_level_of_the_log_that_is_none(monkeypatch: pytest.MonkeyPatch, failing: Any) -> None:
+    monkeypatch.setenv("CKPTTOOL_LOG", "loud")
+    assert "CKPTTOOL_LOG=loud" in failing("inspect", "memory://x")
+
+
+def test_local_paths_load_no_fsspec(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "a.safetensors")
+    code = (
+        "import sys; from ckpttool.cli.app import main; status = main(sys.argv[1:]);"
+        "assert not {'fsspec', 'torch', 'ckpttool.io.remote.read'} & sys.modules.keys(); sys.exit(status)"
+    )
+    words = ["remap", str(tmp_path / "a.safetensors"), *RENAME, "-o", str(tmp_path / "b.safetensors")]
+    subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)

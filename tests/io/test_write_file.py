@@ -1,0 +1,198 @@
+"""The byte mover: a file appears complete or not at all, and a rename needs little memory and no torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpttool.checkpoint import Lazy, Span
+from ckpttool.errors import CkptError
+from ckpttool.io import sources
+from ckpttool.io.pieces import Crc, Piece
+from ckpttool.io.ranges import CHUNK, same_bytes
+from ckpttool.io.write_file import preflight, write
+from files import run_measured
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.write_bytes(os.urandom(3 * CHUNK + 17))
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_pieces_are_written_in_order(tmp_path: Path, source: Path) -> None:
+    lazy = Lazy(5, lambda: [b"ab", memoryview(b"cde")])
+    pieces = [Piece(b"head"), Piece(Span(str(source), 7, 2 * CHUNK + 3)), Piece(lazy), Piece(Span(str(source), 0, 0))]
+    assert write(pieces, str(tmp_path / "out")) == 4 + 2 * CHUNK + 3 + 5
+    assert (tmp_path / "out").read_bytes() == b"head" + source.read_bytes()[7 : 7 + 2 * CHUNK + 3] + b"abcde"
+    assert names(tmp_path) == ["out", "source"]
+
+
+def test_checksums_run_along(tmp_path: Path, source: Path) -> None:
+    crc = Crc()
+    late = Lazy(4, lambda: [crc.value.to_bytes(4, "little")])
+    write([Piece(Span(str(source), 0, source.stat().st_size), crc), Piece(late)], str(tmp_path / "out"))
+    assert (tmp_path / "out").read_bytes()[-4:] == zlib.crc32(source.read_bytes()).to_bytes(4, "little")
+
+
+def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
+    seen: list[int] = []
+    nbytes = write([Piece(b"x"), Piece(Span(str(source), 0, CHUNK + 1))], str(tmp_path / "out"), progress=seen.append)
+    assert sum(seen) == nbytes
+
+
+def fails(kind: str, source: Path) -> list[Piece]:
+    def broken() -> list[bytes]:
+        raise {"computing": ValueError("no"), "interrupt": KeyboardInterrupt()}[kind]
+
+    if kind == "truncated source":
+        return [Piece(b"x"), Piece(Span(str(source), 0, source.stat().st_size + 1))]
+    if kind == "no source":
+        return [Piece(b"x"), Piece(Span(str(source) + ".gone", 0, 1))]
+    if kind == "wrong length":
+        return [Piece(b"x"), Piece(Lazy(3, lambda: [b"ab"]))]
+    return [Piece(b"x"), Piece(Lazy(1, broken))]
+
+
+@pytest.mark.parametrize("kind", ["truncated source", "no source", "wrong length", "computing", "interrupt"])
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, source: Path, kind: str, existed: bool) -> None:
+    out = tmp_path / "out"
+    if existed:
+        out.write_bytes(b"before")
+    expected = {"computing": ValueError, "interrupt": KeyboardInterrupt}.get(kind, CkptError)
+    with pytest.raises(expected):
+        write(fails(kind, source), str(out))
+    assert names(tmp_path) == (["out", "source"] if existed else ["source"])
+    assert not existed or out.read_bytes() == b"before"
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The limit of a file's size stands for the disk: the kernel refuses the write halfway."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK + 5, before[1]))
+    try:
+        with pytest.raises(CkptError, match="out: File too large"):
+            write([Piece(bytes(3 * CHUNK))], str(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
+
+
+def test_more_bytes_than_are_free_are_refused_before_writing(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match="are free"):
+        write([Piece(Lazy(1 << 60, list))], str(tmp_path / "out"))
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match="No such file"):
+        write([Piece(b"x")], str(tmp_path / "gone" / "out"))
+
+
+def test_permissions_are_kept_or_those_of_a_new_file(tmp_path: Path) -> None:
+    out, before = tmp_path / "out", os.umask(0o027)
+    try:
+        write([Piece(b"x")], str(out))
+        assert stat.S_IMODE(out.stat().st_mode) == 0o640
+        out.chmod(0o604)
+        write([Piece(b"y")], str(out))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o604
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    write([Piece(b"new")], str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_readers_of_the_old_file_keep_its_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_bytes(b"old")
+    with out.open("rb") as reader:
+        write([Piece(Span(str(out), 0, 3)), Piece(b"+")], str(out))
+        assert reader.read() == b"old"
+    assert out.read_bytes() == b"old+"
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "exists": (lambda folder: folder / "other", "--force"),
+    "the source": (lambda folder: folder / "source", "--in-place"),
+    "the source by a link": (lambda folder: folder / "link", "--in-place"),
+    "a folder": (lambda folder: folder, "name a file"),
+    "in no folder": (lambda folder: folder / "gone" / "out", "mkdir -p"),
+    "a device": (lambda folder: Path(os.devnull), "can be replaced"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_outputs_that_are_refused(tmp_path: Path, source: Path, name: str) -> None:
+    (tmp_path / "other").write_bytes(b"")
+    (tmp_path / "link").symlink_to("source")
+    place, hint = REFUSED[name]
+    with pytest.raises(CkptError) as caught:
+        preflight(str(place(tmp_path)), [str(source)], force=False, in_place=False)
+    assert hint in caught.value.hint
+
+
+def test_outputs_that_are_allowed(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "other").write_bytes(b"")
+    preflight(str(tmp_path / "new"), [str(source)], force=False, in_place=False)
+    preflight(str(tmp_path / "other"), [str(source)], force=True, in_place=False)
+    preflight(str(source), [str(source)], force=False, in_place=True)
+
+
+def test_force_does_not_allow_to_overwrite_the_source(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(CkptError, match="the source itself"):
+        preflight(str(source), [str(source)], force=True, in_place=False)
+
+
+def test_spans_are_compared_chunk_by_chunk(tmp_path: Path, source: Path) -> None:
+    data = bytearray(source.read_bytes())
+    other = tmp_path / "other"
+    for at in (None, 0, CHUNK, len(data) - 1):
+        changed = bytearray(data)
+        if at is not None:
+            changed[at] ^= 1
+        other.write_bytes(b"-" + changed)
+        sources.forget(str(other))
+        spans = Span(str(source), 0, len(data)), Span(str(other), 1, len(data))
+        assert same_bytes(*spans) == (at is None)
+    assert not same_bytes(Span(str(source), 0, 3), Span(str(source), 0, 4))
+
+
+RENAME = """
+import os, struct, sys
+from ckpttool.cli.app import main
+path, nbytes = sys.argv[1], int(sys.argv[2])
+header = b'{"a.w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (nbytes, nbytes)
+with open(path, "wb") as file:
+    file.write(struct.pack("<Q", len(header)) + header)
+    file.truncate(8 + len(header) + nbytes)
+status = main(["remap", path, "-o", path + ".new.safetensors", "--rule", "a.w => b.w", "--no-fsync"])
+print(status, "torch" in sys.modules, os.path.getsize(path + ".new.safetensors") > nbytes)
+"""
+
+
+def test_a_large_rename_needs_little_memory_and_no_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RENAME, str(tmp_path / "big.safetensors"), str(512 << 20)]
+    printed, peak = run_measured(command, tmp_path)
+    status, torch, complete = printed.splitlines()[-1].split()
+    assert (status, torch, complete) == ("0", "False", "True")
+    assert peak < 100 << 20

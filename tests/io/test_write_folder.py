@@ -1,0 +1,122 @@
+"""Folders appear complete or not at all; one that exists keeps what is none of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckpttool.checkpoint import Lazy, Span
+from ckpttool.errors import CkptError
+from ckpttool.io.pieces import Link, Piece
+from ckpttool.io.write_folder import preflight, write_folder
+
+
+def fails() -> Lazy:
+    def produce() -> list[bytes]:
+        raise CkptError("broken", hint="")
+
+    return Lazy(4, produce)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_new_folder_with_the_bits_of_any_other(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert write_folder({"sub/a": [Piece(b"xx")], "index": [Piece(b"y")]}, str(out)) == 3
+    (tmp_path / "other").mkdir()
+    assert names(out) == ["index", "sub/a"]
+    assert out.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match="broken"):
+        write_folder({"a": [Piece(b"x")], "b": [Piece(fails())]}, str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_an_old_folder_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "index").write_bytes(b"old")
+    with pytest.raises(CkptError, match="broken"):
+        write_folder({"index": [Piece(fails())]}, str(tmp_path), stale={"index"})
+    assert (tmp_path / "index").read_bytes() == b"old"
+    assert names(tmp_path) == ["index"]
+
+
+def test_an_old_checkpoint_goes_and_all_else_stays(tmp_path: Path) -> None:
+    for name in ("index", "shard-1", "shard-2", "README", "sub/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"old")
+    write_folder({"shard-1": [Piece(b"new")], "index": [Piece(b"new")]}, str(tmp_path), stale={"shard-1", "shard-2"})
+    assert names(tmp_path) == ["README", "index", "shard-1", "sub/x"]
+    assert (tmp_path / "shard-1").read_bytes() == (tmp_path / "index").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("link", ["copy", "hard"])
+def test_links(tmp_path: Path, link: str) -> None:
+    data = tmp_path / "data"
+    data.write_bytes(b"bytes")
+    out = tmp_path / "out"
+    assert write_folder({"d": Link(str(data)), "index": [Piece(b"i")]}, str(out), link=link) == 6
+    assert (out / "d").read_bytes() == b"bytes"
+    assert (out / "d").samefile(data) == (link == "hard")
+
+
+def test_reflinks_are_made_or_refused_with_the_way_out(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.write_bytes(b"bytes" * 1000)
+    out = tmp_path / "out"
+    with suppress(CkptError):
+        write_folder({"d": Link(str(data))}, str(out), link="reflink")
+        assert (out / "d").read_bytes() == data.read_bytes()
+        return
+    with pytest.raises(CkptError, match="cannot be linked") as caught:
+        write_folder({"d": Link(str(data))}, str(out), link="reflink")
+    assert "--link copy" in caught.value.hint
+    assert not out.exists()
+
+
+def test_a_link_onto_itself_stays(tmp_path: Path) -> None:
+    (tmp_path / "d").write_bytes(b"bytes")
+    (tmp_path / ".metadata").write_bytes(b"old")
+    files: dict[str, list[Piece] | Link] = {"d": Link(str(tmp_path / "d")), ".metadata": [Piece(b"new")]}
+    write_folder(files, str(tmp_path), stale={"d", ".metadata"}, link="hard")
+    assert names(tmp_path) == [".metadata", "d"]
+    assert (tmp_path / ".metadata").read_bytes() == b"new"
+
+
+def test_more_than_the_disk_holds(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"")
+    huge = Piece(Span(str(tmp_path / "x"), 0, 1 << 60))
+    with pytest.raises(CkptError, match="are free"):
+        write_folder({"a": [huge]}, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_preflight(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def check(out: Path, present: Collection[str] = (), source: str = "elsewhere.pt", **how: bool) -> None:
+        preflight(str(out), present, source, **{"force": False, "in_place": False, **how})
+
+    check(out)
+    check(tmp_path / "new")
+    check(out, {"model.safetensors"}, force=True)
+    with pytest.raises(CkptError, match="is a file"):
+        check(tmp_path / "file")
+    with pytest.raises(CkptError, match="no such folder"):
+        check(tmp_path / "none" / "out")
+    with pytest.raises(CkptError, match="holds a checkpoint"):
+        check(out, {"model.safetensors"})
+    for source in (str(out), str(out / "model.safetensors")):
+        with pytest.raises(CkptError, match="folder of the source"):
+            check(out, {"model.safetensors"}, source, force=True)
+        check(out, {"model.safetensors"}, source, in_place=True)

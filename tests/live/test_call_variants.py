@@ -1,0 +1,298 @@
+"""Call variants (``foo@1``) of unflattened programs: in live modules, in files, and in names; torch unflattens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from ckpttool.errors import CkptError, Refused
+from ckpttool.live import swap_attribute, swap_module, variants
+from ckpttool.naming.call_variants import base_name, base_names, split
+from command import Run
+from places import SUPPORT
+from unflattened import Called, Gate, Nested, Shared, Twice, example, made, unflattened
+
+# Names alone
+
+
+def test_a_segment_and_the_number_of_its_call() -> None:
+    assert split("foo@12") == ("foo", 12)
+    assert [split(name) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")] == [
+        (name, 0) for name in ("foo", "foo@", "foo@x", "@1", "foo@0", "foo@01")
+    ]
+
+
+def test_base_names_are_tried_from_the_shortest_and_need_to_be_known() -> None:
+    assert list(base_names("a@1.b@2.w")) == ["a.b.w", "a.b@2.w", "a@1.b.w"]
+    assert list(base_names("a.w@1")) == []
+    assert base_name("a@1.b@2.w", {"a@1.b.w"}) == "a@1.b.w"
+    assert base_name("a@1.w", {"b.w"}) is None
+
+
+# Live modules
+
+GATES = {
+    Twice: ("gate", ("gate", "gate@1")),
+    Nested: ("block.gate", ("block.gate", "block.gate@1", "block@1.gate", "block@1.gate@1")),
+    Shared: ("one", ("one", "one@1", "two", "two@1")),
+    Called: ("gate", ("gate",)),  # the others are behind a dispatcher, where no FQN leads
+}
+
+
+def program(kind: type[nn.Module]) -> nn.Module:
+    return unflattened(made(kind), ("gate",) if kind is Called else ())
+
+
+@pytest.mark.parametrize("kind", list(GATES))
+def test_every_spelling_gives_all_variants(kind: type[nn.Module]) -> None:
+    module, (fqn, every) = program(kind), GATES[kind]
+    assert sorted(variants(module, fqn)) == sorted(every)
+    for spelling in every:
+        assert sorted(variants(module, spelling)) == sorted(every)
+    assert sorted(variants(module, f"{fqn}.proj")) == sorted(f"{one}.proj" for one in every)
+    for found in variants(module, fqn):
+        assert module.get_submodule(found) is not None
+
+
+def test_one_path_of_a_shared_submodule() -> None:
+    module = program(Shared)
+    assert variants(module, "two", shared=False) == ("two", "two@1")
+    assert variants(program(Twice), "head") == ("head",)
+
+
+class Plain(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("kind", [Twice, Nested, Shared])
+def test_a_new_module_takes_every_call(kind: type[nn.Module]) -> None:
+    module, model, (fqn, every) = program(kind), made(kind), GATES[kind]
+    changed = swap_module(module, every[-1], Plain(3.0))
+    assert sorted(changed) == sorted(every)
+
+    def forward(x: torch.Tensor, double: bool = False) -> torch.Tensor:
+        return x * 3.0
+
+    model.get_submodule(fqn).forward = forward
+    assert torch.equal(module(example()), model(example()))
+    assert sorted(variants(module, fqn)) == sorted(every)
+    assert not [key for key in module.state_dict() if "proj" in key]
+
+
+def test_a_new_module_behind_a_preserved_signature_is_called_as_in_the_model() -> None:
+    module, model = program(Called), made(Called)
+    other = made(Gate)
+    with torch.no_grad():
+        other.proj.weight.fill_(0.25)
+    assert swap_module(module, "gate", other) == ("gate",)
+    model.gate = other
+    assert torch.equal(module(example()), model(example()))
+
+
+def test_a_module_that_cannot_take_the_calls_changes_nothing() -> None:
+    module, model = program(Nested), made(Nested)
+
+    class Pair(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    with pytest.raises(Refused) as refused:
+        swap_module(module, "block.gate", Pair())
+    called = {"block.gate", "block.gate@1", "block@1.gate@1"}  # no graph calls block@1.gate
+    assert {problem.key for problem in refused.value.problems} == called
+    assert all("missing a required argument: 'y'" in problem.problem for problem in refused.value.problems)
+    assert torch.equal(module(example()), model(example()))
+
+
+@pytest.mark.parametrize("kind", list(GATES))
+@pytest.mark.parametrize("name", ["proj.weight", "shift", "scale"])
+def test_an_attribute_changes_in_every_variant(kind: type[nn.Module], name: str) -> None:
+    module, model, (fqn, every) = program(kind), made(kind), GATES[kind]
+    changed = swap_attribute(module, f"{every[-1]}.{name}", lambda old: old * 0.5 + 1)
+    assert sorted(changed) == sorted(f"{one}.{name}" for one in every)
+    with torch.no_grad():
+        tensor = (
+            model.get_submodule(fqn).get_parameter(name) if "." in name else model.get_submodule(fqn).get_buffer(name)
+        )
+        tensor.mul_(0.5).add_(1)
+    assert torch.equal(module(example()), model(example()))
+    assert torch.equal(module(example()), model(example()))  # a dispatcher is again at its first call
+
+
+def test_an_attribute_keeps_its_kind() -> None:
+    module = program(Twice)
+    module.gate.proj.weight.requires_grad_(False)
+    swap_attribute(module, "gate.proj.weight", torch.ones(4, 4))
+    assert isinstance(module.gate.proj.weight, nn.Parameter)
+    assert not module.gate.proj.weight.requires_grad
+    assert module.get_submodule("gate@1.proj").weight is module.gate.proj.weight
+    swap_attribute(module, "gate@1.proj.weight", nn.Parameter(torch.zeros(4, 4)))
+    assert module.gate.proj.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: variants(m, "nothing"), "no submodule 'nothing'"),
+        (lambda m: variants(m, "gate@7"), "no submodule 'gate@7'"),
+        (lambda m: variants(m, ""), "the root module has no variants"),
+        (lambda m: swap_module(m, "gate", cast(Any, torch.ones(1))), "gate: a Tensor is no nn.Module"),
+        (lambda m: swap_attribute(m, "gate.none", 1), "gate has no attribute 'none'"),
+        (lambda m: swap_attribute(m, "gate.proj", 1), "gate.proj is a submodule"),
+        (lambda m: swap_attribute(m, "gate.shift", 1), "gate.shift is a tensor, the new value a int"),
+        (lambda m: swap_attribute(m, "gate.shift", torch.ones(5)), "gate.shift has the shape [4], the new value [5]"),
+        (
+            lambda m: swap_attribute(m, "gate.shift", lambda t: t.double()),
+            "gate.shift has the dtype torch.float32, the new value torch.float64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_and_nothing_is_changed(call: Any, says: str) -> None:
+    module, model = program(Twice), made(Twice)
+    with pytest.raises(CkptError) as raised:
+        call(module)
+    assert raised.value.message == says
+    assert torch.equal(module(example()), model(example()))
+
+
+def test_variants_that_differ_are_not_set_together() -> None:
+    module = program(Twice)
+    module.get_submodule("gate@1")._buffers["scale"] = torch.ones(4)
+    with pytest.raises(Refused) as refused:
+        swap_attribute(module, "gate.scale", torch.zeros(4))
+    assert [problem.key for problem in refused.value.problems] == ["gate@1.scale"]
+
+
+def test_modules_that_are_only_called_so_are_no_variants() -> None:
+    module = nn.Module()
+    module.add_module("gate", nn.Linear(2, 2))
+    module.add_module("gate@1", nn.Linear(2, 2))
+    assert variants(module, "gate") == ("gate",)
+    assert variants(module, "gate@1") == ("gate@1",)
+    new = nn.Linear(2, 2)
+    assert swap_module(module, "gate@1", new) == ("gate@1",)
+    assert module.gate is not new
+
+
+# Files and names
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """One program's weights as an exported and as an unflattened program save them."""
+    model = made(Nested)
+    exported = torch.export.export(model, (example(),))
+    torch.export.save(exported, tmp_path / "program.pt2")
+    torch.save(exported.state_dict, tmp_path / "exported.pt")
+    state = torch.export.unflatten(exported).state_dict()
+    torch.save(state, tmp_path / "unflattened.pt")
+    safetensors.torch.save_file({k: v.detach().clone() for k, v in state.items()}, tmp_path / "unflattened.safetensors")
+    (tmp_path / "model.py").write_text(
+        f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n"
+        "import torch\n"
+        "from unflattened import Nested, example, made\n"
+        "plain = made(Nested)\n"
+        "def flat():\n"
+        "    return torch.export.unflatten(torch.export.export(made(Nested), (example(),)))\n"
+    )
+    return tmp_path
+
+
+BASES = {"block.gate.shift", "block.gate.proj.weight", "block.gate.proj.bias"}
+
+
+@pytest.mark.parametrize("name", ["unflattened.pt", "unflattened.safetensors"])
+def test_inspect_names_the_base_of_every_variant(run: Run, name: str, files: Path) -> None:
+    found = run("inspect", files / name, "--format", "json").data
+    aliases = {tensor["key"]: tensor["alias_of"] for tensor in found["tensors"]}
+    assert {key for key, base in aliases.items() if base is None} == BASES
+    assert all(base is None or base_name(key, BASES) == base for key, base in aliases.items())
+
+
+@pytest.mark.parametrize("name", ["unflattened.pt", "unflattened.safetensors"])
+def test_diff_takes_variants_for_aliases(run: Run, name: str, files: Path) -> None:
+    for pair in ((files / name, files / "exported.pt"), (files / "program.pt2", files / name)):
+        done = run("diff", *pair, "--format", "json")
+        status, found = done.status, done.data
+        assert (status, found["summary"]) == (0, {"same": 3, "alias": 9})
+
+
+def test_diff_against_a_model_takes_variants_for_aliases(run: Run, files: Path) -> None:
+    plain, flat = f"{files / 'model.py'}:plain", f"{files / 'model.py'}:flat"
+    for model, name, status in (
+        (plain, "unflattened.pt", 1),  # torch itself calls them unexpected
+        (flat, "exported.pt", 1),  # and missing
+        (flat, "unflattened.safetensors", 0),
+    ):
+        done = run("diff", "--model", model, files / name, "--format", "json")
+        code, found = done.status, done.data
+        assert code == status
+        assert not {"missing", "unexpected"} & found["summary"].keys()
+
+
+def test_trace_groups_variants_as_aliases(run: Run, files: Path) -> None:
+    found = run("trace", f"{files / 'model.py'}:flat", "--format", "json").data
+    runtime = {tensor["fqn"]: tensor["alias_of"] for tensor in found["runtime"]}
+    assert {fqn for fqn, first in runtime.items() if first is None} == BASES | {"block.gate.scale"}
+    assert runtime["block@1.gate@1.proj.weight"] == "block.gate.proj.weight"
+    found = run("trace", files / "program.pt2", "--format", "json").data
+    assert {tensor["fqn"] for tensor in found["runtime"]} == BASES | {"block.gate.scale"}
+
+
+def test_remap_collapses_and_expands(run: Run, files: Path) -> None:
+    plain, flat = f"{files / 'model.py'}:plain", f"{files / 'model.py'}:flat"
+    want = torch.load(files / "unflattened.pt")
+    for model in (plain, flat, files / "program.pt2"):
+        out = files / "collapsed.pt"
+        chosen = ("--model", model, "--to", "exported", "-o", out, "--force")
+        assert run("remap", files / "unflattened.safetensors", *chosen).status == 0
+        made(Nested).load_state_dict(torch.load(out), strict=True)
+    back = ("--model", flat, "--to", "unflattened", "-o", files / "out.pt")
+    assert run("remap", files / "exported.pt", *back).status == 0
+    got = torch.load(files / "out.pt")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    program(Nested).load_state_dict(got, strict=True)
+
+
+def test_remap_refuses_variants_with_different_values(run: Run, files: Path) -> None:
+    state = {key: value.clone() for key, value in torch.load(files / "unflattened.pt").items()}
+    state["block@1.gate.shift"][0] += 1
+    torch.save(state, files / "broken.pt")
+    for model in ("plain", "flat"):
+        out = files / "out.pt"
+        operand = f"{files / 'model.py'}:{model}"
+        done = run("remap", files / "broken.pt", "--model", operand, "--to", "exported", "-o", out)
+        assert done.status == 1
+        assert "block@1.gate.shift" in done.err
+        assert not out.exists()
+
+
+def test_a_user_s_own_module_may_be_called_like_a_variant(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    model = nn.Module()\n"
+        "    model.add_module('gate', nn.Linear(2, 2))\n"
+        "    model.add_module('gate@1', nn.Linear(2, 2))\n"
+        "    return model\n"
+    )
+    model = nn.Module()
+    model.add_module("gate", nn.Linear(2, 2))
+    model.add_module("gate@1", nn.Linear(2, 2))
+    torch.save(model.state_dict(), tmp_path / "own.pt")
+    found = run("inspect", tmp_path / "own.pt", "--format", "json").data
+    assert {tensor["alias_of"] for tensor in found["tensors"]} == {None}
+    operand, out = f"{tmp_path / 'own.py'}:build", tmp_path / "out.pt"
+    assert run("remap", tmp_path / "own.pt", "--model", operand, "--to", "exported", "-o", out).status == 0
+    assert torch.load(out).keys() == model.state_dict().keys()

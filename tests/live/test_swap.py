@@ -1,0 +1,582 @@
+"""`swap_weights` on real modules, programs and packages; torch's own loading and export are the oracle."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from ckpttool.errors import CkptError, Refused
+from ckpttool.live import swap_weights
+from ckpttool.tracing.load_model import LoadedModel, load
+from ckpttool.tracing.trace import trace
+from places import ROOT
+from torch_version import needs_torch
+from unflattened import Nested, Shared, example, made, unflattened
+
+
+class Tied(nn.Module):
+    """Tied weights, an overlapping view, buffers of both kinds, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(x)))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def seeded(kind: Any, seed: int, *args: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return kind(*args).eval()
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """What must be as before after a failed swap: objects, memory, values, gradients, flags."""
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    return {
+        name: (id(t), type(t), t.data_ptr(), t.detach().clone(), t.requires_grad, t.grad, t._version)
+        for name, t in tensors.items()
+    }
+
+
+def unchanged(before: dict[str, Any], module: nn.Module) -> bool:
+    after = snapshot(module)
+    same = [
+        all(
+            torch.equal(a, b) if i == 3 else (a is b or a == b)
+            for i, (a, b) in enumerate(zip(before[name], after[name]))
+        )
+        for name in before
+    ]
+    return before.keys() == after.keys() and all(same)
+
+
+def problems(refused: pytest.ExceptionInfo[Refused]) -> set[str]:
+    return {str(problem) for problem in refused.value.problems}
+
+
+# Modules
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_new_weights_are_those_that_torch_would_load(in_place: bool) -> None:
+    live, other, oracle = seeded(Tied, 0), seeded(Tied, 1), seeded(Tied, 0)
+    oracle.load_state_dict(other.state_dict())
+    done = swap_weights(live, other.state_dict(), in_place=in_place)
+    tokens = torch.tensor([0, 5, 3])
+    assert torch.equal(live(tokens), oracle(tokens))
+    assert live.head.weight is live.embed.weight
+    assert isinstance(live.embed.weight, nn.Parameter)
+    assert live.state_dict().keys() == oracle.state_dict().keys()
+    assert done.ignored == ("_extra_state",)
+    assert done.constants == ("steps",)
+    assert live.embed.weight.data_ptr() != other.embed.weight.data_ptr()
+
+
+def test_in_place_every_reference_stays_valid_and_the_optimizer_steps_the_new_weights() -> None:
+    live, other, oracle = (seeded(nn.Linear, seed, 4, 2) for seed in (0, 1, 1))
+    keeper, view = nn.ModuleList([live]), live.weight.detach()[0]
+    optimizer = torch.optim.SGD(live.parameters(), lr=0.5)
+    weight, address = live.weight, live.weight.data_ptr()
+    swap_weights(live, other.state_dict())
+    assert live.weight is weight
+    assert live.weight.data_ptr() == address
+    assert torch.equal(view, other.weight[0])
+    for module, opt in ((live, optimizer), (oracle, torch.optim.SGD(oracle.parameters(), lr=0.5))):
+        module(torch.ones(1, 4)).sum().backward()
+        opt.step()
+    assert torch.equal(keeper.get_parameter("0.weight"), oracle.weight)
+    assert torch.equal(keeper.get_parameter("0.bias"), oracle.bias)
+
+
+def test_parameters_keep_their_class_attributes_and_flags() -> None:
+    class Scaled(nn.Parameter):
+        pass
+
+    for in_place in (True, False):
+        live, other = seeded(nn.Linear, 0, 4, 2), seeded(nn.Linear, 1, 4, 2)
+        live.weight = Scaled(live.weight.detach(), requires_grad=False)
+        vars(live.weight)["rank"] = 3
+        swap_weights(live, other.state_dict(), in_place=in_place)
+        assert type(live.weight) is Scaled
+        assert vars(live.weight)["rank"] == 3
+        assert [p.requires_grad for p in live.parameters()] == [False, True]
+        assert torch.equal(live.weight, other.weight)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_state_dict_of_the_module_itself_may_be_permuted(in_place: bool) -> None:
+    live = nn.ModuleList([seeded(nn.Linear, seed, 3, 3) for seed in (0, 1)])
+    state = live.state_dict()
+    first, second = state["0.weight"].clone(), state["1.weight"].clone()
+    swap_weights(live, {**state, "0.weight": state["1.weight"], "1.weight": state["0.weight"]}, in_place=in_place)
+    assert torch.equal(live.get_parameter("0.weight"), second)
+    assert torch.equal(live.get_parameter("1.weight"), first)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_weights_that_lie_in_one_memory_still_do(in_place: bool) -> None:
+    def flat() -> Any:
+        module = nn.Module()
+        memory = torch.rand(8)
+        module.left, module.right = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+        return module
+
+    live, other = flat(), flat()
+    swap_weights(live, other.state_dict(), in_place=in_place)
+    assert torch.equal(live.left, other.left)
+    assert torch.equal(live.right, other.right)
+    assert live.left.untyped_storage()._cdata == live.right.untyped_storage()._cdata
+
+
+def test_overlapping_weights_that_get_two_values_are_refused() -> None:
+    live = nn.Module()
+    memory = torch.zeros(6)
+    live.left, live.right = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
+    before = snapshot(live)
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, {"left": torch.zeros(4), "right": torch.ones(4)})
+    assert problems(refused) == {"shares memory with another weight that gets another value @ left"}
+    assert unchanged(before, live)
+    swap_weights(live, {"left": torch.tensor([1.0, 2, 3, 4]), "right": torch.tensor([3.0, 4, 5, 6])})
+    assert memory.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_recurrent_module_computes_with_the_new_weights() -> None:
+    live, other = seeded(nn.LSTM, 0, 3, 3), seeded(nn.LSTM, 1, 3, 3)
+    swap_weights(live, other.state_dict(), in_place=False)
+    x = torch.ones(2, 1, 3)
+    assert torch.equal(live(x)[0], other(x)[0])
+
+
+# The same refusals as the command
+
+
+def test_all_problems_are_said_at_once_and_nothing_is_changed() -> None:
+    live, state = seeded(Tied, 0), seeded(Tied, 1).state_dict()
+    state["head.weight"] = state["head.weight"] + 1
+    state["norm.weight"] = torch.ones(5)
+    state["norm.bias"] = state["norm.bias"].double()
+    state["spare"] = torch.ones(1)
+    del state["norm.running_mean"]
+    before = snapshot(live)
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, state)
+    assert problems(refused) == {
+        "left over: the program has no such weight @ spare",
+        "shape [5], the program has [4] (from norm.weight) @ norm.weight",
+        "dtype float64, the program has float32 (from norm.bias) @ norm.bias",
+        "no weight for it @ norm.running_mean",
+        "tied to embed.weight, and its new value is another one @ head.weight",
+    }
+    assert unchanged(before, live)
+
+
+def test_another_dtype_needs_cast() -> None:
+    live, other = seeded(nn.Linear, 0, 4, 2), seeded(nn.Linear, 1, 4, 2).double()
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, other.state_dict())
+    assert refused.value.hint == "cast=True converts them to the dtypes that are there"
+    swap_weights(live, other.state_dict(), cast=True)
+    assert torch.equal(live.weight, other.weight.float())
+
+
+def test_the_model_says_what_hooks_renamed() -> None:
+    operand = f"{ROOT / 'examples' / 'fusion_decoder.py'}:build"
+    definition = load(operand)
+    live, other = definition.build(True), definition.build(True)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    state = other.state_dict()
+    assert state.keys() != dict(other.named_parameters()).keys()
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, state)
+    assert "model=module" in refused.value.hint
+    for model in (operand, definition, trace(definition), live, lambda: definition.build(True)):
+        fresh = definition.build(True)
+        done = swap_weights(fresh, state, model)
+        assert done.form == "serialized"
+        assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("target", "state", "says"),
+    [
+        (object(), {}, "a object holds no weights that can be swapped"),
+        (nn.Linear(1, 1), [1], "a list is no state dict"),
+        (nn.Linear(1, 1), {1: torch.ones(1)}, "the state dict has a key that is no string: 1"),
+        (nn.LazyLinear(1), {}, "2 parameters of the module are not initialised yet"),
+    ],
+)
+def test_what_cannot_be_swapped_is_said(target: Any, state: Any, says: str) -> None:
+    with pytest.raises(CkptError) as raised:
+        swap_weights(target, state)
+    assert raised.value.message == says
+
+
+# Failures on the way
+
+
+def test_tensors_that_cannot_take_a_value_are_refused_before_anything_is_written() -> None:
+    with torch.inference_mode():
+        inference = nn.Linear(2, 2)
+    expanded = nn.Linear(2, 2)
+    expanded.weight = nn.Parameter(torch.zeros(1, 2).expand(2, 2))
+    meta = nn.Linear(2, 2, device="meta")
+    for live, says in (
+        (inference, {"an inference tensor @ weight", "an inference tensor @ bias"}),
+        (expanded, {"an expanded tensor: several of its elements are one in memory @ weight"}),
+        (meta, {f"it is on the meta device and has no data @ {name}" for name in ("weight", "bias")}),
+    ):
+        before = snapshot(live) if live is not inference and live is not meta else None
+        with pytest.raises(Refused) as refused:
+            swap_weights(live, nn.Linear(2, 2).state_dict())
+        assert problems(refused) == says
+        assert before is None or unchanged(before, live)
+    for live in (inference, expanded):
+        other = nn.Linear(2, 2)
+        swap_weights(live, other.state_dict(), in_place=False)
+        assert torch.equal(live(torch.ones(2)), other(torch.ones(2)))
+
+
+class Weight8(torch.Tensor):
+    """An int8 weight with a scale, as quantization libraries make them: a wrapper subclass with its own module_load."""
+
+    data8: torch.Tensor
+    factor: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data8: torch.Tensor, factor: torch.Tensor) -> Weight8:
+        return torch.Tensor._make_wrapper_subclass(cls, data8.shape, dtype=factor.dtype)
+
+    def __init__(self, data8: torch.Tensor, factor: torch.Tensor) -> None:
+        self.data8, self.factor = data8, factor
+
+    @classmethod
+    def of(cls, dense: torch.Tensor) -> Weight8:
+        factor = dense.detach().abs().max() / 127
+        return cls((dense.detach() / factor).round().to(torch.int8), factor)
+
+    def dense(self) -> torch.Tensor:
+        return self.data8.to(self.factor.dtype) * self.factor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "factor"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *rest: Any) -> Weight8:
+        return cls(inner["data8"], inner["factor"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.module_load:
+            other = args[1]
+            if bool(torch.isnan(other.dense() if isinstance(other, Weight8) else other).any()):
+                raise ValueError("cannot quantize NaN")
+            return Weight8(other.data8.clone(), other.factor.clone()) if isinstance(other, cls) else cls.of(other)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
+            own = args[0]
+            found = Weight8(func(own.data8, **kwargs), func(own.factor, **kwargs))
+            return return_and_correct_aliasing(func, args, kwargs, found)
+        dense = [arg.dense() if isinstance(arg, Weight8) else arg for arg in args]
+        return func(*dense, **kwargs)
+
+
+def quantized(seed: int) -> nn.Module:
+    module = nn.ModuleDict({name: seeded(nn.Linear, seed + at, 4, 4) for at, name in enumerate("abc")})
+    for layer in module.values():
+        layer.weight = nn.Parameter(Weight8.of(layer.get_parameter("weight")), requires_grad=False)
+    return module
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_subclasses_are_loaded_by_their_own_module_load(in_place: bool) -> None:
+    live, other, oracle = quantized(0), quantized(5), quantized(0)
+    live["c"].weight = live["a"].weight
+    other["c"].weight = other["a"].weight
+    weight = live["a"].weight
+    weight.tag = "kept"
+    state = other.state_dict()
+    state["b.weight"] = other["b"].weight.dense() * 3  # a plain tensor, for the subclass to quantize
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        oracle.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    swap_weights(live, state, in_place=in_place)
+    for name in "ab":
+        mine, theirs = live[name].weight, oracle[name].weight
+        assert type(mine) is Weight8
+        assert isinstance(mine, nn.Parameter)
+        assert not mine.requires_grad
+        assert torch.equal(mine.data8, theirs.data8)
+        assert torch.equal(mine.factor, theirs.factor)
+    assert live["c"].weight is live["a"].weight
+    assert (live["a"].weight is weight) == in_place
+    assert live["a"].weight.tag == "kept"
+
+
+def test_tied_subclasses_that_get_two_values_are_refused() -> None:
+    live, other = quantized(0), quantized(5)
+    live["c"].weight = live["a"].weight
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, other.state_dict())
+    assert problems(refused) == {"tied to a.weight, and its new value is another one @ c.weight"}
+
+
+def test_a_failing_module_load_changes_nothing() -> None:
+    live, state = quantized(0), quantized(5).state_dict()
+    state["c.weight"] = torch.full((4, 4), float("nan"))
+    before = {
+        name: (id(t), t.data8) if isinstance(t, Weight8) else (id(t), t.clone())
+        for name, t in live.state_dict(keep_vars=True).items()
+    }
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, state)
+    assert problems(refused) == {"cannot quantize NaN @ c.weight"}
+    for name, tensor in live.state_dict(keep_vars=True).items():
+        ident, value = before[name]
+        assert id(tensor) == ident
+        assert tensor.data8 is value if isinstance(tensor, Weight8) else torch.equal(tensor, value)
+
+
+def test_a_swap_that_torch_refuses_halfway_is_taken_back() -> None:
+    """The last of three tensor objects is in use by autograd: torch finds that only when it is asked to swap it."""
+    live, other = quantized(0), quantized(5)
+    live["c"].weight = nn.Parameter(live["c"].weight.detach(), requires_grad=True)
+    live["a"].bias.grad = torch.ones(4)
+    held = live["c"].weight.expand_as(live["c"].weight)  # the graph holds on to the parameter
+    before = {name: (id(t), getattr(t, "data8", None), t.detach().clone()) for name, t in live.named_parameters()}
+    assert held.grad_fn is not None
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, other.state_dict())
+    assert "a tensor cannot be swapped" in refused.value.message
+    for name, tensor in live.named_parameters():
+        ident, data8, value = before[name]
+        assert id(tensor) == ident
+        assert getattr(tensor, "data8", None) is data8
+        assert isinstance(tensor, Weight8) or torch.equal(tensor, value)
+    assert live["a"].bias.grad is not None
+
+
+def test_a_weak_reference_to_a_subclass_weight_is_found_before() -> None:
+    live = quantized(0)
+    ref = weakref.ref(live["b"].weight)
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, quantized(5).state_dict())
+    assert problems(refused) == {"a weak reference to it would see the swap @ b.weight"}
+    assert ref() is live["b"].weight
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_quantized_tensors_take_data_and_scale(in_place: bool) -> None:
+    def holder(scale: float) -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("weight", torch.quantize_per_tensor(torch.linspace(-1, 1, 6), scale, 0, torch.qint8))
+        return module
+
+    live, other = holder(0.1), holder(0.02)
+    old = live.weight
+    swap_weights(live, other.state_dict(), in_place=in_place)
+    assert live.weight.q_scale() == 0.02
+    assert torch.equal(live.weight.int_repr(), other.weight.int_repr())
+    assert (live.weight is old) == in_place
+
+
+# Compiled modules, programs, unflattened programs, wrappers
+
+
+def test_a_compiled_module_computes_with_the_new_weights_without_a_new_compilation() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    live, other = seeded(nn.Linear, 0, 4, 2), seeded(nn.Linear, 1, 4, 2)
+    compiled, x = torch.compile(live, backend=backend), torch.ones(1, 4)
+    compiled(x)
+    wrapped: Any = torch.compile(other)
+    for state in (other.state_dict(), wrapped.state_dict()):
+        with torch.no_grad():
+            live.weight.zero_()
+        done = swap_weights(compiled, state)
+        assert sorted(done.sources) == ["bias", "weight"]
+        assert torch.equal(compiled(x), other(x))
+    assert len(graphs) == 1
+
+
+def test_wrappers_add_segments_and_nothing_else() -> None:
+    live, other = nn.DataParallel(seeded(nn.Linear, 0, 4, 2)), seeded(nn.Linear, 1, 4, 2)
+    averaged = torch.optim.swa_utils.AveragedModel(seeded(nn.Linear, 2, 4, 2))
+    swap_weights(live, other.state_dict())
+    assert torch.equal(live.module.weight, other.weight)
+    swap_weights(averaged, {**live.state_dict(), "n_averaged": torch.tensor(3)})
+    assert torch.equal(averaged.get_parameter("module.weight"), other.weight)
+
+
+@pytest.mark.parametrize("in_place", [None, True])
+def test_a_program_gives_new_outputs_and_keeps_its_constants(in_place: bool | None) -> None:
+    class Lifted(Tied):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.tensor([2.0]) + self.steps[0]
+
+    live, other, x = seeded(Lifted, 0), seeded(Lifted, 1), torch.tensor([0, 5, 3])
+    program, old = torch.export.export(live, (x,)), live(x)
+    constants = dict(program.constants)
+    done = swap_weights(program, other.state_dict(), in_place=in_place)
+    assert torch.equal(program.module()(x), other(x))
+    assert torch.equal(torch.export.unflatten(program)(x), other(x))
+    assert program.constants.keys() == constants.keys() == set(done.constants)
+    assert all(program.constants[key] is value for key, value in constants.items())
+    assert program.state_dict["head.weight"] is program.state_dict["embed.weight"]
+    assert torch.equal(live(x), old if in_place is None else other(x))  # it still has the memory of its model
+
+
+def test_a_program_that_is_refused_is_as_it_was() -> None:
+    program = torch.export.export(seeded(nn.Linear, 0, 4, 2), (torch.ones(1, 4),))
+    before = dict(program.state_dict)
+    with pytest.raises(Refused):
+        swap_weights(program, {"weight": torch.ones(2, 4), "bias": torch.ones(3)})
+    assert all(program.state_dict[key] is value for key, value in before.items())
+
+
+@pytest.mark.parametrize("kind", [Nested, Shared])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_unflattened_program_takes_weights_of_its_model_and_of_its_own_kind(kind: Any, in_place: bool) -> None:
+    other = made(kind)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    for state in (other.state_dict(), unflattened(other).state_dict()):
+        live = unflattened(made(kind))
+        swap_weights(live, state, in_place=in_place)
+        assert torch.equal(live(example()), other(example()))
+        plain = made(kind)
+        swap_weights(plain, state, in_place=in_place)
+        assert torch.equal(plain(example()), other(example()))
+
+
+def test_variants_with_different_values_are_refused() -> None:
+    state = unflattened(made(Nested)).state_dict()
+    state["block@1.gate.shift"] = state["block@1.gate.shift"] + 1
+    for live in (made(Nested), unflattened(made(Nested))):
+        with pytest.raises(Refused) as refused:
+            swap_weights(live, state)
+        assert {problem.key for problem in refused.value.problems} == {"block@1.gate.shift"}
+
+
+# Under traffic
+
+
+def test_new_tensors_are_read_entirely_old_or_entirely_new() -> None:
+    live = nn.Module()
+    live.weight = nn.Parameter(torch.zeros(1 << 16))
+    stop, mixed, seen = threading.Event(), [], set()
+
+    def read() -> None:
+        while not stop.is_set():
+            low, high = (float(x) for x in torch.aminmax(live.weight.detach()))
+            seen.add(low)
+            if low != high:
+                mixed.append((low, high))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    try:
+        for reader in readers:
+            reader.start()
+        for value in range(1, 201):
+            swap_weights(live, {"weight": torch.full((1 << 16,), float(value))}, in_place=False)
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+        sys.setswitchinterval(interval)
+    assert mixed == []
+    assert float(live.weight.detach()[0]) == 200
+    assert seen <= set(map(float, range(201)))
+
+
+# AOTInductor
+
+
+class Small(nn.Module):
+    """Weights that a package keeps as constants (8 elements and fewer in a row are compiled into its code)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 16)
+        self.register_buffer("mask", torch.ones(16), persistent=False)
+        self.outer = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x) * self.mask)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, nn.Module, torch.export.ExportedProgram]:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("AOTInductor needs a C++ compiler, and this machine has none")
+    needs_torch("2.7", "weights swapped in a package")
+    model = seeded(Small, 0)
+    program = torch.export.export(model, (torch.ones(2, 4),))
+    path = tmp_path_factory.mktemp("package") / "small.pt2"
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    return torch._inductor.aoti_load_package(str(path)), model, program
+
+
+def test_a_loaded_package_takes_checked_weights(package: Any, tmp_path: Path) -> None:
+    compiled, model, program = package
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    good, start = seeded(Small, 1), compiled(x)
+    assert torch.allclose(start, model(x))
+    for broken, says in (
+        ({"inner.bias": torch.ones(17)}, "shape [17], the program has [16] (from inner.bias) @ inner.bias"),
+        ({"inner.bias": torch.ones(16).int()}, "dtype int32, the program has float32 (from inner.bias) @ inner.bias"),
+        ({"spare": torch.ones(1)}, "left over: the program has no such weight @ spare"),
+    ):
+        with pytest.raises(Refused) as refused:
+            swap_weights(compiled, {**good.state_dict(), **broken}, model)
+        assert problems(refused) == {says}
+        assert torch.equal(compiled(x), start)
+    with pytest.raises(CkptError) as unknown:
+        swap_weights(compiled, good.state_dict())
+    assert "does not say what shapes and dtypes" in unknown.value.message
+    for at, kind in enumerate((model, program, trace(LoadedModel("Small", lambda real: Small())))):
+        new = seeded(Small, at + 2)
+        state = new.state_dict()
+        state["outer.weight"] = state["outer.weight"].t().contiguous().t()  # torch would copy its bytes as they lie
+        done = swap_weights(compiled, state, kind)
+        assert torch.allclose(compiled(x), new(x))
+        assert done.constants == ("mask",)
+        for tensor in state.values():
+            tensor.zero_()
+        assert torch.allclose(compiled(x), seeded(Small, at + 2)(x))

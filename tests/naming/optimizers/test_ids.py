@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimizer_models as models
+from ckpttool.checkpoint import Section
+from ckpttool.errors import CkptError, Refused
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import format_for
+from ckpttool.naming.optimizers.classes import class_of
+from ckpttool.naming.optimizers.forms import form_of, read, write
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.optimizer_state import FLAT, numbered, renamed
+from files import write_pieces
+from optimizer_support import same, train
+from torch_version import needs_torch
+
+
+def section(path: Path, state: Any) -> Section:
+    torch.save({"optimizer": state, "epoch": 1}, path)
+    (found,) = open_checkpoint(str(path)).sections
+    return found
+
+
+CLASSES = {
+    "Adam or AdamW": ["Adam", "AdamW"],
+    **{name: [name] for name in ("SGD", "Adafactor", "Muon", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax")},
+    **{name: [name] for name in ("Adadelta", "ASGD", "Rprop", "LBFGS", "SparseAdam")},
+}
+
+
+@pytest.mark.parametrize(("title", "name"), [(title, name) for title, names in CLASSES.items() for name in names])
+def test_every_class_of_torch_is_known_by_its_groups(title: str, name: str, tmp_path: Path) -> None:
+    if name == "Muon":
+        needs_torch("2.9", "Muon")
+    optimizer = getattr(torch.optim, name)(models.Matrices().parameters(), lr=0.1)
+    torch.save({"optimizer": optimizer.state_dict(), "model": {"weight": torch.ones(1)}}, tmp_path / "o.pt")
+    found = read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))
+    assert class_of(found) == title
+
+
+def test_an_optimizer_is_read_and_written_as_it_was(tmp_path: Path) -> None:
+    _, optimizer = train(models.Net, models.decayed)
+    state = optimizer.state_dict()
+    path = tmp_path / "o.pt"
+    found = section(path, state)
+    source = open_checkpoint(str(path))
+    again = write(read(found), found)
+    assert [e.key for e in again.tensors] == [e.key for e in found.tensors]
+    write_pieces(format_for("o.pt").layout(replace(source, sections=(again,))), tmp_path / "again.pt")
+    assert same(torch.load(tmp_path / "again.pt"), {"optimizer": state, "epoch": 1})
+
+
+def test_names_and_numbers_are_each_others_reverse(tmp_path: Path) -> None:
+    _, optimizer = train(models.Net, models.decayed)
+    state = read(section(tmp_path / "o.pt", optimizer.state_dict()))
+    names = {param: f"layer.{param}" for param in state.params}
+    assert numbered(renamed(state, names)) == state
+
+
+def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
+    state = {
+        "state": {"a.b": {"step": 1, "shampoo": {"0": torch.ones(2)}}},
+        "param_groups": [{"lr": 1, "params": ["a.b"]}],
+    }
+    found = section(tmp_path / "o.pt", state)
+    flat = write(replace(read(found), form=FLAT), found)
+    assert list(flat.mapping or ()) == ["state.a.b.step", "state.a.b.shampoo.0", "param_groups.a.b.lr"]
+    assert form_of(flat) == "flat"
+    assert read(flat).state["a.b"].keys() == {"step", "shampoo"}
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"state": {}, "param_groups": [{"lr": 1}]}, "has no list of ids or names @ param_groups.0.params"),
+        ({"state": {}, "param_groups": [3]}, "has no list of ids or names @ param_groups.0.params"),
+        ({"state": {}, "param_groups": [{"params": [[0]]}]}, "has no list of ids or names @ param_groups.0.params"),
+        (
+            {"state": {}, "param_groups": [{"params": [0, "a"]}]},
+            "some params are ids and some names @ param_groups",
+        ),
+        ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "stands in more than one place of the param groups @ 0"),
+        ({"state": {3: {}}, "param_groups": [{"params": [0]}]}, "no param group has this parameter @ state.3"),
+        ({"state": {0: 3}, "param_groups": [{"params": [0]}]}, "is no dict @ state.0"),
+        ({"param_groups.a.lr": 1, "state.b.step": 1}, "no param_groups key names this parameter @ state.b.step"),
+        ({"param_groups.lr": 1}, "names no parameter @ param_groups.lr"),
+    ],
+)
+def test_what_is_no_optimizer_state_is_said(state: Any, problem: str, tmp_path: Path) -> None:
+    torch.save({"optimizer": state, "model": {"weight": torch.ones(1)}}, tmp_path / "o.pt")
+    with pytest.raises(CkptError) as raised:
+        read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))
+    assert problem in map(str, raised.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [({"dirs": [torch.ones(1)]}, "a list in the state"), ({"empty": {}}, "an empty dict in the state")],
+)
+def test_what_cannot_be_flattened_is_refused(own: Any, problem: str, tmp_path: Path) -> None:
+    found = section(tmp_path / "o.pt", {"state": {"a": own}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]})
+    with pytest.raises(Refused) as refused:
+        write(replace(read(found), form=FLAT), found)
+    assert problem in str(refused.value.problems[0])
+
+
+def test_an_optimizer_in_an_ordered_dict(tmp_path: Path) -> None:
+    _, optimizer = train(models.Net, models.adamw)
+    found = section(tmp_path / "o.pt", OrderedDict(optimizer.state_dict()))
+    assert len(read(found).params) == 9
+
+
+def test_state_in_a_defaultdict(tmp_path: Path) -> None:
+    state = defaultdict(dict, {0: {"step": torch.ones(())}})
+    found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
+    assert read(found).state.keys() == {0}
+
+
+def test_state_in_an_object_with_attributes_is_not_taken_apart(tmp_path: Path) -> None:
+    state: Any = OrderedDict({0: {"step": torch.ones(())}})
+    state.note = 1
+    found = section(tmp_path / "o.pt", {"state": state, "param_groups": [{"params": [0]}]})
+    with pytest.raises(CkptError) as raised:
+        read(found)
+    assert "is an object of its own @ state" in map(str, raised.value.problems)
+
+
+def test_dropped_state_is_not_written_to_a_file_of_its_own(tmp_path: Path) -> None:
+    from ckpttool.cli.app import main
+
+    _, optimizer = train(models.Net, models.adamw)
+    section(tmp_path / "o.pt", optimizer.state_dict())
+    out = tmp_path / "out.pt"
+    assert (
+        main(["remap", f"{tmp_path}/o.pt::optimizer", "--drop", "state.*.exp_avg_sq", "-o", str(out), "--verify"]) == 0
+    )
+    assert all(own.keys() == {"step", "exp_avg"} for own in torch.load(out)["state"].values())
+    assert open_operand(str(out)).sections[0].kind == "optimizer"
+
+
+def test_a_pickle_that_shares_itself_without_end_is_not_followed(tmp_path: Path) -> None:
+    node: Any = [1]
+    for _ in range(60):
+        node = [node, node]
+    state = {"state": {0: {"bomb": node, "step": torch.ones(())}}, "param_groups": [{"params": [0]}]}
+    found = section(tmp_path / "o.pt", state)
+    assert found.mapping is None
+    with pytest.raises(CkptError, match="no access"):
+        read(found)

@@ -1,0 +1,314 @@
+"""Wrapper chains: recognised from real wrappers' keys alone, and written so that real wrappers load them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
+
+import wrapped_definitions
+from ckpttool.cli.app import main
+from ckpttool.errors import CkptError, Refused
+from ckpttool.naming.alignment import pairs
+from ckpttool.naming.wrappers.chain import (
+    Chain,
+    canonical_keys,
+    counters,
+    new_counter,
+    parse,
+    recognise,
+    rewrap,
+    said,
+    segments,
+    weigh,
+)
+from ckpttool.tracing.runtime import listed, runtime_tensors
+from places import DATA
+from wrapped_ranks import Net, net
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module)  # type: ignore[return-value]
+
+
+def regional() -> nn.Module:
+    model = plain()
+    model[1] = compiled(model[1])
+    return model
+
+
+def one_block() -> nn.Module:
+    model = plain()
+    model[1][0] = checkpoint_wrapper(compiled(model[1][0]))
+    return model
+
+
+WRAPPED = {
+    "compile": lambda: compiled(plain()),
+    "ac": lambda: checkpoint_wrapper(plain()),
+    "dp": lambda: nn.DataParallel(plain()),
+    "dp(compile)": lambda: nn.DataParallel(compiled(plain())),
+    "compile(dp)": lambda: compiled(nn.DataParallel(plain())),
+    "ac(compile)": lambda: checkpoint_wrapper(compiled(plain())),
+    "compile(ac)": lambda: compiled(checkpoint_wrapper(plain())),
+    "averaged": lambda: AveragedModel(plain()),
+}
+
+
+def parameters(model: nn.Module) -> list[str]:
+    """Names by module path: the activation checkpoint wrapper's own `named_parameters` hides its segment."""
+    return [name for name, _ in nn.Module.named_parameters(model)]
+
+
+@pytest.mark.parametrize("form", WRAPPED)
+def test_a_wrapped_models_names_are_recognised_as_the_plain_models(form: str) -> None:
+    names = parameters(WRAPPED[form]())
+    assert names != parameters(plain())
+    assert list(canonical_keys(names).values()) == parameters(plain())
+
+
+def test_the_counter_of_an_averaged_model_does_not_hide_its_wrapper() -> None:
+    names = canonical_keys(AveragedModel(plain()).state_dict())
+    assert list(names.values()) == ["n_averaged", *plain().state_dict()]
+
+
+@pytest.mark.parametrize("form", ["compile", "dp", "dp(compile)", "compile(dp)"])
+def test_the_prefix_of_a_chain_is_what_the_real_wrappers_write(form: str) -> None:
+    expected = [parse(form).prefix + key for key in plain().state_dict()]
+    assert list(WRAPPED[form]().state_dict()) == expected
+
+
+@pytest.mark.parametrize("build", [regional, one_block])
+def test_wrappers_around_single_blocks_are_recognised(build: Callable[[], nn.Module]) -> None:
+    names = parameters(build())
+    assert names != parameters(plain())
+    assert list(canonical_keys(names).values()) == parameters(plain())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["module.weight", "head.weight"],  # a user's own `module`, beside another
+        ["encoder.module.weight"],  # alone, but not at the root
+        ["block._orig_mod.weight", "block.bias"],  # a wrapper has no tensors of its own
+        ["layer.weight"],
+        ["model.layers.0.weight", "model.embed.weight"],  # a causal LM whose head is tied
+        ["base_model.weight", "head.weight"],
+        ["base_model.model.weight", "base_model.value"],
+        ["a.base_layer.weight", "a.scale"],  # no adapter of PEFT
+        ["n_averaged", "module.weight", "head.weight"],
+    ],
+)
+def test_a_users_own_module_is_no_wrapper(keys: list[str]) -> None:
+    assert recognise(keys) == frozenset()
+
+
+def test_segments_are_named_from_the_outside_in() -> None:
+    assert segments(recognise(["module._orig_mod.a.weight", "module._orig_mod.b.weight"])) == ["module", "_orig_mod"]
+
+
+def test_pairs_give_a_block_the_wrappers_that_the_other_checkpoint_has_there() -> None:
+    theirs, mine = parameters(one_block()), parameters(plain())
+    assert list(pairs(mine, theirs).values()) == theirs
+    assert list(pairs(theirs, mine).values()) == mine
+
+
+@pytest.mark.parametrize("form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"])
+def test_a_form_that_is_none_is_an_error(form: str) -> None:
+    with pytest.raises(CkptError, match="no such form"):
+        parse(form)
+
+
+@pytest.mark.parametrize(
+    ("keys", "form"),
+    [
+        (["a.w", "b.w"], None),
+        (["module.a.w", "module.b.w"], "ddp"),
+        (["_orig_mod.module.a.w", "_orig_mod.module.b.w"], "compile(ddp)"),
+        (["n_averaged", "module.a.w", "module.b.w"], "averaged"),
+        (["module.n_averaged", "module.module.a.w", "module.module.b.w"], "ddp(averaged)"),
+        (["a._orig_mod.w", "b.w"], "wrapped"),
+        (["module.a._orig_mod.w", "module.b.w"], "ddp(wrapped)"),
+        (["base_model.model.a.w", "base_model.model.b.base_layer.w", "base_model.model.b.lora_A.w"], "peft"),
+        (["model.a.w", "model.b.w"], None),
+    ],
+)
+def test_the_form_is_named(keys: list[str], form: str | None) -> None:
+    assert weigh(keys).form == form
+
+
+def test_the_user_says_what_the_keys_cannot_show() -> None:
+    keys = ["module.a.w", "module.b._orig_mod.w"]  # whether `module` is a wrapper, or the user's only attribute
+    assert said(parse("ddp"), keys).paths == {"module", "module.b._orig_mod"}
+    assert weigh(["module.a.w", "module.b.w"]).paths == {"module"}
+    with pytest.raises(Refused, match="1 of 3 keys do not begin with module"):
+        said(parse("ddp"), [*keys, "head.w"])
+
+
+@pytest.mark.parametrize(("was", "wanted"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")])
+def test_from_settles_it_for_a_remap(was: str, wanted: str, tmp_path: Path) -> None:
+    torch.save({"module.w": torch.ones(1)}, tmp_path / "model.pt")
+    options = ["--from", was, "--to", "compile", "-o", str(tmp_path / "out.pt")]
+    assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
+    assert list(torch.load(tmp_path / "out.pt")) == [wanted]
+
+
+NAMES = st.lists(st.sampled_from(["a", "0", "layer", "module", "_orig_mod", "model", "base_layer"]), max_size=4)
+CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard", "averaged", "fpw"]), max_size=4)
+
+
+@given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda words: words.count("averaged") < 2))
+def test_what_a_chain_puts_in_is_taken_out_again(names: list[list[str]], words: list[str]) -> None:
+    keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
+    assume(not weigh(keys).paths)  # a name that looks wrapped by itself is the one case that keys cannot decide
+    chain = Chain(tuple(words))
+    wrapped, _ = rewrap({key: key for key in keys}, chain)
+    made = [*new_counter(chain, ()), *wrapped.values()]
+    assert [name for name in canonical_keys(made).values() if name != "n_averaged"] == keys
+    assert rewrap(canonical_keys(made), Chain(()), counters(made)) == (
+        dict(zip(wrapped.values(), keys)),
+        counters(made),
+    )
+
+
+# AveragedModel's counter
+
+
+@pytest.mark.parametrize(("to", "key"), [("averaged", "n_averaged"), ("ddp(averaged)", "module.n_averaged")])
+@pytest.mark.parametrize("options", [(), ("--model", "wrapped_ranks:Net")])
+def test_the_counter_goes_along(options: tuple[str, ...], to: str, key: str, tmp_path: Path) -> None:
+    averaged = AveragedModel(net(0))
+    averaged.update_parameters(net(1))
+    averaged.update_parameters(net(2))
+    torch.save(averaged.state_dict(), tmp_path / "ema.pt")
+    assert main(["remap", str(tmp_path / "ema.pt"), *options, "--to", to, "-o", str(tmp_path / "out.pt")]) == 0
+    found = torch.load(tmp_path / "out.pt")
+    assert found[key] == 2
+    assert sorted(found) == sorted([key, *(parse(to).prefix + name for name in Net().state_dict())])
+    back = ["remap", str(tmp_path / "out.pt"), *options, "--to", "serialized", "-o", str(tmp_path / "back.pt")]
+    assert main(back) == 0
+    Net().load_state_dict(torch.load(tmp_path / "back.pt"))
+
+
+# PEFT
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    return get_peft_model(model, LoraConfig(target_modules=["1.0", "1.1"], modules_to_save=["2"]))
+
+
+ADAPTED = ["1.0.lora_A.default.weight", "1.0.lora_B.default.weight", "2.modules_to_save.default.bias"]
+
+
+@pytest.mark.parametrize("wrapper", [lambda m: m, compiled, nn.DataParallel], ids=["plain", "compile", "dp"])
+def test_the_names_below_a_peft_model_are_the_base_models(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    base = [f"{name}.{leaf}" for name in ("0", "1.0", "1.1", "2") for leaf in ("weight", "bias")]
+    model = wrapper(adapted())
+    found = canonical_keys(model.state_dict())
+    live = {tensor.canonical for tensor in runtime_tensors(model, listed(model))}
+    assert set(found.values()) == live
+    assert live >= {*base, *ADAPTED}
+    assert all("modules_to_save" in name or "lora_" in name for name in live - set(base))
+
+
+def test_a_layer_that_peft_changed_in_place() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = inject_adapter_in_model(LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    names = canonical_keys(model.state_dict()).values()
+    assert set(names) >= {"0.weight", "0.bias", "0.lora_A.default.weight", "1.weight"}
+
+
+def test_to_peft_and_back(tmp_path: Path) -> None:
+    model = adapted()
+    torch.save(model.state_dict(), tmp_path / "peft.pt")
+    assert main(["remap", str(tmp_path / "peft.pt"), "--to", "serialized", "-o", str(tmp_path / "plain.pt")]) == 0
+    assert "1.0.weight" in torch.load(tmp_path / "plain.pt")
+    options = ["--like", str(tmp_path / "peft.pt"), "-o", str(tmp_path / "back.pt")]
+    assert main(["remap", str(tmp_path / "plain.pt"), *options]) == 0
+    model.load_state_dict(torch.load(tmp_path / "back.pt"))
+    assert (tmp_path / "back.pt").read_bytes() != b""
+    names, _ = rewrap({key: key for key in ("0.weight", "1.weight", "1.lora_A.default.weight")}, Chain(("peft",)))
+    assert list(names.values()) == [
+        "base_model.model.0.weight",
+        "base_model.model.1.base_layer.weight",
+        "base_model.model.1.lora_A.default.weight",
+    ]
+
+
+def test_to_peft_is_refused_where_no_adapter_says_which_layers_have_one() -> None:
+    with pytest.raises(Refused, match="no layer in the file has an adapter") as refused:
+        rewrap({"0.weight": "0.weight"}, parse("peft"))
+    assert "--like" in refused.value.hint
+
+
+# Lightning: made with pytorch_lightning 2.6.6, a module whose attribute `net` holds `wrapped_ranks.Net`, one step
+
+LIGHTNING = str(DATA / "lightning-2.6.6.ckpt")
+
+
+@pytest.mark.parametrize("options", [(), ("--model", "wrapped_ranks:Net")])
+def test_a_lightning_checkpoint_loses_its_attributes_prefix(options: tuple[str, ...], tmp_path: Path) -> None:
+    assert main(["remap", LIGHTNING, *options, "--to", "serialized", "-o", str(tmp_path / "out.ckpt")]) == 0
+    found, source = torch.load(tmp_path / "out.ckpt"), torch.load(LIGHTNING)
+    Net().load_state_dict(found["state_dict"])
+    assert found["pytorch-lightning_version"] == source["pytorch-lightning_version"]
+
+
+def test_to_lightning_is_the_attribute_model(tmp_path: Path) -> None:
+    assert main(["remap", LIGHTNING, "--to", "lightning(compile)", "-o", str(tmp_path / "out.ckpt")]) == 0
+    holder = nn.Module()
+    holder.model = compiled(Net())
+    holder.load_state_dict(torch.load(tmp_path / "out.ckpt")["state_dict"])
+
+
+def test_a_common_prefix_is_no_wrapper_outside_of_a_lightning_checkpoint() -> None:
+    keys = list(torch.load(LIGHTNING)["state_dict"])
+    assert weigh(keys).form is None
+    assert weigh(keys, lightning=True).form == "lightning"
+
+
+# Models that are wrapped themselves
+
+
+@pytest.mark.parametrize("option", ["--model", "--to-model"])
+@pytest.mark.parametrize(
+    ("saved", "loads"),
+    [
+        *itertools.product(["plain", "compiled", "data_parallel", "checkpointed", "blocks"], repeat=2),
+        *itertools.product(["hooked", "hooked_and_wrapped"], repeat=2),
+    ],
+)
+def test_from_any_definition_of_a_model_to_any_other(saved: str, loads: str, option: str, tmp_path: Path) -> None:
+    own, other = (f"wrapped_definitions:{name}" for name in (saved, loads))
+    models = ("--model", other) if option == "--model" else ("--model", own, "--to-model", other)
+    model = getattr(wrapped_definitions, saved)()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    options = [*models, "--to", "serialized", "-o", str(tmp_path / "out.pt")]
+    assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
+    target = getattr(wrapped_definitions, loads)()
+    target.load_state_dict(torch.load(tmp_path / "out.pt"))
+    assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("saved", ["plain", "compiled", "data_parallel", "checkpointed", "blocks"])
+def test_a_chain_around_a_model_that_is_wrapped_replaces_its_wrappers(saved: str, tmp_path: Path) -> None:
+    torch.save(getattr(wrapped_definitions, saved)().state_dict(), tmp_path / "model.pt")
+    options = ["--model", f"wrapped_definitions:{saved}", "--to", "dp(compile)", "-o", str(tmp_path / "out.pt")]
+    assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
+    assert sorted(torch.load(tmp_path / "out.pt")) == sorted(f"module._orig_mod.{key}" for key in Net().state_dict())

@@ -1,0 +1,122 @@
+"""Canonical names: a wrapper's segment goes, in whatever order they nest; a user's own module of that name stays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim.swa_utils import AveragedModel
+
+from ckpttool.naming.wrappers.table import strip, stripped_paths
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.runtime import listed, runtime_tensors
+from ckpttool.tracing.trace import trace
+from torch_version import needs_torch
+
+WRAPS: dict[str, Callable[[nn.Module], Any]] = {
+    "compile": torch.compile,
+    "dp": nn.DataParallel,
+    "ac": checkpoint_wrapper,
+    "averaged": AveragedModel,
+}
+
+
+class Own(nn.Module):
+    """A user's module whose children are called like wrappers' segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self._orig_mod = nn.Sequential(nn.Linear(2, 2))
+        self.layer = nn.ModuleDict({"module": nn.BatchNorm1d(2)})
+
+
+@pytest.mark.parametrize("chain", [c for n in range(4) for c in itertools.permutations(WRAPS, n)])
+def test_any_chain_has_the_same_canonical_names(chain: tuple[str, ...]) -> None:
+    model: nn.Module = Own()
+    wanted = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    for name in chain:
+        model = WRAPS[name](model)
+    assert {r.canonical for r in runtime_tensors(model, listed(model))} - {"n_averaged"} == wanted
+
+
+def test_wrappers_inside() -> None:
+    def make(real: bool) -> nn.Module:
+        with torch.device("cpu" if real else "meta"):
+            compiled: Any = torch.compile(nn.Linear(2, 2))
+            return nn.Sequential(checkpoint_wrapper(nn.Sequential(compiled)), Own())
+
+    names = trace(LoadedModel("model", make))
+    found = {r.fqn: r.canonical for r in names.runtime}
+    assert found["0._checkpoint_wrapped_module.0._orig_mod.weight"] == "0.0.weight"
+    assert found["1.module.weight"] == "1.module.weight"
+    assert found["1._orig_mod.0.weight"] == "1._orig_mod.0.weight"
+
+
+def test_strip_by_paths() -> None:
+    paths = {"module", "module.a._orig_mod"}
+    assert strip("module.a._orig_mod.weight", paths) == "a.weight"
+    assert strip("module.b._orig_mod.weight", paths) == "b._orig_mod.weight"
+    assert strip("weight", paths) == "weight"
+    assert strip("a.module", ()) == "a.module"
+
+
+class Hidden(nn.Module):
+    """Its hooks hide the segment `layer`; `modifiers` says so to torch's get_model_state_dict, and to nobody else."""
+
+    def __init__(self, modifiers: bool) -> None:
+        super().__init__()
+        self.layer, self.fusion = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.register_state_dict_post_hook(_hide)
+        self.register_load_state_dict_pre_hook(_show)
+        if modifiers:
+            self._fqn_modifiers = lambda: {"weight": "layer", "bias": "layer"}
+
+
+def _hide(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    for name in ("weight", "bias"):
+        state[f"{prefix}{name}"] = state.pop(f"{prefix}layer.{name}")
+
+
+def _show(module: nn.Module, state: dict, prefix: str, *rest: object) -> None:
+    for name in ("weight", "bias"):
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}{name}")
+
+
+@pytest.mark.parametrize("modifiers", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPS)
+def test_hooks_that_rename_need_no_fqn_modifiers(wrapper: str, modifiers: bool) -> None:
+    """torch's helper looks segments up as attributes: it fails where no `_fqn_modifiers` says what is hidden."""
+    needs_torch("2.7", "names from `_fqn_modifiers` alone")
+
+    def make(real: bool) -> nn.Module:
+        with torch.device("cpu" if real else "meta"):
+            return WRAPS[wrapper](nn.Sequential(Hidden(modifiers)))
+
+    names = trace(LoadedModel("model", make))
+    canonical = {tensor.fqn: tensor.canonical for tensor in names.runtime}
+    (saved,) = [s for s in names.serialized if s.key.endswith("0.weight")]
+    assert names.roundtrips
+    assert canonical[saved.source.key] == "0.layer.weight"
+    if modifiers:
+        assert any(key.endswith("0.weight") for key in get_model_state_dict(make(True)))
+    else:
+        with pytest.raises(AttributeError, match="'Hidden' object has no attribute 'weight'"):
+            get_model_state_dict(make(True))
+
+
+def test_the_paths_of_wrappers_are_found_again_in_names() -> None:
+    """A wrapper stands outside: of two segments of one name, the first is the wrapper's."""
+    pairs = [("module.module.w", "module.w"), ("module._fsdp_wrapped_module.a._orig_mod.w", "a.w"), ("b", "b")]
+    paths = stripped_paths(pairs)
+    assert [strip(fqn, paths) for fqn, _ in pairs] == [canonical for _, canonical in pairs]
+    assert strip("module.a._orig_mod.w", paths) == "a.w"  # as in the keys, where FSDP1 hides its segment
+    assert strip("module.module.w", paths) == "module.w"
+    assert strip("c._orig_mod.w", paths) == "c._orig_mod.w"

@@ -1,0 +1,28 @@
+"""One command line, run in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Done(NamedTuple):
+    """What a command said, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> tuple[int, str]:
+        """The status, and all that was said."""
+        return self.status, self.out + self.err
+
+    @property
+    def data(self) -> Any:
+        """The JSON object on stdout; None where there is none."""
+        return json.loads(self.out) if self.out else None
+
+
+Run = Callable[..., Done]

@@ -1,0 +1,168 @@
+"""A run of real FSDP1 on gloo, on the CPU: what every rank saves, and what FSDP itself puts together of it.
+
+Run as a program, ``python tests/fsdp_run.py FOLDER WORLD_SIZE``, it trains the same model with original parameters and
+without. Then rank 0 lets ckpttool write rank files anew, all ranks load them, and FSDP puts those together too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+GROUPS = 3  # from this world size on the optimizer has two param groups, and names
+
+
+class Mlp(nn.Module):
+    """A unit inside a unit."""
+
+    def __init__(self, hidden: int = 5) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, hidden)
+        self.down = nn.Linear(hidden, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Block(nn.Module):
+    """A unit with parameters before and after the nested one, and buffers."""
+
+    def __init__(self, hidden: int = 5) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.mlp = Mlp(hidden)
+        self.norm = nn.LayerNorm(3)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().sum()  # every rank sees other data
+        return x + self.norm(self.mlp(x * self.scale)) * self.mask
+
+
+class Net(nn.Module):
+    """Parameters of its own, two units, and two names of one tensor."""
+
+    def __init__(self, hidden: int = 5, layers: int = 2) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, 3)
+        self.layers = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.head = nn.Linear(3, 7)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.emb(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _wrapped(seed: int, original: bool):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    torch.manual_seed(seed)
+    policy = ModuleWrapPolicy({Block, Mlp})
+    return FSDP(Net(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=original)
+
+
+def _optimizer(model: nn.Module, world_size: int) -> torch.optim.Optimizer:
+    if world_size < GROUPS:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    named = list(model.named_parameters())
+    inside, outside = ([pair for pair in named if ("layers" in pair[0]) == layer] for layer in (True, False))
+    groups: list[dict[str, Any]] = [{"params": inside}, {"params": outside, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """What FSDP itself makes of all ranks.
+
+    Without offload: on the CPU it is a view of a buffer that is used again where parameters are original ones, so that
+    with offload ``exp_avg`` holds the values of ``exp_avg_sq`` (torch 2.13).
+    """
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    kinds = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False))
+    with FSDP.state_dict_type(model, *kinds):
+        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+
+
+def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+
+
+def _train(rank: int, world_size: int, folder: str, original: bool) -> None:
+    model = _wrapped(0, original)
+    optimizer = _optimizer(model, world_size)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(4) + (rank + step) % 3).square().sum().backward()
+        optimizer.step()
+    kind = "original" if original else "flat"
+    torch.save(_saved(model, optimizer), f"{folder}/{kind}_rank_{rank}.pt")
+    if not original:
+        torch.save(_sharded(model, optimizer), f"{folder}/sharded_rank_{rank}.pt")
+    full = _full(model, optimizer)
+    if rank == 0:
+        torch.save(full, f"{folder}/{kind}_full.pt")
+
+
+def _load_again(rank: int, world_size: int, folder: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    from ckpttool.cli.app import main
+
+    if rank == 0:
+        model = ["--model", f"{__file__}:Net", "--units", "layers.*", "--units", "layers.*.mlp"]
+        out = ["--to", "fsdp-flat", "--world-size", str(world_size), "-o", f"{folder}/again_{{rank}}.pt"]
+        assert main(["remap", f"{folder}/flat_rank_*.pt", *model, *out]) == 0
+    dist.barrier()
+    model = _wrapped(1, original=False)
+    optimizer = _optimizer(model, world_size)
+    saved = torch.load(f"{folder}/again_{rank}.pt", weights_only=False)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    full = _full(model, optimizer)
+    if rank == 0:
+        torch.save(full, f"{folder}/again_full.pt")
+
+
+def _run(rank: int, world_size: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    for original in (False, True):
+        _train(rank, world_size, folder, original)
+    _load_again(rank, world_size, folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch.distributed.fsdp
+
+    # forked: torch is imported once and not by each rank
+    mp.start_processes(_run, (int(sys.argv[2]), sys.argv[1]), nprocs=int(sys.argv[2]), start_method="fork")

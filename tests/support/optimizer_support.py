@@ -1,0 +1,84 @@
+"""What the tests of optimizers share: training for some steps, checkpoints of it, and remaps of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.edits.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import format_for
+from ckpttool.names import Names
+from ckpttool.tracing.load_model import load
+from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+from ckpttool.tracing.trace import trace
+from files import write_pieces
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def names_of(model: str, optimizer: str | None = None) -> Names:
+    """The names of a model of `optimizer_models`, with the ids of an optimizer of it."""
+    loaded = load(f"optimizer_models:{model}")
+    names = trace(loaded)
+    if optimizer is None:
+        return names
+    return with_optimizer(names, loaded, load_optimizer(f"optimizer_models:{optimizer}"))
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    """Steps `first` to `first + count` of one and the same training run."""
+    width = next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features
+    embed: Any = getattr(model, "embed", None)
+    width = width if embed is None else embed.in_features
+    for number in range(first, first + count):
+        x = torch.randn(8, width, generator=torch.Generator().manual_seed(number))
+
+        def closure(x: torch.Tensor = x) -> Any:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def train(model: type[nn.Module], make: Make, count: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    made = model()
+    optimizer = make(made)
+    steps(made, optimizer, 0, count)
+    return made, optimizer
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+    return str(path)
+
+
+def remapped(path: str, out: Path, **wanted: Any) -> tuple[dict[str, Any], OptimizerRemap]:
+    """The file's optimizer remapped, as torch loads it, and what was said of it."""
+    source = open_checkpoint(path)
+    result, done = remap_optimizers(source, Wanted(**wanted))
+    write_pieces(format_for(str(out)).layout(result), out)
+    return torch.load(out, weights_only=True), done[0]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two parts of a state dict are equal, tensors bit for bit."""
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return type(left) is type(right) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def equal_weights(left: nn.Module, right: nn.Module) -> bool:
+    mine, theirs = dict(left.named_parameters()), dict(right.named_parameters())
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

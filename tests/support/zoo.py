@@ -1,0 +1,62 @@
+"""The models of the hook zoo: loaded, traced, with random weights, and their state dicts."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.names import Names
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.trace import trace
+from hook_zoo import ZOO
+
+State = dict[str, Any]
+
+
+def zoo_model(name: str, materialize: bool = False) -> LoadedModel:
+    def make(real: bool) -> nn.Module:
+        with torch.device("cpu" if real else "meta"):
+            return ZOO[name]()
+
+    return LoadedModel(name, make, materialize)
+
+
+@cache
+def traced(name: str, materialize: bool = False) -> Names:
+    return trace(zoo_model(name, materialize))
+
+
+def randomized(model: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not nn.parameter.is_lazy(tensor) and tensor.is_floating_point() and 0 not in tensor.stride():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+    return model
+
+
+def runtime_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*nn.Module.named_parameters(model, remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {n: t if nn.parameter.is_lazy(t) else t.detach().clone() for n, t in named}
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
+    assert found.dtype == wanted.dtype, where
+    assert found.shape == wanted.shape, where
+    if wanted.layout != torch.strided:
+        found, wanted = found.to_dense(), wanted.to_dense()
+    assert torch.equal(found.resolve_conj(), wanted.resolve_conj()), where
+
+
+@cache
+def state_of(name: str) -> Any:
+    """What a model with random weights saves; None where torch.save cannot write it."""
+    state = randomized(zoo_model(name).build(True), 1).state_dict()
+    flat = all(isinstance(v, torch.Tensor) and not nn.parameter.is_lazy(v) for v in state.values())
+    return state if flat and name not in ("complex_numbers", "sparse_buffer", "two_tensors_in_one") else None
+
+
+FLAT = sorted(name for name in ZOO if state_of(name) is not None)

@@ -1,0 +1,307 @@
+"""The closed list of operators: each gives what torch gives; what does not pass its check never reaches a kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
+from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.operators import GETITEM, OPERATORS
+from ckpttool.evaluate.with_torch import entry_of, evaluate
+from ckpttool.expression import Argument, Op, Ref, Special
+from ckpttool.limits import Limits, limited
+from ckpttool.plan import Output, Plan
+
+torch.set_num_threads(1)
+LEAVES = {
+    "x": torch.linspace(0.1, 0.9, 12).reshape(3, 4),
+    "y": torch.linspace(0.2, 0.8, 12).reshape(3, 4),
+    "square": torch.linspace(-1, 1, 9).reshape(3, 3),
+    "vector": torch.tensor([0.5, 1.0, 2.0]),
+    "whole": torch.arange(1, 13).reshape(3, 4),
+    "mask": torch.arange(12).reshape(3, 4) % 3 == 0,
+    "index": torch.tensor([2, 0, 1]),
+    "places": torch.tensor([[0, 1, 2, 0]]),
+    "batch": torch.linspace(0, 1, 18).reshape(2, 3, 3),
+    "pairs": torch.linspace(0, 1, 12).reshape(3, 2, 2),
+    "complex": torch.complex(torch.ones(3, 4), torch.zeros(3, 4)),
+    "row": torch.ones(4),
+    "line": torch.linspace(0, 1, 8).reshape(1, 1, 8),
+    "image": torch.linspace(0, 1, 16).reshape(1, 1, 4, 4),
+    "volume": torch.linspace(0, 1, 64).reshape(1, 1, 4, 4, 4),
+}
+X, Y, INDEX, WHOLE, MASK = (Ref(name) for name in ("x", "y", "index", "whole", "mask"))
+FLOAT = Special("dtype", "float32")
+# Arguments for operators that a tensor alone, or two of one shape, do not suit: by overload first, then by packet.
+ARGUMENTS: dict[str, tuple[Argument, ...]] = {
+    "transpose": (X, 0, 1), "permute": (X, (1, 0)), "movedim.int": (X, 0, 1), "movedim.intlist": (X, (0,), (1,)),
+    "swapaxes": (X, 0, 1), "view": (X, (4, 3)), "view.dtype": (X, Special("dtype", "int32")),
+    "_unsafe_view": (X, (12,)), "reshape": (X, (2, 6)), "squeeze.dim": (X, 0), "squeeze.dims": (X, (0,)),
+    "unsqueeze": (X, 0), "flatten": (X, 0, 1), "unflatten": (X, 1, (2, 2)), "view_as_real": (Ref("complex"),),
+    "imag": (Ref("complex"),),
+    "_conj": (Ref("complex"),), "view_as_complex": (Ref("pairs"),), "flip": (X, (0,)), "roll": (X, (1,), (0,)),
+    "rot90": (X, 1, (0, 1)), "select": (X, 0, 1), "slice": (X, 1, 1, 3), "narrow": (X, 0, 1, 2),
+    "unfold": (X, 1, 2, 1), "expand": (Ref("row"), (3, 4)), "repeat": (X, (2, 1)), "tile": (X, (2,)),
+    "repeat_interleave": (X, 2, 0), "cat": ((X, Y), 1), "stack": ((X, Y),), "constant_pad_nd": (X, (1, 1), 2.0),
+    "slice_scatter": (X, Y), "select_scatter": (X, Ref("row"), 0, 1), "copy": (X, Y),
+    "diagonal_scatter": (Ref("square"), Ref("vector")), "full": ((2, 2), 3.0), "zeros": ((2, 2),), "ones": ((2,),),
+    "scalar_tensor": (1.5,), "eye": (3,), "eye.m": (3, 2), "arange": (5,), "arange.start": (1, 5),
+    "arange.start_step": (1, 9, 2), "linspace": (0, 1, 5), "tril_indices": (3, 3), "triu_indices": (3, 3),
+    "lerp.Scalar": (X, Y, 0.5), "lerp.Tensor": (X, Y, X), "masked_fill.Scalar": (X, MASK, 0.0),
+    "masked_fill.Tensor": (X, MASK, Op("aten.scalar_tensor.default", (1.5,))), "where.self": (MASK, X, Y),
+    "where.ScalarSelf": (MASK, 1.0, X), "where.ScalarOther": (MASK, X, 1.0), "where.Scalar": (MASK, 1.0, 0.0),
+    "addcmul": (X, Y, X), "addcdiv": (X, Y, X), "clamp": (X, 0.2, 0.5), "clamp.Tensor": (X, X, Y), "pow.Scalar": (2, X),
+    "any.dim": (X, 0), "all.dim": (X, 0), "max.dim": (X, 0), "min.dim": (X, 0), "sum.dim_IntList": (X, (0,)),
+    "mean.dim": (X, (1,)), "prod.dim_int": (X, 0), "norm.Scalar": (X, 2), "norm.ScalarOpt_dim": (X, 2, (0,)),
+    "logsumexp": (X, (0,)), "cumsum": (X, 0), "cumprod": (X, 0), "count_nonzero": (X, (0,)), "_softmax": (X, 1, False),
+    "_log_softmax": (X, 1, False), "sort.stable": (X,), "argsort.stable": (X,), "acosh": (WHOLE,), "topk": (X, 2),
+    "mm": (Ref("square"), X), "bmm": (Ref("batch"), Ref("batch")), "mv": (Ref("square"), Ref("vector")),
+    "dot": (Ref("vector"), Ref("vector")), "addmm": (X, Ref("square"), X), "matmul": (Ref("square"), X),
+    "baddbmm": (Ref("batch"), Ref("batch"), Ref("batch")), "outer": (Ref("vector"), Ref("row")),
+    "as_strided": (X, (2, 2), (4, 1), 1), "as_strided_scatter": (X, Op("aten.full.default", ((2,), 7.0)), (2,), (5,)),
+    "split": (X, 2), "unsafe_split": (X, 2), "unbind": (X,), "chunk": (X, 2), "unsafe_chunk": (X, 2),
+    "split_with_sizes": (X, (1, 2)), "unsafe_split_with_sizes": (X, (1, 2)), "index_select": (X, 0, INDEX),
+    "gather": (X, 0, Ref("places")), "scatter.src": (X, 0, Ref("places"), Y), "scatter.value": (X, 0, Ref("places"), 5),
+    "scatter_add": (X, 0, Ref("places"), Y), "index_copy": (X, 0, INDEX, Y), "index_add": (X, 0, INDEX, Y),
+    "index_fill": (X, 0, INDEX, 2.0), "index": (X, (INDEX, None)), "index_put": (X, (INDEX,), Y),
+    "masked_select": (X, MASK), "round.decimals": (X,), "diagonal": (X,), "copysign.Scalar": (X, -1.0),
+    "div.Tensor_mode": (X, Y), "div.Scalar_mode": (X, 2.0),
+    "upsample_nearest1d": (Ref("line"), (16,)), "upsample_nearest1d.vec": (Ref("line"), (16,), None),
+    "upsample_nearest2d": (Ref("image"), (8, 8)), "upsample_nearest2d.vec": (Ref("image"), None, (2.0, 2.0)),
+    "upsample_nearest3d": (Ref("volume"), (2, 2, 2)), "upsample_nearest3d.vec": (Ref("volume"), (2, 2, 2), None),
+    "upsample_linear1d": (Ref("line"), (16,), True), "upsample_linear1d.vec": (Ref("line"), (16,), True, None),
+    "upsample_trilinear3d": (Ref("volume"), (8, 8, 8), True),
+    "upsample_trilinear3d.vec": (Ref("volume"), (8, 8, 8), True, None),
+    **{name: (Ref("image"), (7, 7), False) for name in (
+        "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")},
+    **{f"{name}.vec": (Ref("image"), (7, 7), False, None) for name in (
+        "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")},
+}  # fmt: skip
+KEYWORDS: dict[str, dict[str, Argument]] = {
+    "round.decimals": {"decimals": 1}, "div.Tensor_mode": {"rounding_mode": "floor"},
+    "div.Scalar_mode": {"rounding_mode": "trunc"}, "sort.stable": {"stable": True}, "argsort.stable": {"stable": True},
+    "_to_copy": {"dtype": FLOAT}, "clone": {"memory_format": Special("memory_format", "contiguous_format")},
+}  # fmt: skip
+BITS = ("bitwise_",)
+ATEN = sorted(name for name in OPERATORS if name != GETITEM)
+
+
+def example(name: str) -> Op:
+    """The operator on arguments that it likes."""
+    packet, overload = name.split(".")[1:]
+    args = ARGUMENTS.get(f"{packet}.{overload}") or ARGUMENTS.get(packet)
+    if args is None:
+        first = WHOLE if packet.startswith(BITS) else MASK if packet.startswith("nonzero") else X
+        schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
+        kinds = [str(arg.real_type) for arg in schema.arguments if not arg.has_default_value()]
+        known = {"Tensor": first, "number": 2 if packet.startswith(BITS) else 2.0, "List[Tensor]": (first, Y)}
+        args = tuple(known[kind] for kind in kinds)
+    keywords = KEYWORDS.get(f"{packet}.{overload}") or KEYWORDS.get(packet, {})
+    return Op(name, args, tuple(keywords.items()))
+
+
+def plain(argument: Argument) -> Any:
+    """The argument as torch takes it."""
+    if isinstance(argument, Ref):
+        return LEAVES[argument.key]
+    if isinstance(argument, Op):
+        return of_torch(argument)
+    if isinstance(argument, Special):
+        return getattr(torch, argument.name)
+    return [plain(item) for item in argument] if isinstance(argument, tuple) else argument
+
+
+def of_torch(node: Op) -> Any:
+    packet, overload = node.op.split(".")[1:]
+    run = getattr(getattr(torch.ops.aten, packet), overload)
+    return run(*map(plain, node.args), **{name: plain(value) for name, value in node.kwargs})
+
+
+class Kernels(TorchDispatchMode):
+    """The operators that ran on tensors with data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(arg, torch.Tensor) and not arg.is_meta for arg in _flat(args)):
+            self.ran.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _flat(args: Iterable[Any]) -> Iterable[Any]:
+    for arg in args:
+        yield from _flat(arg) if isinstance(arg, (list, tuple)) else (arg,)
+
+
+def ran_by(node: Op) -> list[str]:
+    """The kernels that the refused expression ran; the refusal names the operator."""
+    with Kernels() as kernels, pytest.raises(Refused, match="does not fit") as refused:
+        evaluate(node, LEAVES.__getitem__)
+    assert node.op in refused.value.message
+    return [name for name in kernels.ran if name.startswith(node.op.rsplit(".", 1)[0])]
+
+
+@pytest.mark.parametrize("name", ATEN)
+def test_each_gives_what_torch_gives(name: str) -> None:
+    node = example(name)
+    wanted = of_torch(node)
+    several = isinstance(wanted, (list, tuple))
+    for number, one in enumerate(wanted if several else [wanted]):
+        found = evaluate(Op(GETITEM, (node, number)) if several else node, LEAVES.__getitem__)
+        assert torch.equal(found.resolve_conj(), one.resolve_conj())
+        assert found.dtype == one.dtype
+
+
+@pytest.mark.parametrize("name", ATEN)
+def test_each_refuses_arguments_of_another_type_before_its_kernel(name: str) -> None:
+    node = example(name)
+    for bad in ("text", 2**70, (Special("dtype", "float32"),)):
+        assert not ran_by(Op(name, (bad, *node.args[1:]), node.kwargs))
+    assert not ran_by(Op(name, (), node.kwargs))
+    assert not ran_by(Op(name, node.args, (*node.kwargs, ("nonsense", 1))))
+    assert not ran_by(Op(name, (*node.args, *([1] * 20)), node.kwargs))
+
+
+def index_of(value: int) -> Op:
+    return Op("aten.full.default", ((1,), value), (("dtype", Special("dtype", "int64")),))
+
+
+LEAST = Op("aten.full.default", ((1,), -(2**63)), (("dtype", Special("dtype", "int64")),))
+OUTSIDE: dict[str, Op] = {
+    "as_strided beyond its tensor": Op("aten.as_strided.default", (X, (13,), (1,), 0)),
+    "as_strided before its tensor": Op("aten.as_strided.default", (X, (2,), (-1,), 1)),
+    "as_strided from an offset behind its tensor": Op("aten.as_strided.default", (X, (1,), (1,), 12)),
+    "as_strided of a part, into the rest": Op(
+        "aten.as_strided.default", (Op("aten.select.int", (X, 0, 0)), (5,), (1,), 0)
+    ),
+    "as_strided with sums that overflow": Op("aten.as_strided.default", (X, (2**62, 2), (4, 2**62), 0)),
+    "as_strided_scatter beyond its tensor": Op("aten.as_strided_scatter.default", (X, X, (13,), (1,), 0)),
+    "parts without number": Op("aten.unbind.int", (Op("aten.zeros.default", ((1 << 40, 0),)),)),
+    "parts of no size": Op("aten.split.Tensor", (X, 0)),
+    "the least integer divided": Op("aten.div.Tensor_mode", (LEAST, index_of(-1)), (("rounding_mode", "trunc"),)),
+    "the least integer's rest": Op("aten.fmod.Scalar", (LEAST, -1)),
+    "integers divided by zero": Op("aten.floor_divide.default", (WHOLE, index_of(0))),
+    "an index behind the end": Op("aten.index.Tensor", (X, (index_of(3),))),
+    "an index before the start": Op("aten.index_put.default", (X, (index_of(-4),), Y)),
+    "a place behind the end": Op("aten.index_select.default", (X, 0, index_of(3))),
+    "a scattered place behind the end": Op(
+        "aten.scatter.value", (X, 0, Op("aten.reshape.default", (index_of(3), (1, 1))), 1.0)
+    ),
+    "a factor that is nearly nothing": Op("aten.upsample_nearest2d.default", (Ref("image"), (8, 8), 1e-320, 1e-320)),
+    "a factor that leads elsewhere": Op("aten._upsample_bicubic2d_aa.default", (Ref("image"), (8, 8), False, 90.0)),
+    "a dtype that computes nothing": Op("aten._to_copy.default", (X,), (("dtype", Special("dtype", "qint8")),)),
+    "a sparse layout": Op("aten._to_copy.default", (X,), (("layout", Special("layout", "sparse_coo")),)),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_arguments_outside_of_their_tensor_never_reach_the_kernel(name: str) -> None:
+    assert not ran_by(OUTSIDE[name])
+
+
+TOO_LARGE: dict[str, Op] = {
+    "a constant": Op("aten.full.default", ((1 << 20, 1 << 20), 1.0)),
+    "an expansion": Op("aten.expand.default", (Ref("row"), (1 << 40, 4))),
+    "a repetition": Op("aten.repeat.default", (X, (1 << 30, 1))),
+    "an outer product": Op(
+        "aten.outer.default", (Op("aten.ones.default", ((1 << 20,),)), Op("aten.ones.default", ((1 << 20,),)))
+    ),
+    "joins of itself": Op("aten.cat.default", ((Op("aten.expand.default", (Ref("row"), (1 << 25, 4))),) * 3,)),
+    "padding": Op("aten.constant_pad_nd.default", (X, (1 << 40, 0))),
+    "an interpolation": Op("aten.upsample_nearest1d.default", (Ref("line"), (1 << 40,))),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_would_be_too_large_is_refused_by_the_limit_and_not_made(name: str) -> None:
+    with Kernels() as kernels, pytest.raises(Refused, match="made_bytes") as refused:
+        evaluate(TOO_LARGE[name], LEAVES.__getitem__)
+    assert not [ran for ran in kernels.ran if ran == TOO_LARGE[name].op]
+    assert "--limit made_bytes=" in refused.value.hint
+
+
+def test_a_limit_counts_what_is_held_at_a_time_and_not_what_is_made_in_all() -> None:
+    chain: Argument = X
+    for _ in range(100):
+        chain = Op("aten.neg.default", (chain,))
+    with limited(Limits(made_bytes=4 * 48, made_times=4)):
+        assert torch.equal(evaluate(chain, LEAVES.__getitem__), LEAVES["x"])  # type: ignore[arg-type]
+        wide = Op("aten.stack.default", (tuple(Op("aten.neg.default", (X,)) for _ in range(5)),))
+        with pytest.raises(Refused, match="made_"):
+            evaluate(wide, LEAVES.__getitem__)
+
+
+CRASHES = [
+    "aten._convert_indices_from_csr_to_coo.default", "aten.max_pool2d_with_indices_backward.default",
+    "aten.segment_reduce.default", "aten._segment_reduce_backward.default", "aten.set_.source_Storage",
+    "aten.resize.default", "aten.from_file.default", "aten.empty_strided.default",
+    "aten._sparse_coo_tensor_unsafe.default", "prims.as_strided.default", "aten.linalg_svd.default",
+    "aten.embedding_dense_backward.default",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_every_other_operator_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(CkptError, match="not an operator that a plan may hold") as refused:
+        evaluate(Op(name, (X, 1, 2)), LEAVES.__getitem__)
+    assert name in refused.value.message
+
+
+def stored(folder: Path, count: int = 4) -> Checkpoint:
+    """Two tensors of a file, one behind the other: the second is what must not be seen through the first."""
+    path = folder / "two.bin"
+    path.write_bytes(torch.tensor([1.0] * count + [9.0] * count).numpy().tobytes())
+    entries = tuple(
+        TensorEntry(key, "float32", (count,), (1,), at * count, Storage(Span(str(path), 0, 8 * count)))
+        for at, key in enumerate(("own", "secret"))
+    )
+    return Checkpoint(str(path), "torch_zip", 8 * count, (Section("", "state_dict", entries),))
+
+
+def test_a_plan_names_every_operator_that_it_may_not_hold(tmp_path: Path) -> None:
+    outputs = tuple(
+        Output("", key, Op(f"aten.{key}.default", (Ref("own"), Ref("secret")))) for key in ("save", "_cdist")
+    )
+    with pytest.raises(CkptError, match="not an operator that a plan may hold") as refused:
+        apply(Plan(outputs), stored(tmp_path))
+    assert [str(p) for p in refused.value.problems] == [
+        "'aten.save.default' is not an operator that a plan may hold @ save",
+        "'aten._cdist.default' is not an operator that a plan may hold @ _cdist",
+    ]
+
+
+def test_a_view_does_not_see_the_neighbouring_bytes_of_the_file(tmp_path: Path) -> None:
+    have = stored(tmp_path).section("").by_key()
+    for args in (((8,), (1,), 0), ((4,), (1,), 4), ((2, 2), (4, 1), 0)):
+        with pytest.raises(Refused, match="reaches element"):
+            entry_of("new", Op("aten.as_strided.default", (Ref("own"), *args)), have)
+    inside = entry_of("new", Op("aten.as_strided.default", (Ref("own"), (2,), (2,), 1)), have)
+    assert (inside.shape, inside.stride, inside.offset) == ((2,), (2,), 1)
+
+
+@pytest.mark.parametrize("view", ["a part", "a transpose"])
+def test_as_strided_counts_the_elements_of_its_tensor_wherever_they_lie(view: str) -> None:
+    source = Op("aten.slice.Tensor", (X, 0, 1, 3)) if view == "a part" else Op("aten.t.default", (X,))
+    elements = of_torch(source).clone(memory_format=torch.contiguous_format)
+    found = evaluate(Op("aten.as_strided.default", (source, (2, 2), (3, 1), 2)), LEAVES.__getitem__)
+    assert torch.equal(found, elements.as_strided((2, 2), (3, 1), 2))
+    changed = Op("aten.as_strided_scatter.default", (source, Op("aten.zeros.default", ((2,),)), (2,), (3,), 1))
+    wanted = elements.clone()
+    wanted.as_strided((2,), (3,), 1).zero_()
+    assert torch.equal(evaluate(changed, LEAVES.__getitem__), wanted)
+
+
+def test_the_list_is_read_without_torch() -> None:
+    code = "import ckpttool.evaluate.operators, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

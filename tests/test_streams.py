@@ -1,0 +1,98 @@
+"""What the terminal, the log of a job and the folder of temporary files get: text, in their encoding, and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.cli.app import main
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+KEYS = ["ünter.weight", "名前", "𝛼", "a\n::error::b", "::error::c", "x##[error]d"]
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> str:
+    torch.save({key: torch.ones(1) for key in KEYS}, tmp_path / "odd.pt")
+    return str(tmp_path / "odd.pt")
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+    """A process of its own, in an environment of its own."""
+    line = [sys.executable, "-m", "ckpttool", *args]
+    return subprocess.run(line, capture_output=True, env={**os.environ, **env}, timeout=120, check=False)
+
+
+def test_json_is_json_in_an_ascii_locale(odd: str) -> None:
+    done = run("inspect", odd, "--format", "json", **ASCII)
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert [tensor["key"] for tensor in json.loads(done.stdout)["tensors"]] == KEYS
+
+
+def test_an_error_as_json_in_an_ascii_locale(odd: str) -> None:
+    done = run("inspect", f"{odd}::größe", "--format", "json", **ASCII)
+    assert "has no section" in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "html", "github", "json"])
+def test_no_key_is_a_command_in_the_log_of_a_github_job(odd: str, format: str) -> None:
+    lines = run("inspect", odd, "--all", "--format", format, GITHUB_ACTIONS="true").stdout.decode().splitlines()
+    obeyed = [line for line in lines if line.lstrip().startswith("::") and "error::" in line]
+    assert obeyed == []
+    assert not any("##[" in line for line in lines)
+    if format == "json":
+        assert [tensor["key"] for tensor in json.loads("\n".join(lines))["tensors"]] == KEYS
+
+
+def test_nor_in_an_error(tmp_path: Path) -> None:
+    torch.save({"::error::a": torch.ones(1)}, tmp_path / "a.pt")
+    done = run(
+        "remap", str(tmp_path / "a.pt"), "-o", str(tmp_path / "o.pt"), "--rule", "##[x] => y", GITHUB_ACTIONS="true"
+    )
+    assert done.returncode == 1
+    assert b"##[" not in done.stderr
+    assert not any(line.lstrip().startswith(b"::") for line in done.stderr.splitlines())
+
+
+def test_outside_of_a_job_keys_are_shown_as_they_are(odd: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", odd]) == 0
+    assert "::error::c" in capfd.readouterr().out
+
+
+def test_an_error_line_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    torch.save({"k" * 1_000_000: torch.ones(1), "l" * 1_000_000: torch.ones(1)}, tmp_path / "long.pt")
+    line = ["remap", str(tmp_path / "long.pt"), "-o", str(tmp_path / "o.pt"), "--rule", "re:[kl]* => w"]
+    assert main(line) == 1
+    error = capfd.readouterr().err
+    assert len(error) < 50_000
+    assert "characters …" in error
+
+
+def test_torch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("from torch import nn\nbuild = lambda: nn.Linear(2, 2)\n")
+    (tmp_path / "tmp").mkdir()
+    done = run("trace", f"{tmp_path / 'model.py'}:build", TMPDIR=str(tmp_path / "tmp"))
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_paths_in_the_metadata_that_are_no_strings(tmp_path: Path) -> None:
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    state._metadata = OrderedDict({1: {"version": 1}, **state._metadata, ("a", 2): {}})
+    torch.save(state, tmp_path / "m.pt")
+    assert main(["inspect", str(tmp_path / "m.pt")]) == 0
+    line = ["remap", str(tmp_path / "m.pt"), "-o", str(tmp_path / "o.pt")]
+    assert main([*line, "--rule", "0.{x} => bn.{x}"]) == 0
+    metadata = torch.load(tmp_path / "o.pt")._metadata
+    assert list(metadata) == [1, "", "bn", ("a", 2)]
+    assert main([*line, "--force", "--to", "ddp"]) == 0
+    assert list(torch.load(tmp_path / "o.pt")._metadata)[0] == 1

@@ -1,0 +1,189 @@
+"""The verdict on a checkpoint against torch itself: each damaged checkpoint is really loaded, strictly."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.tracing.trace import Verdict, load_verdict
+from hook_zoo import ZOO
+from zoo import randomized, runtime_values, zoo_model
+
+torch.set_num_threads(1)
+UNINITIALISED = {"lazy"}  # its uninitialised tensors cannot stand in a checkpoint
+
+
+def section_of(state: dict[str, Any]) -> Section:
+    tensors = tuple(
+        TensorEntry(key, str(v.dtype).removeprefix("torch."), tuple(v.shape), tuple(v.stride()), 0, None)
+        for key, v in state.items()
+        if isinstance(v, torch.Tensor)
+    )
+    extras = tuple(ExtraEntry(key, value=v) for key, v in state.items() if not isinstance(v, torch.Tensor))
+    return Section("", "state_dict", tensors, extras, getattr(state, "_metadata", None))
+
+
+def damaged(state: Any, damages: list[tuple[str, int]]) -> Any:
+    found: Any = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        found._metadata = state._metadata
+    for kind, number in damages:
+        keys = [k for k, v in found.items() if isinstance(v, torch.Tensor)]
+        if kind == "no metadata" and hasattr(found, "_metadata"):
+            del found._metadata
+        if kind == "extra":
+            found[f"extra.{number}"] = torch.ones(2)
+        if not keys:
+            continue
+        key = keys[number % len(keys)]
+        value = found[key]
+        if kind == "drop":
+            del found[key]
+        elif kind == "shape":
+            found[key] = torch.zeros((*value.shape, 2), dtype=value.dtype)
+        elif kind == "one element":
+            found[key] = torch.zeros(1, dtype=value.dtype)
+        elif kind == "dtype":
+            found[key] = value.to(torch.float64 if value.dtype != torch.float64 else torch.float16)
+        elif kind == "rename":
+            found[f"module.{key}"] = found.pop(key)
+        elif kind == "rename leaf":
+            found[f"{key}_old"] = found.pop(key)
+        elif kind == "not a tensor":
+            found[key] = 5
+        elif kind == "transpose" and value.dim() == 2:
+            found[key] = value.t()
+    return found
+
+
+def torchs_answer(model: nn.Module, state: dict[str, Any]) -> tuple[bool, set[str], set[str]]:
+    try:
+        model.load_state_dict(state, strict=True)
+    except Exception as error:
+        text = str(error)
+        return False, quoted(text, "Missing"), quoted(text, "Unexpected")
+    return True, set(), set()
+
+
+def quoted(text: str, start: str) -> set[str]:
+    found = re.search(rf'{start} key\(s\) in state_dict: ((?:"[^"]*"(?:, )?)*)', text)
+    return set(re.findall(r'"([^"]*)"', found.group(1))) if found else set()
+
+
+KINDS = [
+    "drop",
+    "extra",
+    "shape",
+    "one element",
+    "dtype",
+    "rename",
+    "rename leaf",
+    "no metadata",
+    "not a tensor",
+    "transpose",
+]
+DAMAGES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 7)), max_size=3)
+_states: dict[str, dict[str, Any]] = {}
+
+
+def check(name: str, damages: list[tuple[str, int]]) -> Verdict:
+    if name not in _states:
+        _states[name] = randomized(zoo_model(name).build(True), 3).state_dict()
+    state = damaged(_states[name], damages)
+    if damages and not hasattr(state, "_metadata"):
+        state = dict(state)
+    verdict = load_verdict(zoo_model(name), section_of(state))
+    model = randomized(zoo_model(name).build(True), 6)
+    before = runtime_values(model)
+    copies = type(state)((k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items())
+    if hasattr(state, "_metadata"):
+        copies._metadata = state._metadata
+    ok, missing, unexpected = torchs_answer(model, copies)
+    assert verdict.ok == ok, verdict
+    if not ok:
+        assert (set(verdict.missing), set(verdict.unexpected)) == (missing, unexpected)
+        return verdict
+    for fqn, value in runtime_values(model).items():
+        source = verdict.reads[fqn]
+        if source is None:  # no tensor of the file reaches it (a number may)
+            assert torch.equal(value, before[fqn]) or any(kind == "not a tensor" for kind, _ in damages)
+        elif not ex.is_opaque(source):
+            assert torch.equal(evaluate(source, state.__getitem__), value), fqn
+    return verdict
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - UNINITIALISED))
+def test_own_state_dict(name: str) -> None:
+    check(name, [])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(name=st.sampled_from(sorted(set(ZOO) - UNINITIALISED)), damages=DAMAGES)
+def test_damaged_checkpoints(name: str, damages: list[tuple[str, int]]) -> None:
+    check(name, damages)
+
+
+@pytest.mark.parametrize("name", ["plain", "batch_norm", "tied", "buffers", "weight_norm", "extra_state"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_changes_are_those_of_the_file(name: str, dtype: torch.dtype) -> None:
+    state = zoo_model(name).build(True).state_dict()
+    for key, value in list(state.items())[::2]:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            state[key] = value.to(dtype)
+    verdict = load_verdict(zoo_model(name), section_of(state))
+    runtime = runtime_values(zoo_model(name).build(True))
+    wanted = {
+        (fqn, fqn, str(state[fqn].dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."))
+        for fqn, value in runtime.items()
+        if fqn in state and state[fqn].dtype != value.dtype
+    }
+    assert verdict.ok
+    assert set(verdict.dtype_changes) == wanted
+
+
+def test_an_unknown_extra_state_is_not_guessed_at() -> None:
+    state = zoo_model("extra_state").build(True).state_dict()
+    section = section_of(state)
+    unknown = Section("", "state_dict", section.tensors, (ExtraEntry("0._extra_state"),), section.modules)
+    assert load_verdict(zoo_model("extra_state"), unknown).ok
+    wrong = Section(
+        "", "state_dict", section.tensors, (ExtraEntry("0._extra_state", value={"format": 2}),), section.modules
+    )
+    verdict = load_verdict(zoo_model("extra_state"), wrong)
+    assert not verdict.ok
+    assert verdict.errors[0].startswith("ValueError: format 2 is not known (")
+
+
+def test_a_load_hook_that_raises_is_the_answer() -> None:
+    state = zoo_model("loads_only_with_metadata").build(True).state_dict()
+    verdict = load_verdict(zoo_model("loads_only_with_metadata"), section_of(dict(state)))
+    assert not verdict.ok
+    assert verdict.errors[0].startswith("KeyError: '0.gamma' (")
+
+
+def test_wrong_shape_is_said_in_torchs_words() -> None:
+    state = zoo_model("plain").build(True).state_dict()
+    state["0.weight"] = torch.ones(7, 7)
+    verdict = load_verdict(zoo_model("plain"), section_of(state))
+    assert verdict.errors == (
+        "size mismatch for 0.weight: copying a param with shape torch.Size([7, 7]) from checkpoint, "
+        "the shape in current model is torch.Size([4, 3]).",
+    )
+
+
+def test_a_lazy_model_takes_the_shapes_of_the_file() -> None:
+    state = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).state_dict()
+    verdict = load_verdict(zoo_model("lazy"), section_of(state))
+    assert verdict.ok
+    assert verdict.reads == {key: ex.Ref(key) for key in state}
+    assert not load_verdict(zoo_model("lazy"), section_of({**state, "0.more": torch.ones(1)})).ok

@@ -1,0 +1,217 @@
+"""The traced names against torch itself: every pattern of the zoo is built for real, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool import expression as ex
+from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.names import Names
+from files import run_measured
+from hook_zoo import ZOO
+from zoo import assert_same, randomized, runtime_values, traced, zoo_model
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("materialize", [False, True])
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_saved_values(name: str, materialize: bool) -> None:
+    names, model = traced(name, materialize), randomized(zoo_model(name).build(True), 1)
+    runtime = runtime_values(model)
+    state = model.state_dict()
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not k.endswith("_extra_state")}
+    assert [s.key for s in names.serialized] == list(tensors)
+    assert set(names.extra_state) == set(state) - set(tensors)
+    for s in names.serialized:
+        value = tensors[s.key]
+        if nn.parameter.is_lazy(value):
+            assert s.source == ex.Ref(s.key)
+            continue
+        assert s.dtype == str(value.dtype).removeprefix("torch.")
+        assert s.shape == tuple(value.shape)
+        if s.source is not None and not ex.is_opaque(s.source):
+            assert_same(evaluate(s.source, runtime.__getitem__), value, s.key)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_loaded_values(name: str) -> None:
+    names, model = traced(name), randomized(zoo_model(name).build(True), 2)
+    state = randomized(zoo_model(name).build(True), 3).state_dict()
+    if any(isinstance(v, torch.Tensor) and nn.parameter.is_lazy(v) for v in state.values()):
+        pytest.skip("nothing to load")
+    before = runtime_values(model)
+    copies: Any = type(state)((k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items())
+    if hasattr(state, "_metadata"):
+        copies._metadata = state._metadata
+    try:
+        model.load_state_dict(copies, strict=True)
+    except (RuntimeError, KeyError):
+        assert not names.roundtrips
+    after = runtime_values(model)
+    assert [r.fqn for r in names.load] == list(after)
+    for r in names.load:
+        if r.source is None:
+            assert_same(after[r.fqn], before[r.fqn], r.fqn)
+        elif not ex.is_opaque(r.source):
+            assert_same(evaluate(r.source, state.__getitem__), after[r.fqn], r.fqn)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_roundtrips_tells_whether_a_saved_model_comes_back(name: str) -> None:
+    names, source = traced(name), randomized(zoo_model(name).build(True), 4)
+    wanted = runtime_values(source)
+    state, target = source.state_dict(), randomized(zoo_model(name).build(True), 5)
+    try:
+        target.load_state_dict(state, strict=True)
+        loaded = True
+    except (RuntimeError, KeyError):
+        loaded = False
+    skipped = set(names.not_serialized)
+    found = runtime_values(target)
+    same = loaded and all(
+        nn.parameter.is_lazy(found[k]) or torch.equal(found[k], v) for k, v in wanted.items() if k not in skipped
+    )
+    assert names.roundtrips == same, names.roundtrip_problems
+    assert names.roundtrips == (not names.roundtrip_problems)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_meta_and_real_runs_agree(name: str) -> None:
+    meta, real = traced(name), traced(name, True)
+    assert meta.runtime == real.runtime
+    assert [(s.key, s.hook) for s in meta.serialized] == [(s.key, s.hook) for s in real.serialized]
+    assert meta.roundtrip_problems == real.roundtrip_problems
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_a_names_file_holds_everything(name: str) -> None:
+    assert Names.from_json(json.loads(json.dumps(traced(name).to_json())), "names.json") == traced(name)
+
+
+def source_of(name: str, key: str) -> ex.Expression | None:
+    return next(s.source for s in traced(name).serialized if s.key == key)
+
+
+def test_a_rename_is_a_ref() -> None:
+    assert source_of("strip_layer", "weight") == ex.Ref("layer.weight")
+    assert source_of("clones_and_moves", "layer.weight") == ex.Ref("layer.weight")
+    assert source_of("wraps_in_parameter", "norm.bias") == ex.Ref("norm.bias")
+    assert source_of("shares_memory_with_numpy", "weight") == ex.Ref("weight")
+    assert source_of("swaps_two_names", "a.weight") == ex.Ref("b.weight")
+    assert source_of("two_tensors_in_one", "kernel") == ex.Ref("weight")
+    assert source_of("zero_elements", "empty") == ex.Ref("empty")
+
+
+def test_aliases_go_by_the_first_name() -> None:
+    names = traced("tied")
+    assert [(r.fqn, r.alias_of) for r in names.runtime] == [("embed.weight", None), ("head.weight", "embed.weight")]
+    assert source_of("tied", "head.weight") == ex.Ref("embed.weight")
+    assert [(r.fqn, r.source) for r in names.load] == [
+        ("embed.weight", ex.Ref("embed.weight")),
+        ("head.weight", ex.Ref("head.weight")),
+    ]
+
+
+def test_constants_are_fed_by_nothing() -> None:
+    assert source_of("adds_a_constant", "version") is None
+    assert source_of("adds_random_numbers", "seed") is None
+    assert ex.is_opaque(source_of("adds_random_numbers", "noisy"))
+    assert list(ex.refs(source_of("drops_out", "weight"))) == ["weight"]
+
+
+def test_code_that_cannot_be_followed_is_never_made_up() -> None:
+    for name in ("divides_by_item", "goes_through_numpy", "goes_through_bytes"):
+        assert source_of(name, "weight") == ex.Op("opaque", (ex.Ref("weight"),))
+        assert source_of(name, "bias") == ex.Ref("bias")
+    assert source_of("unpacks_a_subclass", "inner") == ex.Op("opaque", (ex.Ref("weight"),))
+    assert source_of("asserts_on_values", "kernel") == ex.Ref("weight")
+
+
+def test_persistence_and_what_is_left_out() -> None:
+    names = traced("buffers")
+    assert {r.fqn for r in names.runtime if not r.persistent} == {"0.mask", "1.mask"}
+    assert names.not_serialized == ("0.mask", "1.mask")
+    assert {r.fqn for r in names.runtime if not r.trainable} >= {"0.frozen", "1.mask"}
+    assert traced("drops_a_key").not_serialized == ("norm.weight", "norm.bias")
+    assert traced("nested_dict").not_serialized == ()
+
+
+def test_extra_state_and_modules() -> None:
+    assert traced("extra_state").extra_state == ("0._extra_state",)
+    assert traced("extra_state_tensor").extra_state == ("0._extra_state",)
+    assert traced("adds_a_number").extra_state == ("version",)
+    assert traced("extra_state").modules == ("", "0", "1")
+    assert traced("overrides_state_dict").modules is None
+
+
+def test_lazy_parameters_have_no_shape() -> None:
+    assert {r.shape for r in traced("lazy").runtime if r.fqn.startswith("0.")} == {None}
+
+
+def test_split_tensors_are_put_together() -> None:
+    loaded = {r.fqn: r.source for r in traced("loads_by_slices").load}
+    assert loaded["1.deep.weight"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.a"), ex.Ref("1.deep.b")), 0))
+    assert loaded["1.deep.columns"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1))
+
+
+def test_two_tensors_sent_to_one_key() -> None:
+    problems = [str(problem) for problem in traced("two_to_one_key").roundtrip_problems]
+    assert problems[0].startswith("lost in saving: it and b.weight are sent to one key, x.weight, by save (")
+    assert problems[0].endswith(" on module (root) @ a.weight")
+
+
+def test_a_dropped_tensor_is_not_called_lost_to_another() -> None:
+    assert not any("sent to one key" in str(problem) for problem in traced("drops_a_key").roundtrip_problems)
+
+
+def test_a_definition_of_70_billion_parameters_takes_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(
+        """
+from torch import nn, bfloat16
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = {"q": (8192, 8192), "k": (8192, 1024), "v": (8192, 1024), "o": (8192, 8192),
+                 "gate": (8192, 28672), "up": (8192, 28672), "down": (28672, 8192)}
+        for name, (inputs, outputs) in sizes.items():
+            setattr(self, name, nn.Linear(inputs, outputs, bias=False, dtype=bfloat16))
+        self.norm = nn.RMSNorm(8192)
+        self._register_state_dict_hook(Block.join)
+        self.register_load_state_dict_pre_hook(Block.split)
+
+    def join(self, sd, prefix, meta):
+        import torch
+        sd[prefix + "kv"] = torch.cat([sd.pop(prefix + "k.weight"), sd.pop(prefix + "v.weight")])
+
+    def split(self, sd, prefix, *args):
+        sd[prefix + "k.weight"], sd[prefix + "v.weight"] = sd.pop(prefix + "kv").chunk(2)
+
+def build(layers=80):
+    return nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(layers)), "embed": nn.Embedding(128256, 8192)})
+
+def small():
+    return build(layers=1)
+"""
+    )
+
+    def traced_alone(name: str) -> tuple[int, int]:
+        code = (
+            "from ckpttool.tracing.load_model import load; from ckpttool.tracing.trace import trace;"
+            f"names = trace(load('large.py:{name}')); assert names.roundtrips, names.roundtrip_problems[:3];"
+            "print(len(names.serialized))"
+        )
+        printed, peak = run_measured([sys.executable, "-c", code], tmp_path)
+        return int(printed), peak
+
+    (_, torch_alone), (keys, peak) = traced_alone("small"), traced_alone("build")
+    assert keys == 80 * 7 + 1
+    assert peak < torch_alone + (200 << 20)

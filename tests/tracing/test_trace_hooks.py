@@ -1,0 +1,165 @@
+"""Who renamed it: function, file, line and module of the code behind every renamed or computed key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hook_zoo
+from ckpttool.errors import CkptError
+from ckpttool.names import Hook
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.trace import trace
+from hook_zoo import ZOO
+from zoo import traced, zoo_model
+
+
+def hooks(name: str) -> dict[str, Hook]:
+    return {s.key: s.hook for s in traced(name).serialized if s.hook is not None}
+
+
+def loaded(build: Callable[[], nn.Module]) -> LoadedModel:
+    def make(real: bool) -> nn.Module:
+        with torch.device("cpu" if real else "meta"):
+            return build()
+
+    return LoadedModel("model", make)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "module", "code"),
+    [
+        ("strip_layer", "weight", "", hook_zoo.StripLayer._save),
+        ("strip_layer_nested", "1.deep.bias", "1.deep", hook_zoo.StripLayer._save),
+        ("partial_hook", "0.inner.weight", "0", hook_zoo._add_prefix),
+        ("callable_object_hook", "LayerNorm.bias", "", hook_zoo.Renamer.__call__),
+        ("two_hooks_in_a_row", "b.weight", "", hook_zoo.Renamer.__call__),
+        ("fused_qkv", "0.q.weight", "0", hook_zoo.FusedQKV._split),
+        ("hooks_in_parent_and_child", "0.kid.weight", "0", hook_zoo.Renamer.__call__),
+        ("overrides_state_dict", "net.layer.weight", "", hook_zoo.OverridesStateDict.state_dict),
+        ("overrides_save_to_state_dict", "0.packed", "0", hook_zoo.OverridesSave._save_to_state_dict),
+        ("pre_hook_swaps_parameter", "0.a", "0", hook_zoo.PreHookFuses._fuse),
+    ],
+)
+def test_the_code_behind_a_key(pattern: str, key: str, module: str, code: Any) -> None:
+    hook = hooks(pattern)[key]
+    assert (hook.function, hook.module) == (code.__qualname__, module)
+    assert (Path(hook.file).name, hook.line) == ("hook_zoo.py", code.__code__.co_firstlineno)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "function", "module"),
+    [
+        ("scales_in_place", "weight", "scales_in_place.<locals>.<lambda>", ""),
+        ("absolute_keys", "shared.weight", "save", "1"),
+        ("pre_hook_registers_a_hook", "0.kernel", "save", "0"),
+        ("hook_removes_itself", "0.ln.weight", "save", "0"),
+        ("public_post_hook", "ln.weight", "save", ""),
+        ("new_dict_from_root_hook", "model.0.layer.weight", "new_dict_from_root_hook.<locals>.<lambda>", ""),
+        ("scales_a_clone_in_place", "weight", "save", ""),
+        ("patched_instance_renames", "n.layer.weight", "patched_instance_renames.<locals>.<lambda>", ""),
+    ],
+)
+def test_the_local_code_behind_a_key(pattern: str, key: str, function: str, module: str) -> None:
+    assert (hooks(pattern)[key].function, hooks(pattern)[key].module) == (function, module)
+
+
+def test_untouched_keys_have_no_hook() -> None:
+    assert hooks("plain") == {}
+    assert hooks("tied") == {}
+    assert set(hooks("strip_layer")) == {"weight", "bias"}
+    assert set(hooks("strip_layer_nested")) == {"1.deep.weight", "1.deep.bias"}
+    assert hooks("new_dict_from_child_hook") == {}
+    assert set(hooks("overrides_save_to_state_dict")) == {"0.packed"}
+
+
+def test_only_the_last_change_counts() -> None:
+    class Casts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self._register_state_dict_hook(Casts.to_half)
+            self._register_state_dict_hook(Casts.nothing)
+
+        def to_half(self, sd: dict, prefix: str, meta: dict) -> None:
+            sd[prefix + "weight"] = sd[prefix + "weight"].half()
+
+        def nothing(self, sd: dict, prefix: str, meta: dict) -> None:
+            for key in list(sd):
+                sd[key] = sd[key].detach()
+
+    names = trace(loaded(lambda: nn.Sequential(Casts(), Casts())))
+    functions = {
+        s.key: (s.hook.function.rpartition(".")[2], s.hook.module) if s.hook else None for s in names.serialized
+    }
+    assert functions == {"0.weight": ("to_half", "0"), "0.bias": None, "1.weight": ("to_half", "1"), "1.bias": None}
+
+
+def test_a_shared_module_is_named_by_the_path_it_is_saved_under() -> None:
+    inner = hook_zoo.StripLayer()
+    names = trace(loaded(lambda: nn.ModuleDict({"a": inner, "b": inner})))
+    found = {s.key: s.hook.module for s in names.serialized if s.hook}
+    assert found == {"a.weight": "a", "a.bias": "a", "b.weight": "b", "b.bias": "b"}
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_watching_changes_nothing(name: str) -> None:
+    """The keys, in order, are those of an unwatched run."""
+    state = zoo_model(name).build(True).state_dict()
+    extra = set(traced(name).extra_state)
+    assert [s.key for s in traced(name).serialized] == [key for key in state if key not in extra]
+
+
+def failing(where: str) -> nn.Module:
+    model = hook_zoo.Block()
+
+    def hook(*args: Any) -> None:
+        raise KeyError("no such part")
+
+    if where == "post":
+        model.norm._register_state_dict_hook(hook)
+    elif where == "pre":
+        model.norm.register_state_dict_pre_hook(hook)
+    elif where == "returns":
+        model.register_state_dict_post_hook(lambda m, sd, prefix, meta: dict(sd))
+    return model
+
+
+@pytest.mark.parametrize("where", ["post", "pre"])
+def test_a_failing_hook_is_named(where: str) -> None:
+    with pytest.raises(CkptError) as caught:
+        trace(loaded(lambda: failing(where)))
+    message = caught.value.message
+    assert message.startswith("state_dict() fails in hook (")
+    assert "on module norm: KeyError: 'no such part'" in message
+    assert "test_trace_hooks.py:" in message
+
+
+def test_a_public_hook_that_returns_something_fails_as_in_torch() -> None:
+    with pytest.raises(CkptError, match="state_dict post-hook must return None"):
+        trace(loaded(lambda: failing("returns")))
+
+
+def test_a_model_too_large_to_be_run_for_real_is_refused_by_the_name_of_the_hook() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(1 << 20, 1 << 20)
+        model._register_state_dict_hook(lambda m, sd, p, meta: print(sd[p + "weight"].sum().item()))
+        return model
+
+    with pytest.raises(CkptError) as caught:
+        trace(loaded(build))
+    assert "<lambda>" in caught.value.message
+    assert "MiB" in caught.value.message
+    assert "more memory" in caught.value.hint
+
+
+@pytest.mark.parametrize("value", ["None", "[1]", "{1: 2}"])
+def test_a_state_dict_that_is_none(value: str) -> None:
+    model = nn.Linear(1, 1)
+    vars(model)["state_dict"] = lambda *a, **k: eval(value)
+    with pytest.raises(CkptError, match="not a mapping from names"):
+        trace(loaded(lambda: model))
