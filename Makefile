@@ -10,7 +10,7 @@ VENV ?= .venv$(if $(filter python3,$(PYTHON)),,-python$(VERSION))$(if $(TORCH),-
 BIN := $(VENV)/bin
 PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-.PHONY: help demo test check fix coverage floor constraints clean
+.PHONY: help demo test faults check fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ check: $(VENV)/for-dev ## format, lint and types, nothing changed
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+faults: $(VENV)/for-test ## every call that writes fails once, every one is a place to die at: some minutes
+	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)
 
 coverage: $(VENV)/for-dev ## which lines and branches the tests reach: a table, and pages in build/coverage
 	$(BIN)/coverage erase

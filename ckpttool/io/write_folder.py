@@ -74,9 +74,8 @@ def write_folder(
 
     `link` says how each `Link` is taken over: ``copy``, ``hard`` (one file under two names) or ``reflink`` (blocks
     shared until one of the two changes). Who may not read `readers_of`, or what a file is made of, may not read it.
-    `digests` gets a hash of all that is written, by the file's name.
-    Raises `CkptError` on a source that changed while it was read, on a folder that another process changed, and on a
-    full or failing disk; `out` is then as it was.
+    `digests` gets a hash of each file. Raises `CkptError` on a source that changed while it was read, on a folder that
+    another process changed, and on a full or failing disk; `out` is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote
@@ -94,11 +93,10 @@ def write_folder(
             _check_absent(change)
         writer = _Writer(link, fsync, progress, tuple(readers_of), digests)
         _change(change, new, writer)
-        nbytes = writer.nbytes + sum(size(str(folder / name)) for name in here)
     sources.forget(str(folder))
     if fsync:
         confirm(out, folder.parent)
-    return nbytes
+    return writer.nbytes + sum(size(str(folder / name)) for name in here)
 
 
 def _change(change: Change, files: Files, writer: _Writer) -> None:
