@@ -129,7 +129,7 @@ def _change_places(staging: Path, change: Change, fsync: bool) -> bool:
                 sync_folder(home)
         with uninterrupted():
             exchange(new, change.folder)
-            _bring_latecomers(new, change.folder, gone)
+            _bring_latecomers(new, change, gone)
     except OSError as error:
         if error.errno not in _STAYS:
             raise
@@ -139,12 +139,18 @@ def _change_places(staging: Path, change: Change, fsync: bool) -> bool:
     return True
 
 
-def _bring_latecomers(old: Path, new: Path, gone: set[str]) -> None:
+def _bring_latecomers(old: Path, change: Change, gone: set[str]) -> None:
     """Takes over what came into the old folder meanwhile. Raises OSError where it cannot, and all is as it was."""
     try:
-        _link_all(old, new, gone, [])
-    except OSError:
-        exchange(old, new)
+        _link_all(old, change.folder, gone, [])
+    except OSError as error:
+        try:
+            exchange(old, change.folder)
+        except OSError:
+            raise CkptError(
+                f"{change.out} is replaced and complete, but not what another process put into it meanwhile",
+                hint="check the disk, then what else writes into that folder",
+            ) from error
         raise
 
 
@@ -155,11 +161,13 @@ def _link_all(old: Path, new: Path, gone: set[str], made: list[Path], inside: st
         if name in gone:
             continue
         if entry.is_dir(follow_symlinks=False):
-            if not place.is_dir():
+            is_new = not place.is_dir()
+            if is_new:
                 place.mkdir()
                 made.append(place)
             _link_all(Path(entry.path), place, gone, made, f"{name}/")
-            _alike(place, Path(entry.path))
+            if is_new:
+                _alike(place, Path(entry.path))
         elif _id(place) != _id(Path(entry.path)):
             if os.path.lexists(place):
                 os.unlink(place)
