@@ -16,7 +16,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.run import SwapOptions
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.run import DiffOptions
 
@@ -66,11 +66,14 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))
 
 
-def inspect(ckpt: Ckpt) -> Inspection:
-    """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers. Raises `CkptError`."""
+def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
+    """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
+
+    Raises `CkptError` where something cannot be read.
+    """
     from ckpttool.queries import inspection
 
-    return inspection.inspect(open_checkpoint(ckpt))
+    return inspection.inspect(open_checkpoint(ckpt), stats=stats)
 
 
 @_takes(OptimizerOptions)
@@ -117,10 +120,11 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
-    from ckpttool.queries.diff.run import run
+    from ckpttool.edits.mend.attempt import Question
+    from ckpttool.edits.mend.run import answered
 
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
-    return run(first, second, options)
+    return answered(Question(first, second, options, operand_of(options)))
 
 
 @_takes(RemapOptions)

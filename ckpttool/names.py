@@ -104,7 +104,8 @@ class Names:
     """All names of one model; the fields are those of the contract's `trace` object.
 
     `modules` are the module paths of the state dict's ``_metadata``, or None where it has none. `optimizer_groups` are
-    the hyperparameters of each param group, as far as they are plain values.
+    the hyperparameters of each param group, as far as they are plain values. `notes` say what was not looked at, or
+    could not be told.
     """
 
     model: str
@@ -120,6 +121,7 @@ class Names:
     modules: tuple[str, ...] | None = None
     optimizer_class: str | None = None
     optimizer_groups: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ids(self) -> tuple[OptimizerParam, ...]:
@@ -166,6 +168,7 @@ class Names:
             "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.ids],
             "modules": None if self.modules is None else list(self.modules),
             "optimizer_class": self.optimizer_class,
+            "notes": list(self.notes),
             "optimizer_groups": [dict(group) for group in self.optimizer_groups],
         }
 
@@ -194,6 +197,7 @@ class Names:
             modules=None if value.get("modules") is None else tuple(value["modules"]),
             optimizer_class=value.get("optimizer_class"),
             optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),
+            notes=tuple(value.get("notes", ())),
         )
 
 
@@ -272,7 +276,7 @@ _NAMES = ObjectOf(
         "roundtrip_problems": TEXTS,
         "optimizer": ListOf(ObjectOf({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}), unique="id"),
     },
-    {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "optimizer_groups": ListOf(OBJECT)},
+    {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "optimizer_groups": ListOf(OBJECT), "notes": TEXTS},
 )
 
 

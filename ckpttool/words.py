@@ -46,6 +46,12 @@ def plural(n: int, word: str) -> str:
     return f"{number(n)} {word}s"
 
 
+def a(value: object) -> str:
+    """What kind of thing the value is, with its article: ``an int``, ``a dict``."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def human_bytes(n: int) -> str:
     """``1,000 bytes``, ``1.5 KiB``: binary units, rounded down to one decimal so that no size is overstated."""
     unit = min(max(n.bit_length() - 1, 0) // 10, len(_UNITS) - 1)

@@ -20,6 +20,7 @@ from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.fields import with_limits
 from ckpttool.cli.logs import logged
 from ckpttool.cli.streams import nothing_left, set_up
+from ckpttool.cli.warned import collected
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.io.interrupts import ended_by_signals
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else list(argv)
     try:
         sources.forget_all()
-        with ended_by_signals(), nothing_left(), logged():
+        with ended_by_signals(), nothing_left(), logged(), collected():
             status = run(args)
         sys.stdout.flush()
         return status

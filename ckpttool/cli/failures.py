@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,8 +17,9 @@ import typer
 from ckpttool.cli.streams import clipped, for_log
 from ckpttool.errors import CkptError, Problem
 from ckpttool.io.interrupts import Ended
+from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
-from ckpttool.words import shell, visible
+from ckpttool.words import number, shell, visible
 
 # click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -35,6 +36,7 @@ _OS_HINTS = {
     errno.EMFILE: "raise the limit of open files: ulimit -n 4096",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+_MOST = 10  # lines of problems; a program reads all of them
 _LS_HELPS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -57,12 +59,12 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def say(failure: Failure, as_json: bool = False) -> int:
-    """Prints the failure on stderr: the error, every problem, the hint, a line each. Returns the exit status.
+    """Prints the failure on stderr: the error, the problems, the hint, a line each. Returns the exit status.
 
     With `as_json` a program reads the same on stdout, as one object: ``ckpttool.error/1``.
     """
     lines = [f"error: {visible(failure.message)}"] if failure.message else []
-    lines += [f"  {visible(str(problem))}" for problem in failure.problems]
+    lines += [f"  {visible(line)}" for line in problem_lines(failure.problems)]
     lines += [f"hint: {visible(failure.hint)}"] if failure.hint else []
     with suppress(OSError):
         sys.stderr.writelines(f"{for_log(clipped(line), 'text')}\n" for line in lines)
@@ -74,6 +76,19 @@ def say(failure: Failure, as_json: bool = False) -> int:
         except OSError:  # a closed pipe, a full disk: drop the rest, or the interpreter fails on it at its end
             _discard(descriptor)
     return failure.status
+
+
+def problem_lines(problems: Sequence[Problem]) -> list[str]:
+    """A line for each problem; of many, one for the same problem in repeated layers, and how many more there are."""
+    if len(problems) <= _MOST:
+        return list(map(str, problems))
+    keys: dict[str, list[str]] = {}
+    for problem in problems:
+        keys.setdefault(problem.problem, []).append(problem.key)
+    groups = [(text, group) for text, own in keys.items() for group in collapse((key, None) for key in own)]
+    hidden = sum(len(group.keys) for _, group in groups[_MOST:])
+    lines = [f"{text} @ {group.pattern}" for text, group in groups[:_MOST]]
+    return [*lines, f"... and {number(hidden)} more (--format json)"] if hidden else lines
 
 
 def _error_json(failure: Failure) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from ckpttool.errors import CkptError
 from ckpttool.io import sources, write_file
 from ckpttool.io.pieces import Piece
 from ckpttool.report import FORMATS, check_format, format_of, render
-from ckpttool.report.document import Document
+from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
-from ckpttool.report.renderers.text import Terminal
+from ckpttool.report.renderers.text import Terminal, lines
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
 All = Annotated[bool, typer.Option("--all", help="List every key instead of one line for each cause.")]
@@ -54,21 +54,23 @@ def emit(
     """Writes the report files, then prints the result to stdout: data and nothing else.
 
     `document` and `data` make the two shapes of the result; each is called only where a format shows it. The files come
-    first, so that stdout stays empty where one of them cannot be written. Raises as `write_text`.
+    first, so that stdout stays empty where one of them cannot be written. Of a text
+    the warnings go to stderr, after it. Raises as `write_text`.
     """
     for path in reports or ():
         write_text(path, _rendered(format_of(path), document, data), force=force)
-    sys.stdout.write(for_log(_rendered(format, document, data, _terminal()), format))
-    sys.stdout.flush()
+    if format == "text":
+        shown, warnings = warnings_apart(document())
+        sys.stdout.write(for_log(render(format, shown, {}, _terminal()), format))
+        sys.stdout.flush()
+        sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block))
+    else:
+        sys.stdout.write(for_log(_rendered(format, document, data), format))
+        sys.stdout.flush()
 
 
-def _rendered(
-    format: str,
-    document: Callable[[], Document],
-    data: Callable[[], Mapping[str, Any]],
-    terminal: Terminal | None = None,
-) -> str:
-    return json.render(data()) if format == "json" else render(format, document(), {}, terminal)
+def _rendered(format: str, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> str:
+    return json.render(data()) if format == "json" else render(format, document(), {})
 
 
 def check_texts(paths: Sequence[str | None], read: Iterable[str], *, force: bool, out: str | None = None) -> None:

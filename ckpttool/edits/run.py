@@ -24,10 +24,11 @@ from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
-from ckpttool.operands.checkpoint import model_section, open_operand, split
+from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.plan import Plan
+from ckpttool.words import shell
 
 
 def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -> Remap:
@@ -89,9 +90,9 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
-    asked, wanted = _request(options, names)
-    if gathered is None and _is_about_optimizers(options, wanted):
-        asked = replace(asked, names=None)
+    asked, wanted = _request(source, options, names)
+    if gathered is None and _is_about_optimizers(source, options, wanted):
+        asked = replace(asked, names=None, to_names=None)
     done = remap(source if gathered is None else gathered.checkpoint, asked, options.drop or ())
     if gathered is not None and names is not None:
         done = with_gathered_optimizers(done, gathered, names)
@@ -101,7 +102,7 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
     return done
 
 
-def _request(options: RemapOptions, names: Names | None) -> tuple[RemapRequest, Wanted]:
+def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, Wanted]:
     """What is asked of the model's section, and of the optimizers."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     steps = _rule_steps(options, rules)
@@ -120,7 +121,19 @@ def _request(options: RemapOptions, names: Names | None) -> tuple[RemapRequest, 
     )
     renaming = (Renames(steps),) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
-    return asked, Wanted(options.optimizer_keys, names, to_names, renaming, called)
+    beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
+    return asked, Wanted(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
+
+
+def _by_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
+    """The same command with the model named that saved the checkpoint; None where the options name another model."""
+    model, made = options.model, options.optimizer
+    if not isinstance(model, str) or options.to_model is not None or options.to_optimizer is not None:
+        return None
+    optimizers = ["--optimizer", str(made), "--to-optimizer", str(made)] if made is not None else []
+    keys = [] if options.optimizer_keys is None else ["--optimizer-keys", options.optimizer_keys]
+    out = ["--in-place"] if options.in_place else ["-o", options.out or "OUT"]
+    return shell("ckpttool", "remap", source.source, "--model", "OLD", "--to-model", model, *optimizers, *keys, *out)
 
 
 def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleStep, ...]:
@@ -132,9 +145,10 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
     return read(options.rules, reverse=options.reverse, rules=rules)
 
 
-def _is_about_optimizers(options: RemapOptions, wanted: Wanted) -> bool:
+def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Wanted) -> bool:
     """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
-    about_keys = (options.to, options.from_, options.like, options.to_model, options.select)
+    has_model = any(section.kind == "state_dict" for section in source.sections)
+    about_keys = (options.to, options.from_, options.like, options.to_model if has_model else None, options.select)
     return wanted.changes and not options.trainable_only and all(option is None for option in about_keys)
 
 
@@ -147,7 +161,7 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
         writer.target(target, content)
         if options.verify:
             prove(target.path, expected)
-    return replace(done, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+    return replace(done, result=fitted, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
 
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:

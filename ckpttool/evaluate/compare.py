@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
 from ckpttool.errors import Problem
@@ -63,15 +63,28 @@ def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
     if entry.storage is None:
         return entry.dtype, entry.shape, entry.layout
     digest = hashlib.blake2b()
+    for chunk in elements(entry):
+        digest.update(chunk)
+    return entry.dtype, entry.shape, entry.layout, digest.digest()
+
+
+def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
+    """The bytes of a dense tensor in row-major order, in chunks; each is valid until the next one is asked for."""
     data = _in_order(entry)
     if data is not None:
-        for chunk in stream([Piece(data)]):
-            digest.update(chunk)
+        yield from stream([Piece(data)])
     else:
         from ckpttool.evaluate import with_torch
 
-        digest.update(with_torch.to_bytes(with_torch.load(entry)))
-    return entry.dtype, entry.shape, entry.layout, digest.digest()
+        yield with_torch.to_bytes(with_torch.load(entry))
+
+
+def digest(entry: TensorEntry) -> bytes:
+    """A hash of the bytes of a dense tensor's elements in row-major order, streamed."""
+    found = hashlib.blake2b(digest_size=16)
+    for chunk in elements(entry):
+        found.update(chunk)
+    return found.digest()
 
 
 def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:

@@ -17,7 +17,7 @@ from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem,
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.io.ranges import read_span
 from ckpttool.limits import limits
-from ckpttool.words import human_bytes
+from ckpttool.words import a, human_bytes
 
 Load = Callable[[str], torch.Tensor]
 
@@ -112,7 +112,7 @@ def evaluate(expression: Expression, load: Load) -> torch.Tensor:
     with torch.no_grad():
         result = value(expression)
     if not isinstance(result, torch.Tensor):
-        raise CkptError(f"an expression gives a {type(result).__name__}, not a tensor", hint="check the plan")
+        raise CkptError(f"an expression gives {a(result)}, not a tensor", hint="check the plan")
     return result
 
 
@@ -369,6 +369,11 @@ def to_bytes(tensor: torch.Tensor) -> memoryview:
     buffer = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else (ctypes.c_char * 0)()
     buffer._keep_alive = tensor  # type: ignore[attr-defined]  # the view is only as good as the tensor behind it
     return memoryview(buffer).cast("B")
+
+
+def to_float32(data: bytes, dtype: str) -> memoryview:
+    """Elements of a floating-point dtype as float32."""
+    return to_bytes(torch.frombuffer(bytearray(data), dtype=_dtype(dtype)).to(torch.float32))
 
 
 def _on_meta(entry: TensorEntry) -> torch.Tensor:

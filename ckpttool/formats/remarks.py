@@ -24,7 +24,18 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append(
             f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks' files; {_GATHER}"
         )
+    partitioned = [section for section in states if _is_partitioned(section)]
+    if partitioned:
+        count = sum(entry.shape == (1,) for section in partitioned for entry in section.tensors)
+        found.append(f"{count} tensors have shape [1], as ZeRO-3 leaves parameters that it has partitioned; {_GATHER}")
     return tuple(found)
+
+
+def _is_partitioned(section: Section) -> bool:
+    """Whether most parameters, weights among them, have one element: no model has so many scalars."""
+    floats = [entry for entry in section.tensors if "float" in entry.dtype]
+    single = [entry for entry in floats if entry.shape == (1,)]
+    return 2 * len(single) > len(floats) > 2 and any(entry.key.endswith(".weight") for entry in single)
 
 
 def _is_of_fsdp(checkpoint: Checkpoint, section: Section) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.naming.call_variants import split
 from ckpttool.tracing.recorder.identity import Token, token
+from ckpttool.words import a
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +51,7 @@ def swap_module(module: nn.Module, fqn: str, new: nn.Module, *, shared: bool = T
     was preserved at export. Raises `Refused`, with nothing changed, where `new` cannot be called like that.
     """
     if not isinstance(new, nn.Module):
-        raise CkptError(
-            f"{fqn}: a {type(new).__name__} is no nn.Module", hint="swap_attribute changes parameters and buffers"
-        )
+        raise CkptError(f"{fqn}: {a(new)} is no nn.Module", hint="swap_attribute changes parameters and buffers")
     homes = _homes(module, fqn, shared)
     problems = [problem for home in homes for problem in _uncallable(home, new)]
     if problems:
@@ -247,12 +246,10 @@ def _fitted(old: object, new: object, fqn: str) -> object:
         return new
     if not isinstance(old, torch.Tensor):
         if type(new) is not type(old):
-            raise Refused(
-                f"{fqn} is a {type(old).__name__}, the new value a {type(new).__name__}", hint="give it the same type"
-            )
+            raise Refused(f"{fqn} is {a(old)}, the new value {a(new)}", hint="give it the same type")
         return new
     if not isinstance(new, torch.Tensor):
-        raise Refused(f"{fqn} is a tensor, the new value a {type(new).__name__}", hint="give it a tensor")
+        raise Refused(f"{fqn} is a tensor, the new value {a(new)}", hint="give it a tensor")
     for what in ("shape", "dtype", "device"):
         if getattr(new, what) != getattr(old, what):
             raise Refused(

@@ -17,6 +17,7 @@ from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.runtime import listed, wrapper_paths
+from ckpttool.words import plural
 
 Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], nn.Module]]
 
@@ -46,7 +47,7 @@ def module_target(module: nn.Module) -> Target:
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise Refused(
-            f"{len(lazy)} parameters of the module are not initialised yet",
+            f"{plural(len(lazy), 'parameter')} of the module not initialised yet",
             hint="run the module once on an example, then swap",
             problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
         )

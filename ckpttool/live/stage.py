@@ -16,6 +16,7 @@ from ckpttool.evaluate import with_torch
 from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import layout_of
 from ckpttool.tracing.recorder.identity import address, components, token
+from ckpttool.words import plural
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +57,7 @@ def stage(
     problems += _overlaps(list(made.values()))
     if problems:
         raise Refused(
-            f"the weights do not fit: {len(problems)} problems",
+            f"the weights do not fit: {plural(len(problems), 'problem')}",
             hint="nothing was changed; the problems say what stands against it",
             problems=problems,
         )
@@ -68,7 +69,7 @@ def check_in_place(news: Iterable[New]) -> None:
     problems = [Problem(reason, new.fqn) for new in news if (reason := _unwritable(new)) is not None]
     if problems:
         raise Refused(
-            f"{len(problems)} tensors cannot be changed in place",
+            f"{plural(len(problems), 'tensor')} cannot be changed in place",
             hint="in_place=False puts new tensors into the module instead",
             problems=problems,
         )

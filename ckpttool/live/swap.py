@@ -18,6 +18,7 @@ from ckpttool.live.model import Model, Target, module_target, names_of, package_
 from ckpttool.live.section import section_of
 from ckpttool.live.stage import check_in_place, laid_out, stage
 from ckpttool.live.tensors import put, replacements, write
+from ckpttool.words import a
 
 _HINTS: dict[Advice, str] = {
     "cast": "cast=True converts them to the dtypes that are there",
@@ -60,7 +61,7 @@ def swap_weights(
     tied and different, and where a tensor cannot take it. Whatever is raised, the target is as it was.
     """
     if not isinstance(state_dict, Mapping):
-        raise CkptError(f"a {type(state_dict).__name__} is no state dict", hint="pass model.state_dict()")
+        raise CkptError(f"{a(state_dict)} is no state dict", hint="pass model.state_dict()")
     if isinstance(target, nn.Module):
         return _into_module(target, state_dict, model, cast, in_place is not False)
     if isinstance(target, ExportedProgram):
@@ -68,7 +69,7 @@ def swap_weights(
     if hasattr(target, "load_constants") and hasattr(target, "get_constant_fqns"):
         return _into_package(target, state_dict, model, cast)
     raise CkptError(
-        f"a {type(target).__name__} holds no weights that can be swapped",
+        f"{a(target)} holds no weights that can be swapped",
         hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package gives",
     )
 

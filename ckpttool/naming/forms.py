@@ -70,8 +70,11 @@ def _misfits(section: Section, reading: Reading, likeness: Mapping[str, Likeness
     )
 
 
-def move(relation: Relation, section: Section, reading: Reading, to: str) -> Move:
-    """The plan that brings `section` from the form it was read in to the form `to` (``serialized`` or ``runtime``)."""
+def move(relation: Relation, section: Section, reading: Reading, to: str, tie: bool = True) -> Move:
+    """The plan that brings `section` from the form it was read in to the form `to` (``serialized`` or ``runtime``).
+
+    `tie`: what the model saves under several keys gets all of them, also where the checkpoint has one name alone.
+    """
     made = _Made(section.path, {name: key for key, name in reading.match.names.items()}, [], [], [], [])
     made.problems.extend(Problem("no name of this model", key) for key in reading.match.unmatched)
     made.problems.extend(reading.match.problems)
@@ -81,6 +84,8 @@ def move(relation: Relation, section: Section, reading: Reading, to: str) -> Mov
         _to_runtime(relation, made)
     else:
         _to_serialized(relation, made)
+    if tie and to == SERIALIZED:
+        made.outputs.extend(_tied(relation, made))
     names = relation.runtime_names if to == RUNTIME else relation.serialized_names
     outputs = _ordered(made.outputs, section, names)
     plan = Plan(tuple(outputs), tuple(made.dropped), _modules(section, reading))
@@ -157,6 +162,17 @@ def _computed(key: str, source: Expression, held: Mapping[str, str], made: _Made
         return []
     made.outputs.append(Output(made.section, key, over(source, {fqn: made.keys[held[fqn]] for fqn in wanted})))
     return [held[fqn] for fqn in wanted]
+
+
+def _tied(relation: Relation, made: _Made) -> list[Output]:
+    """The further keys of tensors that the plan has under one of theirs: strict loading wants them all."""
+    have = {output.key: output.source for output in made.outputs}
+    held = {source: have[key] for key, source in relation.saved.items() if key in have and isinstance(source, Ref)}
+    return [
+        Output(made.section, key, held[source])
+        for key, source in relation.saved.items()
+        if key not in have and isinstance(source, Ref) and source in held
+    ]
 
 
 def over(source: Expression, keys: Mapping[str, str]) -> Expression:

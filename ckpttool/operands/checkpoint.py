@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.formats.form_mark import taken_off
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import FORMATS
 
+_MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
 
 
@@ -17,6 +21,8 @@ def open_operand(operand: str) -> Checkpoint:
 
     Raises `CkptError` where the file cannot be read or has no such section.
     """
+    if _MODEL.fullmatch(operand) and not os.path.lexists(operand):
+        raise CkptError(f"{operand} is a MODEL, and stands where a checkpoint is to stand", hint=f"--model {operand}")
     path, picked = split(operand)
     checkpoint = taken_off(open_checkpoint(path))
     if picked is None:
@@ -56,5 +62,19 @@ def model_section(checkpoint: Checkpoint) -> Section:
             f"{checkpoint.source} holds several state dicts: {', '.join(s.path or '(root)' for s in found)}",
             hint=f"pick one: {checkpoint.source}::{found[0].path}",
         )
-    have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections) or "no tensors at all"
+    have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections)
+    have = have or "; ".join(checkpoint.notes) or "no tensors at all"
     raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {have}")
+
+
+def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:
+    """The state dicts of a file, as far as its format keeps their keys in the order that ``state_dict()`` gave.
+
+    Those of the whole file, also where the operand picks one section of it.
+    """
+    path, picked = split(checkpoint.source)
+    whole = checkpoint if picked is None else open_operand(path)
+    kind = FORMATS.get(whole.format)
+    if kind is None or not kind.pickled or kind.folder:
+        return ()
+    return tuple(section for section in whole.sections if section.kind == "state_dict")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
@@ -12,14 +16,15 @@ from ckpttool.formats.containers import json_text
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import ModelOptions, OptimizerOptions
+from ckpttool.words import shell
 
 if TYPE_CHECKING:
     from ckpttool.tracing.load_model import LoadedModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelOperand:
-    """A MODEL and what goes with it.
+    """A MODEL and what goes with it. Its names are read once.
 
     `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
     a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
@@ -44,6 +49,10 @@ class ModelOperand:
 
         Only code needs torch. Raises `CkptError` where an operand is none of these.
         """
+        return self._names
+
+    @cached_property
+    def _names(self) -> Names:
         if not self.is_definition:
             return self._listed()
         from ckpttool.tracing.trace import trace
@@ -66,6 +75,8 @@ class ModelOperand:
         from ckpttool.tracing.load_model import load, of_object
 
         if isinstance(self.model, str):
+            if os.path.isfile(self.model):
+                raise _no_attribute(self.model)
             return load(self.model, self.arguments, self.materialize)
         return of_object(self.model, self.arguments, self.materialize)
 
@@ -102,6 +113,23 @@ class ModelOperand:
             return names(path, program)
         wanted = "write a names file with `ckpttool trace MODEL -o names.json`"
         return Names.from_json(json_text.read_file(self.model, wanted), self.model)
+
+
+def _no_attribute(path: str) -> CkptError:
+    """The error for a file alone, where what it is to define must be named too; a checkpoint is no model at all."""
+    if not path.endswith(".py"):
+        return CkptError(
+            f"{path} is no model",
+            hint=f"a checkpoint stands without --model; see `{shell('ckpttool', 'inspect', path)}`",
+        )
+    try:
+        body = ast.parse(Path(path).read_bytes()).body
+    except (SyntaxError, ValueError):
+        body = []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    found = [f"{path}:{node.name}" for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+    hint = f"name what builds the model: {', '.join(found)}" if found else "as in file.py:build"
+    return CkptError(f"{path} is a file of code, and not said which model of it", hint=hint)
 
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:

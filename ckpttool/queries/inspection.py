@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import is_lightning, segments, weigh
+from ckpttool.words import plural
 
+_SHOWN = 5  # keys that a note names
 SCHEMA = "ckpttool.inspect/1"
 
 
@@ -20,11 +24,18 @@ class Inspection:
 
     `wrappers` are the segments that wrappers added to the keys of each section (``module``, ``_orig_mod``, ...), and
     `aliases` the keys of each section that name a tensor a second time, with its first name; both by section path.
+    `statistics`, where they were asked for, are those of every dense tensor, by section path and key.
     """
 
     checkpoint: Checkpoint
     wrappers: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, Mapping[str, str]]
+    statistics: Mapping[tuple[str, str], Statistics] | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader found odd, and what the values show."""
+        return (*self.checkpoint.notes, *_odd(self.statistics or {}))
 
     def to_json(self) -> dict[str, Any]:
         """The `inspect` object of the contract, and beside it the entries that are no tensors and the metadata."""
@@ -44,9 +55,26 @@ class Inspection:
                 for section in checkpoint.sections
                 for flat in flat_params(section)
             ],
+            "adapters": [
+                {
+                    "section": path,
+                    "kinds": list(adapter.kinds),
+                    "modules": list(adapter.modules),
+                    "tensors": sum(map(len, adapter.modules.values())),
+                    "alone": adapter.alone,
+                }
+                for path, adapter in self.adapters.items()
+            ],
             "metadata": dict(checkpoint.metadata),
-            "notes": list(checkpoint.notes),
+            "notes": list(self.notes),
         }
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The adapters among the keys of state dicts, by section path."""
+        states = (section for section in self.checkpoint.sections if section.kind == "state_dict")
+        found = ((section.path, adapter_of(section.by_key())) for section in states)
+        return {path: adapter for path, adapter in found if adapter is not None}
 
     def _section(self, section: Section) -> dict[str, Any]:
         return {
@@ -67,18 +95,61 @@ class Inspection:
                 "shape": list(entry.shape),
                 "bytes": entry.nbytes,
                 "alias_of": aliases.get(entry.key),
+                **self._statistics(section, entry.key),
             }
             for entry in section.tensors
         ]
 
+    def _statistics(self, section: Section, key: str) -> dict[str, Any]:
+        if self.statistics is None:
+            return {}
+        found = self.statistics.get((section.path, key))
+        return {"stats": None if found is None else found.to_json()}
 
-def inspect(checkpoint: Checkpoint) -> Inspection:
-    """The inspection of `checkpoint`. Wrappers are recognised by the evidence of a section's keys."""
+
+def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
+    """The inspection of `checkpoint`. Wrappers are recognised by the evidence of a section's keys.
+
+    With `stats` every dense tensor is read, in chunks. Raises `CkptError` where one cannot be read.
+    """
     return Inspection(
         checkpoint,
         {section.path: _wrappers(section, checkpoint.others) for section in checkpoint.sections},
         {section.path: aliases(section) for section in checkpoint.sections},
+        _all_statistics(checkpoint) if stats else None,
     )
+
+
+def _all_statistics(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
+    """Those of every dense tensor; what has several names is read once."""
+    known: dict[object, Statistics | None] = {}
+    found: dict[tuple[str, str], Statistics] = {}
+    for section in checkpoint.sections:
+        for entry in section.tensors:
+            if entry.identity not in known:
+                known[entry.identity] = statistics(entry)
+            own = known[entry.identity]
+            if own is not None:
+                found[section.path, entry.key] = own
+    return found
+
+
+def _is_zero(own: Statistics) -> bool:
+    """Whether all of several elements are 0; a counter at its start is nothing odd."""
+    return own.minimum == own.maximum == 0 and not own.nan and not own.inf and (own.zeros or 0) > 1
+
+
+def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
+    """Sentences on values that are rarely meant."""
+    for what, hits in (
+        ("NaN", [at for at, own in found.items() if own.nan]),
+        ("infinite values", [at for at, own in found.items() if own.inf]),
+        ("nothing but zeros", [at for at, own in found.items() if _is_zero(own)]),
+    ):
+        if hits:
+            keys = [".".join(filter(None, at)) for at in hits]
+            more = f", ... {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
+            yield f"{plural(len(keys), 'tensor')} with {what}: {', '.join(keys[:_SHOWN])}{more}"
 
 
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:

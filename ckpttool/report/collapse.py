@@ -33,6 +33,14 @@ def collapse(items: Iterable[tuple[str, Hashable]]) -> list[Group]:
     return [group for rows in groups.values() for group in _exact(rows)]
 
 
+def first_pattern(keys: Iterable[str]) -> str:
+    """The first pattern of the keys, and how many more there are: ``layers.{0-3}.wq (+2 more)``; ``-`` for none."""
+    groups = collapse((key, None) for key in keys)
+    if not groups:
+        return "-"
+    return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")
+
+
 def _exact(rows: Sequence[list[str]]) -> list[Group]:
     """One group where the indices are a full grid of values; else one for each value of the first that varies."""
     columns = [list(dict.fromkeys(column)) for column in zip(*rows)]

@@ -96,6 +96,12 @@ class Document:
     blocks: tuple[Block, ...] = ()
 
 
+def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:
+    """The document without its warnings, and these."""
+    warnings = tuple(b for b in document.blocks if isinstance(b, (Note, Problems)) and b.severity == "warning")
+    return replace(document, blocks=tuple(block for block in document.blocks if block not in warnings)), warnings
+
+
 def cell(inline: Inline, role: Role = "plain") -> Cell:
     """The cell itself, or a bare string as a cell of `role`."""
     return inline if isinstance(inline, Cell) else Cell(inline, role)

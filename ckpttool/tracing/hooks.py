@@ -42,6 +42,7 @@ class _Watched:
 
     def __init__(self, function: Callable[..., Any], path: str, run: _Runner) -> None:
         self.function, self.path, self.run = function, path, run
+        self.__wrapped__ = function  # its signature is the one that callers ask for
         if getattr(function, "_from_public_api", False):
             self._from_public_api = True  # torch looks at it: such a hook may return nothing
 

@@ -24,6 +24,8 @@ from torch.export import ExportedProgram
 
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
+from ckpttool.tracing.once import prints_once
+from ckpttool.words import a
 
 _FORM = "a model is package.module:attr or path/to/file.py:attr"
 _ABSENT = object()
@@ -56,12 +58,17 @@ class LoadedModel:
     def build(self, materialize: bool | None = None) -> nn.Module:
         """A fresh instance: on meta, or with real weights (seed 0) where `materialize` (default: as loaded) says so.
 
-        Raises `CkptError` with the user's own error where the constructor fails.
+        Raises `CannotBuild` with the user's own error where the constructor fails.
         """
         real = self.materialize if materialize is None else materialize
-        with user_code(f"{self.operand} cannot be built", on_meta=not real), torch.random.fork_rng(devices=[]):
+        what = f"{self.operand} cannot be built"
+        with user_code(what, on_meta=not real, error=CannotBuild), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.make(real)
+
+
+class CannotBuild(CkptError):
+    """The model's constructor raised."""
 
 
 def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: bool = False) -> LoadedModel:
@@ -79,7 +86,7 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
         return LoadedModel(operand, lambda real: copied(target, real), materialize)
     if not callable(target):
         raise CkptError(
-            f"{operand} is no model but a {type(target).__name__}",
+            f"{operand} is no model but {a(target)}",
             hint="name an nn.Module, a class of one, or a function that returns one",
         )
     return LoadedModel(operand, _factory(target, dict(kwargs or {}), operand), materialize)
@@ -98,7 +105,7 @@ def of_object(model: Any, kwargs: Mapping[str, Any] | None = None, materialize: 
     if isinstance(model, nn.Module):
         return LoadedModel(type(model).__name__, lambda real: copied(model, real), materialize)
     if not callable(model):
-        raise CkptError(f"a {type(model).__name__} is no model", hint="pass a module, a program, or file.py:build")
+        raise CkptError(f"{a(model)} is no model", hint="pass a module, a program, or file.py:build")
     name = getattr(model, "__name__", repr(model))
     return LoadedModel(name, _factory(model, dict(kwargs or {}), name), materialize)
 
@@ -108,7 +115,21 @@ def find(operand: str, hint: str) -> Any:
     place, found, attr = operand.rpartition(":")
     if not found or not place or not attr or (os.sep in attr and not place.endswith(".py")):
         raise CkptError(f"{operand!r} names no Python object", hint=hint)
-    return _attribute(_module(place), attr, operand)
+    try:
+        return _attribute(_module(place), attr, operand)
+    except CkptError as error:
+        if place.endswith(".py") and "relative import" in str(error.__cause__):
+            raise CkptError(error.message, hint=_as_package(Path(place).resolve(), attr)) from error
+        raise
+
+
+def _as_package(path: Path, attr: str) -> str:
+    """The hint for a file that imports its neighbours by relative names: its name as a module of its package."""
+    folder, parts = path.parent.parent, [path.parent.name, path.stem]
+    while (folder / "__init__.py").is_file():
+        folder, parts = folder.parent, [folder.name, *parts]
+    there = "" if folder == Path.cwd() else f", in the folder {folder}"
+    return f"the file is part of a package: name it {'.'.join(parts)}:{attr}{there}"
 
 
 def _factory(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -> Callable[[bool], nn.Module]:
@@ -118,7 +139,7 @@ def _factory(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -
             built = target(**kwargs)
         if not isinstance(built, nn.Module):
             raise CkptError(
-                f"{operand} gives a {type(built).__name__}, not an nn.Module",
+                f"{operand} gives {a(built)}, not an nn.Module",
                 hint="name an nn.Module, a class of one, or a function that returns one",
             )
         return copied(built, real) if _is_kept(target, built) else built
@@ -254,20 +275,15 @@ def _models(module: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def user_code(what: str, on_meta: bool = False) -> Iterator[None]:
-    """Runs the user's code: its prints go to stderr, and whatever it raises becomes a `CkptError` that says where."""
+def user_code(what: str, on_meta: bool = False, error: type[CkptError] = CkptError) -> Iterator[None]:
+    """Runs the user's code: its prints go to stderr, and whatever it raises becomes an `error` that says where."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with prints_once():
             yield
     except CkptError:
         raise
-    except (Exception, SystemExit) as error:
-        raise failure(what, error, on_meta) from error
-
-
-def failure(what: str, error: BaseException, on_meta: bool) -> CkptError:
-    """The error that tells the user what their code raised, and where."""
-    return CkptError(f"{what}: {describe(error)}", hint=_hint(error, on_meta))
+    except (Exception, SystemExit) as raised:
+        raise error(f"{what}: {describe(raised)}", hint=_hint(raised, on_meta)) from raised
 
 
 def describe(error: BaseException) -> str:

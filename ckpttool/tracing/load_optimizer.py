@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,9 @@ from torch import nn
 from ckpttool.errors import CkptError, Problem
 from ckpttool.names import Names, OptimizerParam
 from ckpttool.tracing.load_model import LoadedModel, find, user_code
+from ckpttool.tracing.once import prints_once
 from ckpttool.tracing.runtime import memory_available, nbytes
+from ckpttool.words import a, plural
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"
 
@@ -36,7 +37,7 @@ class LoadedOptimizer:
         if isinstance(made, (list, tuple)) and len(made) == 1:
             made = made[0]
         if not isinstance(made, torch.optim.Optimizer):
-            raise CkptError(f"{self.operand} gives a {type(made).__name__}, not an optimizer", hint=_FORM)
+            raise CkptError(f"{self.operand} gives {a(made)}, not an optimizer", hint=_FORM)
         return made
 
 
@@ -49,7 +50,7 @@ def load_optimizer(operand: Any) -> LoadedOptimizer:
     if not isinstance(operand, str):
         operand = getattr(operand, "__name__", repr(operand))
     if not callable(target):
-        raise CkptError(f"{operand} is no function but a {type(target).__name__}", hint=_FORM)
+        raise CkptError(f"{operand} is no function but {a(target)}", hint=_FORM)
     return LoadedOptimizer(operand, target)
 
 
@@ -85,7 +86,7 @@ def _read(names: Names, model: nn.Module, optimizer: LoadedOptimizer, on_meta: b
                 params.append(OptimizerParam(len(params), fqn, index, states.get(id(parameter), ())))
     if strangers:
         raise CkptError(
-            f"{optimizer.operand}: the optimizer has {len(strangers)} parameters that the model has not",
+            f"{optimizer.operand}: the optimizer has {plural(len(strangers), 'parameter')} that the model has not",
             hint="it has to take its parameters from the model that it is called with",
             problems=strangers,
         )
@@ -102,7 +103,7 @@ def _states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, ...]]:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    with contextlib.suppress(Exception), contextlib.redirect_stdout(sys.stderr):  # LBFGS wants a closure, others values
+    with contextlib.suppress(Exception), prints_once():  # LBFGS wants a closure, others values
         optimizer.step()
     return {id(parameter): tuple(map(str, state)) for parameter, state in optimizer.state.items()}
 

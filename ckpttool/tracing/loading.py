@@ -1,24 +1,42 @@
-"""What ``load_state_dict(checkpoint, strict=True)`` would say, found out by running it on tensors without data."""
+"""What ``load_state_dict(checkpoint, strict=True)`` says, found out by running it.
+
+It is run on tensors without data, and recorded. Where these cannot stand for the file's (sparse, quantized, subclasses,
+dtypes that few operators know), or where it costs next to nothing, it is run once more with the file's own values and
+nothing of ours in between: what that says is the answer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from ckpttool.checkpoint import Section, TensorEntry
-from ckpttool.errors import CkptError
+from ckpttool.checkpoint import Section
+from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Argument, Expression, Op, Ref, refs
 from ckpttool.tracing.hooks import Watcher, quiet
-from ckpttool.tracing.load_model import LoadedModel, describe, says_meta
+from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe, says_meta
 from ckpttool.tracing.recorder.memory import opaque
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
-from ckpttool.tracing.runtime import CodeFailed, dtype_name, listed, on_meta_or_real, recording, tensors_in
+from ckpttool.tracing.runtime import (
+    CodeFailed,
+    check_memory,
+    dtype_name,
+    is_cheap,
+    listed,
+    load_strictly,
+    on_meta_or_real,
+    recording,
+    tensors_in,
+)
+from ckpttool.tracing.stored import needs_values, stored
+from ckpttool.words import plural
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"
 _MISSING, _UNEXPECTED = "Missing key(s) in state_dict: ", "Unexpected key(s) in state_dict: "
@@ -39,7 +57,8 @@ class Verdict:
     """What strict loading says. `ok`: it succeeds. `errors` are torch's own messages beside the two lists of keys.
 
     `reads` says for each runtime FQN what it would hold, over checkpoint keys; None where the checkpoint does not
-    reach it.
+    reach it. `assigns`: what it refuses it takes with ``assign=True``, which puts the file's tensors in the place of
+    the model's. `doubtful`: it was found on tensors without data, in a way that these do not answer for.
     """
 
     ok: bool
@@ -48,19 +67,72 @@ class Verdict:
     errors: tuple[str, ...]
     dtype_changes: tuple[DtypeChange, ...]
     reads: Mapping[str, Expression | None]
+    assigns: bool = False
+    doubtful: bool = False
 
 
 def load_verdict(model: LoadedModel, section: Section) -> Verdict:
-    """Loads tensors of the section's keys, dtypes, shapes and strides, without data, into a fresh instance.
+    """Loads the section's tensors into a fresh instance, without data where these can stand for the file's.
 
-    Raises `CkptError` where the model's loading code needs real tensors and they do not fit in memory.
+    Raises `CkptError` where real tensors are needed and do not fit in memory, where the file does not hold what its
+    entries say, and where the answer depends on an object that is not made here (`stored`).
     """
-    need = sum(entry.nbytes for entry in section.tensors)
-    return on_meta_or_real(model, lambda real: _verdict(model, section, real), need)
+    need = 2 * sum(entry.nbytes for entry in section.tensors)
+    if model.materialize or needs_values(section):
+        check_memory(model, need, f"{model.operand} has to load tensors with their values")
+        return _truth(model, section, _recorded(model, section, True))
+    verdict = on_meta_or_real(model, lambda real: _recorded(model, section, real), need)
+    if verdict.doubtful:
+        check_memory(model, need, f"whether {model.operand} loads it cannot be told without values")
+        return _truth(model, section, verdict)
+    with contextlib.suppress(CannotBuild):
+        return _truth(model, section, verdict) if is_cheap(model, need) else verdict
+    return verdict
 
 
-def _verdict(model: LoadedModel, section: Section, real: bool) -> Verdict:
-    return loaded(model.build(real), _state(section, real), real)
+def _recorded(model: LoadedModel, section: Section, real: bool) -> Verdict:
+    given = stored(section, real)
+    verdict = loaded(model.build(real), given.state, real)
+    if given.unknown and not verdict.missing and not verdict.unexpected:
+        raise _undecided(model, given.unknown)
+    return verdict
+
+
+def _undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
+    return CkptError(
+        f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no safe loader makes",
+        hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made; "
+        "ckpttool remap CKPT --drop KEY -o OUT leaves them out",
+        problems=unknown,
+    )
+
+
+def _truth(model: LoadedModel, section: Section, recorded: Verdict) -> Verdict:
+    """`recorded`, as torch decides it when nobody looks on."""
+    instance, state = model.build(True), stored(section, True).state
+    lists = _Lists(instance)
+    failed = _failure(instance, state)
+    missing, unexpected, errors = lists.read(failed)
+    beside = bool(errors) and not (missing or unexpected)
+    return replace(
+        recorded,
+        ok=failed is None,
+        missing=missing,
+        unexpected=unexpected,
+        errors=errors,
+        assigns=beside and _failure(model.build(True), stored(section, True).state, assign=True) is None,
+    )
+
+
+def _failure(instance: nn.Module, state: Mapping[str, Any], **options: bool) -> Exception | None:
+    """What the model's own strict loading raises, None where it succeeds."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load_strictly(instance, state, **options)
+    except (Exception, SystemExit) as error:
+        return error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
+    return None
 
 
 def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
@@ -73,11 +145,10 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
         recorder.name(item.tensor, UNWRITTEN)
     watcher = Watcher(instance, recorder)
     lists = _Lists(instance)
-    _shield_extra_state(instance)
     failed: Exception | None = None
     try:
         with recording(recorder):
-            instance.load_state_dict(state, strict=True)
+            load_strictly(instance, state)
             if recorder.blind:
                 raise NeedsValues
     except CkptError:
@@ -123,6 +194,7 @@ def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Except
         errors=errors,
         dtype_changes=_changes(instance, recorder),
         reads=_reads(instance, recorder),
+        doubtful=recorder.doubtful,
     )
 
 
@@ -176,63 +248,3 @@ def _quoted(text: str, start: str) -> tuple[str, ...]:
 
 def _messages(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split("\n\t")[1:] if not part.startswith((_MISSING, _UNEXPECTED)))
-
-
-def _state(section: Section, real: bool) -> OrderedDict[str, Any]:
-    state: OrderedDict[str, Any] = OrderedDict()
-    made: dict[object, torch.Tensor] = {}
-    for entry in section.tensors:
-        if entry.identity not in made:
-            made[entry.identity] = _tensor(entry, real)
-        state[entry.key] = made[entry.identity].detach()
-    for extra in section.extras:
-        state[extra.key] = _UNKNOWN if extra.value is None else extra.value
-    if section.modules is not None:
-        versions = {path: dict(v) if isinstance(v, Mapping) else {} for path, v in section.modules.items()}
-        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    return state
-
-
-class _Unknown:
-    """Stands for a pickled object of the checkpoint that is not looked into."""
-
-
-_UNKNOWN = _Unknown()
-
-
-def _tensor(entry: TensorEntry, real: bool) -> torch.Tensor:
-    device = "cpu" if real else "meta"
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CkptError(f"this torch has no dtype {entry.dtype!r}: {entry.key}", hint="use a newer torch")
-    if entry.layout == "sparse_coo":
-        indices = torch.empty((len(entry.shape), 0), dtype=torch.int64, device=device)
-        return torch.sparse_coo_tensor(indices, torch.empty(0, dtype=dtype, device=device), entry.shape)
-    stride = entry.stride if len(entry.stride) == len(entry.shape) else None
-    try:
-        made = torch.empty(entry.shape, dtype=dtype, device=device)
-        made = made if stride is None else torch.empty_strided(entry.shape, stride, dtype=dtype, device=device)
-    except (RuntimeError, NotImplementedError):  # a dtype that torch has no plain tensors of (quantized, sub-byte)
-        return torch.empty(entry.shape, device=device)
-    return made.zero_() if real else made
-
-
-def _shield_extra_state(root: nn.Module) -> None:
-    """Keeps `set_extra_state` from values that are not known here; all others it gets as torch would give them."""
-    for module in root.modules():
-        if type(module).set_extra_state is not nn.Module.set_extra_state:
-            object.__setattr__(module, "set_extra_state", _shielded(module.set_extra_state))
-
-
-def _shielded(method: Any) -> Any:
-    def run(state: Any) -> Any:
-        if isinstance(state, _Unknown):
-            return None
-        try:
-            return method(state)
-        except Exception:
-            if isinstance(state, torch.Tensor):  # pickled bytes in a tensor, which has none here
-                return None
-            raise
-
-    return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,20 +13,41 @@ from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
 from ckpttool.tracing.loading import Verdict
 from ckpttool.tracing.recorder.simplify import Simplifier
 from ckpttool.tracing.saving import Saved
+from ckpttool.tracing.tried import Tried
 
+_UNKNOWN = "cannot be told whether it is given back"
+_ROOT = "(root)"
 _PROBE_LIMIT = 50_000_000  # elements of the tensors that are filled with random values to compare both ways
 
 
 def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
-    """Every way in which loading what was saved does not give the same model again; `verdict` is of its own keys."""
+    """Every way in which loading what was saved does not give the same model again; `verdict` is of its own keys.
+
+    What cannot be told is a problem of the kind ``unknown``.
+    """
     found = [Problem("load_state_dict expects a key that state_dict does not write", key) for key in verdict.missing]
     found += [Problem("state_dict writes a key that load_state_dict does not expect", k) for k in verdict.unexpected]
     found += [
-        Problem(f"load_state_dict refuses what state_dict wrote: {_line(text)}", "(root)") for text in verdict.errors
+        Problem(f"load_state_dict refuses what state_dict wrote: {_line(text)}", _ROOT) for text in verdict.errors
     ]
     if not verdict.ok and not found:
-        found.append(Problem("load_state_dict refuses what state_dict wrote", "(root)"))
+        found.append(Problem("load_state_dict refuses what state_dict wrote", _ROOT))
     return (*found, *_values(saved, verdict))
+
+
+def settled(found: Iterable[Problem], saved: Saved, verdict: Verdict, truth: Tried) -> tuple[Problem, ...]:
+    """The problems that are left, or come up, when a round trip is really made: `found` are those that symbols show."""
+    if truth.failed is not None:
+        certain = tuple(problem for problem in found if problem.kind != "unknown")
+        return certain or (Problem(f"load_state_dict refuses what state_dict wrote: {truth.failed}", _ROOT),)
+    first = {r.fqn: r.alias_of or r.fqn for r in saved.runtime}
+    fed = saved.fed
+    said = {problem.key: problem for problem in found if problem.kind != "unknown"}
+    return tuple(
+        said.get(fqn, Problem("loading does not give the saved value back exactly", fqn))
+        for fqn in verdict.reads
+        if fqn in truth.differing and first.get(fqn) in fed
+    )
 
 
 def _values(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
@@ -44,17 +65,17 @@ def _values(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
         else:
             problem = _difference(value, Ref(first[fqn]), sources, simplifier)
             if problem:
-                yield Problem(problem, fqn)
+                yield Problem(problem, fqn, "unknown" if problem.startswith(_UNKNOWN) else "other")
 
 
 def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | None], simplifier: Simplifier) -> str:
     """What is wrong with loading `value` (over keys) into the tensor `own`; empty where it is the same."""
     constant = next((key for key in refs(value) if sources.get(key) is None), None)
     if constant is not None:
-        return f"loaded from {constant}, which no tensor of the model is saved to"
+        return f"{_UNKNOWN}: loaded from {constant}, which no tensor of the model is saved to"
     way = substitute(value, lambda key: sources[key])
     if is_opaque(way):
-        return "cannot be told whether it is given back: computed by code that is no tensor operator"
+        return f"{_UNKNOWN}: computed by code that is no tensor operator"
     simple = simplifier.simplify(way)
     if simple == own:
         return ""
@@ -68,12 +89,12 @@ def _probe(way: Op, own: Ref, leaves: Mapping[str, torch.Tensor]) -> str:
     """Compares both sides on random values, bit by bit."""
     names = list(dict.fromkeys([own.key, *refs(way)]))
     if any(name not in leaves for name in names) or sum(_base(leaves[name]).numel() for name in names) > _PROBE_LIMIT:
-        return "cannot be told whether it is given back: too large to try out"
+        return f"{_UNKNOWN}: too large to try out"
     values = _filled({name: leaves[name] for name in names})
     try:
         back = evaluate(way, values.__getitem__)
     except CkptError as error:
-        return f"cannot be told whether it is given back: {error.message}"
+        return f"{_UNKNOWN}: {error.message}"
     own_value = values[own.key]
     if back.shape != own_value.shape or back.dtype != own_value.dtype:
         return "loading gives it another shape or dtype"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ from ckpttool.errors import CkptError
 from ckpttool.names import RuntimeTensor
 from ckpttool.naming.wrappers.table import BY_CLASS, strip
 from ckpttool.tracing.hooks import Watcher
-from ckpttool.tracing.load_model import LoadedModel, describe
+from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe
+from ckpttool.tracing.once import prints_once
 from ckpttool.tracing.recorder.identity import Token, token
 from ckpttool.tracing.recorder.meta_disguise import Questions, storages_told_apart
 from ckpttool.tracing.recorder.recorder import Recorder
 
 T = TypeVar("T")
+_CHEAP = 64 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Runs the model's own code under the recorder; its prints go to stderr, its warnings nowhere."""
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+    with prints_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with storages_told_apart(), recorder, Questions(recorder):
             yield
@@ -136,6 +138,14 @@ def model_code(what: str, watcher: Watcher) -> Iterator[None]:
         ) from error
 
 
+def load_strictly(model: nn.Module, state: Mapping[str, object], **options: bool) -> object:
+    """``load_state_dict(state, strict=True)``; without the argument where the model's own method does not take it."""
+    parameters = inspect.signature(model.load_state_dict).parameters.values()
+    if any(parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return model.load_state_dict(state, strict=True, **options)
+    return model.load_state_dict(state, **options)
+
+
 def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0) -> T:
     """``run(False)`` on meta; where the model's code cannot do that, ``run(True)`` with real tensors if they fit.
 
@@ -146,14 +156,31 @@ def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0
     try:
         return run(False)
     except CodeFailed as error:
-        need = 3 * nbytes(model.build(False)) + extra
-        free = memory_available()
-        if need > free:
-            raise CkptError(
-                f"{error.message}; on real tensors it takes {need >> 20} MiB, and {free >> 20} MiB are free",
-                hint="run it where there is more memory, or make a smaller model of the same kind",
-            ) from error
+        check_memory(model, extra, error.message)
     return run(True)
+
+
+def check_memory(model: LoadedModel, extra: int, why: str) -> None:
+    """Raises `CkptError`, which says `why` real tensors are needed, where they and `extra` bytes do not fit."""
+    need, free = 3 * size_of(model) + extra, memory_available()
+    if need > free:
+        raise CkptError(
+            f"{why}; on real tensors it takes {need >> 20} MiB, and {free >> 20} MiB are free",
+            hint="run it where there is more memory, or make a smaller model of the same kind",
+        )
+
+
+def is_cheap(model: LoadedModel, extra: int = 0) -> bool:
+    """Whether building the model for real, beside `extra` bytes, takes a moment: then nothing has to rest on meta."""
+    return size_of(model) + extra <= _CHEAP
+
+
+def size_of(model: LoadedModel) -> int:
+    """Bytes of an instance of the model; 0 where it cannot be built on meta, and nobody knows."""
+    try:
+        return nbytes(model.build(False))
+    except CannotBuild:
+        return 0
 
 
 def nbytes(model: nn.Module) -> int:

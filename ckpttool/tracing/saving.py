@@ -26,6 +26,7 @@ from ckpttool.tracing.runtime import (
     shape_of,
     tensors_in,
 )
+from ckpttool.words import a
 
 Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
 _MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
@@ -166,7 +167,7 @@ def _run(instance: nn.Module, real: bool) -> tuple[Saved, Reads]:
         if recorder.blind:
             raise NeedsValues
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-            raise TypeError(f"state_dict() gives a {type(state).__name__}, not a mapping from names")
+            raise TypeError(f"state_dict() gives {a(state)}, not a mapping from names")
     first = {item.fqn: item.first for item in items}
     with quiet():
         keys = tuple(

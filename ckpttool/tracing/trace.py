@@ -16,10 +16,13 @@ from ckpttool.expression import Expression, Ref
 from ckpttool.names import LoadedTensor, Names
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
+from ckpttool.tracing.meta_twin import beside_real
+from ckpttool.tracing.nested import nested_problems
 from ckpttool.tracing.overwritten import lost_problems
-from ckpttool.tracing.roundtrip import problems
-from ckpttool.tracing.runtime import fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
+from ckpttool.tracing.roundtrip import problems, settled
+from ckpttool.tracing.runtime import check_memory, fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
 from ckpttool.tracing.saving import Saved, save, without_constants
+from ckpttool.tracing.tried import tried
 
 __all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
 
@@ -28,10 +31,12 @@ _WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real where meta
 
 def trace(model: LoadedModel) -> Names:
     """All names of the model's tensors, both ways. Raises `CkptError` where its own code fails."""
+    model, notes = beside_real(model)
     saved = _saved(model)
     verdict = on_meta_or_real(model, lambda real: _load(model, saved, real))
     sources = {s.key: s.source for s in saved.serialized}
-    wrong = [*_unstable(saved), *lost_problems(model, saved), *problems(saved, verdict)]
+    found = [*_unstable(saved), *lost_problems(model, saved), *_given_back(model, saved, verdict)]
+    wrong = [problem for problem in found if problem.kind != "unknown"]
     metadata = metadata_of(saved.state)
     return Names(
         model=model.operand,
@@ -44,7 +49,31 @@ def trace(model: LoadedModel) -> Names:
         roundtrips=not wrong,
         roundtrip_problems=tuple(wrong),
         modules=None if metadata is None else tuple(metadata),
+        notes=(
+            *notes,
+            *(str(problem) for problem in found if problem.kind == "unknown"),
+            *(f"as a part of another model: {problem}" for problem in _nested(model, saved)),
+        ),
     )
+
+
+def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
+    """Asked only where hooks touch the keys: without them a module's path is all that is put before them."""
+    if not any(key.hook is not None for key in saved.serialized):
+        return ()
+    return nested_problems(model, [*(key.key for key in saved.serialized), *saved.extra_state])
+
+
+def _given_back(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
+    """What does not come back when a saved model is loaded: by symbols, and where these leave a doubt by doing it."""
+    found = problems(saved, verdict)
+    if not found:
+        return ()
+    try:
+        check_memory(model, 0, "")
+        return settled(found, saved, verdict, tried(model))
+    except CkptError:  # there is no memory for it, or it builds on meta only
+        return found
 
 
 def _saved(model: LoadedModel) -> Saved:

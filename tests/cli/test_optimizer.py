@@ -88,7 +88,7 @@ def test_dry_run_and_in_place(ckpt: str) -> None:
         ([*MODEL, "--optimizer", "optimizer_models"], "names no Python object"),
         ([*MODEL, "--optimizer", "optimizer_models:torch"], "is no function but a module"),
         ([*MODEL, "--optimizer", "optimizer_models:Net"], "cannot be called with the model"),
-        ([*MODEL, "--optimizer", "builtins:id"], "gives a int, not an optimizer"),
+        ([*MODEL, "--optimizer", "builtins:id"], "gives an int, not an optimizer"),
         ([*MODEL, "--optimizer-keys", "fqn", "--save-plan", "plan.json"], "a plan holds no changes of optimizers"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -389,12 +390,14 @@ def test_a_program_gets_weights_from_a_url(store: Store) -> None:
 
 def test_diff_reads_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     left = store.put("a.pt", zipped(STATE))
-    right = store.put("b.safetensors", save(RENAMED))
+    right = store.put("b.safetensors", save({f"module.{key}": value for key, value in STATE.items()}))
     assert main(["diff", left, left, "--values"]) == 0
     capsys.readouterr()
     assert main(["diff", left, right, "--format", "json"]) == 1
     (fix,) = json.loads(capsys.readouterr().out)["fix"]
-    assert fix.endswith(f"-o {store.url}/a.serialized.pt")
+    assert fix == f"ckpttool remap {left} --like {right} -o {store.url}/a.renamed.pt"
+    assert main(shlex.split(fix)[1:]) == 0
+    assert main(["diff", f"{store.url}/a.renamed.pt", right]) == 0
 
 
 # URLs as operands

@@ -66,6 +66,7 @@ def test_the_object_of_the_contract() -> None:
         "others": ["epoch"],
         "metadata": {},
         "flat_parameters": [],
+        "adapters": [],
         "notes": [],
     }
 

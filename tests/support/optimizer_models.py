@@ -52,6 +52,14 @@ class Shrunk(Net):
         return self.head(self.norm(torch.tanh(self.first(torch.tanh(self.embed(x))))))
 
 
+class Renamed(Net):
+    """Its first layer has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {{"first": "body"}.get(name, name): module for name, module in self._modules.items()}
+
+
 class Frozen(Net):
     """Its first layers take no steps."""
 
@@ -172,3 +180,73 @@ def valued(model: nn.Module) -> torch.optim.Optimizer:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def in_order(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(model.named_parameters()), 0.01)
+
+
+def decayed_named(model: nn.Module) -> torch.optim.Optimizer:
+    """As `decayed`, with the names in the groups."""
+    matrices = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
+    vectors = [(n, p) for n, p in model.named_parameters() if p.dim() < 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], 0.01
+    )
+
+
+def by_name(model: nn.Module) -> torch.optim.Optimizer:
+    """Loads a state by the names in it, wherever they stand."""
+    optimizer = in_order(model)
+
+    def reorder(optimizer: torch.optim.Optimizer, state: dict) -> dict:
+        (group,) = state["param_groups"]
+        ids = dict(zip(group["param_names"], group["params"]))
+        return {**state, "param_groups": [{**group, "params": [ids[name] for name, _ in model.named_parameters()]}]}
+
+    optimizer.register_load_state_dict_pre_hook(reorder)
+    return optimizer
+
+
+def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 0.01, amsgrad=True)
+
+
+def fused_in_order(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.01)
+
+
+def nadam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(model.parameters(), 0.01)
+
+
+def radam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RAdam(model.parameters(), 0.01)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), 0.01)
+
+
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters(), 0.01, momentum=0.5, centered=True)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), 0.01)
+
+
+def adamax(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(model.parameters(), 0.01)
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), 0.01)
+
+
+def lbfgs_named(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(list(model.named_parameters()), 0.01)

@@ -14,6 +14,9 @@ from ckpttool.operands.checkpoint import split
 
 def command(
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: file, directory, index, glob or URL.")],
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
+    ] = False,
     all: Annotated[bool, typer.Option("--all", help="A line for every tensor, and no list cut short.")] = False,
     force: Force = False,
     format: Format = "text",
@@ -21,10 +24,11 @@ def command(
 ) -> None:
     """What is in a checkpoint: keys, dtypes, shapes, aliases.
 
-    Reads the index only: no tensor is loaded, no pickle is run. CKPT::SECTION looks at one section.
+    Reads the index only (--stats reads the values, in chunks): no tensor is loaded, no pickle is run. CKPT::SECTION
+    looks at one section.
     """
     from ckpttool.report.documents.inspection import document
 
     check_texts(report or (), files_of(split(ckpt)[0]), force=force)
-    inspection = api.inspect(ckpt)
+    inspection = api.inspect(ckpt, stats=stats)
     emit(lambda: document(inspection, all=all), inspection.to_json, format, report, force=force)

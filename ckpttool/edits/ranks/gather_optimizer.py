@@ -17,7 +17,8 @@ from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import unit_paths
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
+from ckpttool.naming.optimizers.ids import assign, resolve
+from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.words import plural
 

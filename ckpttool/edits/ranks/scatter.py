@@ -23,7 +23,8 @@ from ckpttool.names import Names
 from ckpttool.naming.flat_param import Slot, named_units, shard_sizes, slots
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import Parameters, resolve
+from ckpttool.naming.optimizers.ids import resolve
+from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
 from ckpttool.words import plural

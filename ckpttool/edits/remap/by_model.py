@@ -28,13 +28,14 @@ class ByModel:
     """From the keys that are there to the form `to` of the model that saved them.
 
     `source_form` says which form the keys are in, where it is not to be recognised. With `trainable_only` what is made
-    of frozen parameters only is left out.
+    of frozen parameters only is left out. `tie`: a tensor that the model saves under several keys gets all of them.
     """
 
     tables: Relation
     to: ModelForm
     source_form: ModelForm | None = None
     trainable_only: bool = False
+    tie: bool = True
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` where the keys are not this model's."""
@@ -58,9 +59,9 @@ class ByModel:
             raise Refused(
                 f"0 of {len(section.by_key())} keys are names of {names.model}",
                 hint=f"compare them: ckpttool diff --model {names.model} CKPT",
-                problems=[Problem("no name of this model", key) for key in list(section.by_key())[:10]],
+                problems=[Problem("no name of this model", key) for key in section.by_key()],
             )
-        moved = self._respelled(move(self.tables, section, reading, self.to.names), section, reading)
+        moved = self._respelled(move(self.tables, section, reading, self.to.names, self.tie), section, reading)
         problems = [*moved.problems, *_lost(section, moved.copies)]
         if problems:
             raise Refused(

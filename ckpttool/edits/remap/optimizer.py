@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,19 +14,23 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import Assignment, Parameters, assign, check, resolve
+from ckpttool.naming.optimizers.classes import class_of, lacking
+from ckpttool.naming.optimizers.ids import Owners, check, owners, resolve
 from ckpttool.naming.optimizers.moves import (
     arranged,
     between,
     carry,
     from_serialized,
+    grouped,
     identity,
     in_groups,
     placed,
     to_serialized,
 )
+from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.operands.checkpoint import saved_state_dicts, split
 from ckpttool.optimizer_state import FLAT, ID, OptimizerState, ParamGroup, numbered, renamed
-from ckpttool.words import plural
+from ckpttool.words import plural, shell
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,8 @@ class Wanted:
 
     `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
     load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
+    `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
+    their keys speaks for or against ids. `old_model` is the same command with the model named that saved the file.
     """
 
     keys: str | None = None
@@ -41,6 +48,8 @@ class Wanted:
     to_names: Names | None = None
     rules: Sequence[Renaming] = ()
     form: str | None = None
+    beside: Sequence[Section] | None = None
+    old_model: str | None = None
 
     @property
     def changes(self) -> bool:
@@ -70,10 +79,12 @@ def remap_optimizers(source: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tu
     Raises `Refused` where ids cannot be told apart, where state cannot follow its parameter, and where `wanted.keys`
     finds no optimizer at all.
     """
+    if wanted.beside is None:
+        wanted = replace(wanted, beside=saved_state_dicts(source))
     sections: list[Section] = []
     done: list[OptimizerRemap] = []
     for section in source.sections:
-        changed = _remapped(section, wanted) if section.kind == "optimizer" else None
+        changed = _remapped(section, wanted, source.source) if section.kind == "optimizer" else None
         sections.append(section if changed is None else changed[0])
         if changed is not None:
             done.append(changed[1])
@@ -104,40 +115,45 @@ def to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
     return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}
 
 
-def _remapped(section: Section, wanted: Wanted) -> tuple[Section, OptimizerRemap] | None:
+def _remapped(section: Section, wanted: Wanted, source: str) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
     where = section.path or "(root)"
     state = forms.read(section)
     to = wanted.keys or state.form
     renames = to != ID and (bool(wanted.rules) or wanted.form is not None)
-    if not state.params or (to == state.form and wanted.to_names is None and not renames):
+    asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)
+    if not state.params or (to == state.form and not asked and not renames):
         return None
     if wanted.to_names is not None and wanted.names is None:
         raise Refused("the names of the model that saved the checkpoint are needed", hint="pass --model MODEL too")
-    named, evidence = _named(state, wanted.names, where)
+    named, known = _named(state, wanted, where)
     sources = _sources(named, wanted, to)
     groups = _groups(named, sources, wanted, to, where)
     shapes: Mapping[str, Any] = {} if wanted.names is None else Parameters(wanted.names).shapes
     moved = in_groups(named, groups, carry(named, _in(groups, sources), shapes, where))
-    if wanted.to_names is not None:
-        own = Assignment({param: str(param) for param in moved.params}, "names")
-        check(own, moved, wanted.to_names, where)
+    _check_loads(moved, wanted, where, _leave_out(source, section.path))
     made = numbered(moved) if to == ID else replace(moved, form=to)
-    if made == state and wanted.to_names is None:
+    if made == state and not asked:
         return None
     new = tuple(str(param) for param in moved.params if param not in sources)
     read = {ref for param in moved.params if param in sources for ref in ex.refs(sources[str(param)])}
     dropped = tuple(str(param) for param in named.state if param not in read)
     notes = _notes(where, state, moved, to, new, dropped)
+    if known is not None and known.assumed:
+        notes = (*notes, known.rests_on(where))
+    evidence = None if known is None else known.evidence
     report = OptimizerRemap(section.path, state.form, to, len(moved.params), evidence, new, dropped, notes)
     return forms.write(made, section), report
 
 
-def _named(state: OptimizerState, names: Names | None, where: str) -> tuple[OptimizerState, str | None]:
+def _named(state: OptimizerState, wanted: Wanted, where: str) -> tuple[OptimizerState, Owners | None]:
     """The state with its parameters under canonical names, and what these are known from."""
+    names = wanted.names
     if state.form == ID:
-        found = assign(state, names, where)
-        return renamed(state, found.names), found.evidence
+        found = owners(state, names, where, wanted.beside or ())
+        if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
+            found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
+        return renamed(state, found.settled(where).names), found
     named = renamed(state, {param: str(param) for param in state.params})
     if names is None:
         return named, None
@@ -146,6 +162,33 @@ def _named(state: OptimizerState, names: Names | None, where: str) -> tuple[Opti
         return renamed(state, resolve(state, names, where).names), None
     shapes = {s.key: s.shape for s in names.serialized}
     return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None
+
+
+def _check_loads(moved: OptimizerState, wanted: Wanted, where: str, leave_out: str) -> None:
+    """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
+    target = wanted.to_names or wanted.names
+    if wanted.to_names is not None:
+        own = Owners({param: str(param) for param in moved.params}, "names")
+        check(own, moved, wanted.to_names).settled(where)
+    if target is None:
+        return
+    lacks = Counter(
+        key.rpartition(".")[2] for key in lacking(moved, target.optimizer_groups, Parameters(target).first_step)
+    )
+    if lacks:
+        own_class = class_of(moved) or "another optimizer"
+        raise Refused(
+            f"{where}: the state is that of {own_class}; {target.optimizer_class} loads it, and fails at the next step",
+            hint=f"the optimizer can only start afresh: {leave_out}",
+            problems=[Problem("the optimizer needs it, and the file's state has none", name) for name in lacks],
+        )
+
+
+def _leave_out(source: str, section: str) -> str:
+    """The command that leaves the optimizer `section` of `source` out."""
+    path, picked = split(source)
+    name = section or picked
+    return f"do not load {path}" if name is None else shell("ckpttool", "remap", path, "--drop", name, "-o", "OUT")
 
 
 def _sources(named: OptimizerState, wanted: Wanted, to: str) -> dict[str, Expression]:
@@ -176,9 +219,11 @@ def _groups(
 ) -> tuple[ParamGroup, ...]:
     """The new param groups: those of the new optimizer, or else the old ones in the new model's order."""
     target = wanted.to_names or wanted.names
-    if target is None or (wanted.to_names is None and to != ID):
+    if target is None:
         return placed(named, sources)
     parameters = Parameters(target)
+    if wanted.to_names is None and to != ID:
+        return _ordered_like(placed(named, sources), parameters.groups)
     if parameters.groups and (target.optimizer or target.optimizer_groups):
         if wanted.to_names is None:
             _same_parameters(named, parameters, where)
@@ -186,13 +231,25 @@ def _groups(
     layout = _in_model_order(named, sources, wanted, parameters)
     if layout is not None:
         return arranged(named, sources, [layout], ())
-    if to == ID and any(name not in sources for name in parameters.trainable):
+    if to != ID:
+        return placed(named, sources)
+    if any(name not in sources for name in parameters.trainable):
         raise Refused(
             f"{where} has {len(named.groups)} param groups, and the new model has parameters that it has not",
             hint="pass --to-optimizer O, the function that makes the new optimizer",
             problems=[Problem("in which group?", name) for name in parameters.trainable if name not in sources],
         )
-    return placed(named, sources)
+    rank = {name: place for place, name in enumerate(parameters.shapes)}
+    groups = placed(named, sources)
+    return tuple(grouped(sorted(own.params, key=lambda name: rank[str(name)]), own.options) for own in groups)
+
+
+def _ordered_like(groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
+    """The groups as the optimizer has them, if these are the same: then loading by position finds them too."""
+    own = {frozenset(map(str, group.params)): group for group in groups}
+    if len(own) != len(groups) or own.keys() != {frozenset(params) for params in wanted}:
+        return groups
+    return tuple(grouped(params, own[frozenset(params)].options) for params in wanted)
 
 
 def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:

@@ -17,10 +17,12 @@ from ckpttool.edits.rules.steps import Rename
 from ckpttool.evaluate.apply import apply
 from ckpttool.naming.model_form import Form
 from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.optimizers.saved_order import in_order_of
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain, Evidence
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.optimizer_state import ID
 from ckpttool.plan import Dropped, Plan
 
 _NOTHING = RemapRequest()
@@ -73,8 +75,15 @@ def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
 
 
 def with_optimizers(done: Remap, wanted: Wanted) -> Remap:
-    """`done` with the optimizers of its result as `wanted`; the plan is silent on those that change."""
+    """`done` with the optimizers of its result as `wanted`; the plan is silent on those that change.
+
+    A model beside ids gets the order of the model that these are now those of: else its keys would speak against them.
+    """
     result, optimizers = remap_optimizers(done.result, wanted)
+    target = wanted.to_names or wanted.names
+    if target is not None and any(one.to == ID for one in optimizers):
+        ordered = (in_order_of(one, target) if one.kind == "state_dict" else one for one in result.sections)
+        result = replace(result, sections=tuple(ordered))
     notes = [note for one in optimizers for note in one.notes]
     changed = {one.section for one in optimizers}
     plan = replace(done.plan, outputs=tuple(o for o in done.plan.outputs if o.section not in changed))

@@ -68,7 +68,7 @@ class RemapRequest:
 
     def _through_models(self, tables: Relation) -> Iterator[Step]:
         form = self.source_form if isinstance(self.source_form, ModelForm) else None
-        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only)
+        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only, tie=self.like is None)
         if self.to_names is not None:
             yield ToModel(Relation(self.to_names), self.model_form)
         yield Counters(keep=self.like is not None or isinstance(self.to, Chain))

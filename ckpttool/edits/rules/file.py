@@ -79,17 +79,25 @@ def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tup
     `rules` are those of the command line, in the same direction: they come after the file, so before it in reverse.
     Raises `CkptError`, all problems at once, where the file is none or a rule has no reverse.
     """
-    steps = _steps(_load(path), path)
+    steps = _steps(_content(_read(path), path), path)
     own: tuple[Step, ...] = (Rename("--rule", tuple(rules)),) if rules else ()
     return (*own, *_reversed(steps, path)) if reverse else (*steps, *own)
 
 
-def _load(path: str) -> Mapping[str, Any]:
-    most = limits().rules_bytes
+def steps_of(text: str, path: str) -> tuple[Step, ...]:
+    """The steps of a file's text; `path` is what errors call it. Raises `CkptError` as `read` does."""
+    return _steps(_content(text.encode(), path), path)
+
+
+def _read(path: str) -> bytes:
+    """At most one byte more than a file of rules may have."""
     with opened(path, pipes=True) as file:
-        data = file.read(most + 1)
+        return file.read(limits().rules_bytes + 1)
+
+
+def _content(data: bytes, path: str) -> Mapping[str, Any]:
     try:
-        if len(data) > most:
+        if len(data) > limits().rules_bytes:
             raise ValueError(f"it is too long: {limits().named('rules_bytes')}")
         text = data.decode("utf-8-sig")
         _check_dots(text)

@@ -18,6 +18,7 @@ from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import operand_of
 from ckpttool.options import ModelOptions, OutputOptions, option
+from ckpttool.words import shell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,9 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
         writer.check_file(target, split(weights.source)[0])
     found = sniff(path)
     if found != "pt2":
-        raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint="PROGRAM is a .pt2")
+        raise CkptError(
+            f"{path} is no exported program: {FORMATS[found].title}", hint=_program_first(program, weights, options.out)
+        )
     deployed = read_program(path, name)
     model = operand_of(options)
     swapped = swap(
@@ -73,3 +76,11 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
         if options.verify:
             prove(target, expected, read_program(target, name))
     return swapped
+
+
+def _program_first(program: str, weights: Checkpoint, out: str | None) -> str:
+    if weights.format != "pt2":
+        return "PROGRAM is a .pt2, and comes first"
+    return (
+        f"the program comes first: {shell('ckpttool', 'swap-weights', weights.source, program, '-o', out or 'OUT.pt2')}"
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpttool.optimizer_state import OptimizerState
+from ckpttool.optimizer_state import GROUPS, PARAM_NAMES, STATE, OptimizerState, Param
 
 Shape = tuple[int, ...]
 
@@ -50,8 +50,48 @@ def class_of(state: OptimizerState) -> str | None:
     """
     options = {name for group in state.groups for name in group.options}
     names = {str(name) for own in state.state.values() for name in own}
-    found = [row for row in TABLE if row.options <= options] or [row for row in TABLE if row.state <= names]
-    return found[0].title if found else None
+    found = _by_options(options) or next((row for row in TABLE if row.state <= names), None)
+    return None if found is None else found.title
+
+
+def _by_options(options: Collection[str]) -> OptimizerClass | None:
+    return next((row for row in TABLE if row.options.issubset(options)), None)
+
+
+# Hyperparameters that torch gives to groups of files that lack them (each class's own ``__setstate__``), and state that
+# a step makes only where the file's hyperparameters ask for it.
+_FILLED_IN = frozenset(
+    {
+        *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "nesterov", "centered"),
+        "decoupled_weight_decay",
+    }
+)
+_ON_REQUEST = frozenset({"max_exp_avg_sq", "grad_avg", "momentum_buffer"})
+
+
+def lacking(
+    state: OptimizerState, groups: Sequence[Mapping[str, object]], steps: Mapping[Param, Sequence[str]]
+) -> list[str]:
+    """What an optimizer with these hyperparameters needs and `state` lacks, as keys: it is the state of another class.
+
+    `steps` are the names of the state that a first step gives to a parameter, where that is known. torch loads such a
+    state, and fails with a ``KeyError`` at the next step (pytorch#7499).
+    """
+    wanted = dict.fromkeys(name for group in groups for name in group if name != PARAM_NAMES and name not in _FILLED_IN)
+    found = [
+        f"{GROUPS}.{index}.{name}"
+        for index, group in enumerate(state.groups)
+        for name in wanted
+        if name not in group.options
+    ]
+    row = _by_options({name for group in groups for name in group})
+    usual = () if row is None or row.title == class_of(state) else sorted(row.state)
+    return found + [
+        f"{STATE}.{param}.{name}"
+        for param, own in state.state.items()
+        for name in steps.get(param) or usual
+        if own and name not in own and name not in _ON_REQUEST
+    ]
 
 
 # State that belongs to all parameters together, and stands under the first: it cannot be moved with a parameter.

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
+from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem, Refused
-from ckpttool.names import Names, RuntimeTensor
+from ckpttool.names import Names
 from ckpttool.naming.match import match
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
-from ckpttool.optimizer_state import OptimizerState, Param
+from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.naming.optimizers.saved_order import SavedOrder, saved_order
+from ckpttool.optimizer_state import ID, OptimizerState, Param
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"
@@ -24,76 +26,80 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """The name of each parameter of an optimizer, and what it is known from."""
+class Doubt:
+    """What in a file speaks against the owners that somebody names: a sentence, every place, and what settles it.
+
+    `by_another`: another definition saved the file, and to name it settles the matter.
+    """
+
+    message: str
+    hint: str
+    problems: tuple[Problem, ...]
+    by_another: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Whose state each parameter of a saved optimizer holds: one canonical name for each.
+
+    `evidence` is what says so: the file's own ``param_names`` or ``names`` in its keys, the model's ``optimizer``, or
+    its ``model.parameters()`` order. Who is not named in the file is known by position only: then `assumed`, unless the
+    order of the model's keys in the file bears it out. With a `doubt` they are no answer.
+    """
 
     names: Mapping[Param, str]
     evidence: str
+    assumed: bool = False
+    doubt: Doubt | None = None
+
+    def rests_on(self, where: str) -> str:
+        """On what an answer rests where the file does not name the parameters."""
+        if not self.assumed:
+            return f"{where}: its ids are those of the {self.evidence}: the model's keys in the file stand in its order"
+        return (
+            f"{where}: nothing in the file says whose state its ids are, or shows in which order its model was "
+            f"registered: they are taken for those of the {self.evidence}, and this answer rests on that"
+        )
+
+    def settled(self, where: str) -> Owners:
+        """Itself. Raises `Refused`, all problems at once, where something speaks against it."""
+        if self.doubt is not None:
+            raise Refused(f"{where}: {self.doubt.message}", hint=self.doubt.hint, problems=self.doubt.problems)
+        return self
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """A model's parameters by canonical name, in ``model.parameters()`` order: tied ones once."""
+def owners(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> Owners:
+    """Whose state each id is. `beside` are the file's state dicts, as far as their keys stand in the saved order.
 
-    names: Names
-
-    @cached_property
-    def shapes(self) -> dict[str, Shape | None]:
-        """Canonical name -> shape, for every parameter."""
-        return {t.canonical: t.shape for t in self._first}
-
-    @cached_property
-    def trainable(self) -> tuple[str, ...]:
-        """The canonical names of the parameters that require a gradient."""
-        return tuple(t.canonical for t in self._first if t.trainable)
-
-    @cached_property
-    def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The canonical names in the groups of the model's optimizer, in its order; empty without an optimizer."""
-        count = max((p.group + 1 for p in self.names.optimizer), default=len(self.names.optimizer_groups))
-        count = max(count, len(self.names.optimizer_groups))
-        ordered = sorted(self.names.optimizer, key=lambda p: p.id)
-        return tuple(tuple(self.canonical[p.fqn] for p in ordered if p.group == group) for group in range(count))
-
-    @cached_property
-    def canonical(self) -> dict[str, str]:
-        """Every name of every parameter, canonical or not, -> the canonical name of its first FQN."""
-        first = {t.fqn: t for t in self.names.runtime if t.kind == "parameter"}
-        found = {t.canonical: first[t.alias_of or t.fqn].canonical for t in first.values()}
-        found.update((t.fqn, first[t.alias_of or t.fqn].canonical) for t in first.values())
-        return found
-
-    @cached_property
-    def _first(self) -> list[RuntimeTensor]:
-        return [t for t in self.names.runtime if t.kind == "parameter" and t.alias_of is None]
-
-
-def assign(state: OptimizerState, names: Names | None, where: str) -> Assignment:
-    """The canonical name of every id. Raises `Refused` where nothing says it, or the shapes speak against it."""
+    Raises `Refused` where nothing says it.
+    """
     known = [group.param_names for group in state.groups if group.params]
     if known and all(found is not None for found in known):
         listed = {p: str(name) for g in state.groups for p, name in zip(g.params, g.param_names or ())}
         if names is None:
-            return Assignment(_distinct(listed, where), "param_names")
-        return check(Assignment(_of_model(listed, names, where), "param_names"), state, names, where)
+            return Owners(_distinct(listed, where), "param_names")
+        return check(Owners(_of_model(listed, names, where), "param_names"), state, names)
     if names is None:
         raise Refused(
             f"{where}: nothing says which parameters the ids are",
             hint="pass --model MODEL (and --optimizer O where it does not take model.parameters() in their order)",
         )
-    if names.optimizer:
-        return check(_by_optimizer(state, Parameters(names), where), state, names, where)
-    return _by_order(state, Parameters(names), where)
+    return _by_saved_order(check(_by_position(state, names, where, beside), state, names), state, names, beside)
 
 
-def resolve(state: OptimizerState, names: Names, where: str) -> Assignment:
+def assign(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> Owners:
+    """`owners` that nothing in the file speaks against. Raises `Refused`."""
+    return owners(state, names, where, beside).settled(where)
+
+
+def resolve(state: OptimizerState, names: Names, where: str) -> Owners:
     """The canonical name of every parameter that has a name, wrapped or not. Raises `Refused` for unknown names."""
     own = {param: str(param) for param in state.params}
-    return check(Assignment(_of_model(own, names, where), "names"), state, names, where)
+    return check(Owners(_of_model(own, names, where), "names"), state, names).settled(where)
 
 
-def check(found: Assignment, state: OptimizerState, names: Names, where: str) -> Assignment:
-    """`found`, if the shapes in the state do not speak against it; else raises `Refused`, all problems at once."""
+def check(found: Owners, state: OptimizerState, names: Names) -> Owners:
+    """`found`, with a doubt where the shapes in the state speak against it."""
     shapes = Parameters(names).shapes
     wrong = _Shapes(state, list(shapes.values()))
     problems = []
@@ -101,13 +107,64 @@ def check(found: Assignment, state: OptimizerState, names: Names, where: str) ->
         reason = wrong.misfit(param, shapes[name])
         if reason is not None:
             problems.append(Problem(f"cannot be {name}: {reason}" if param != name else reason, str(param)))
-    if problems:
-        raise Refused(
-            f"{where}: by its {found.evidence} the parameters are others than by the shapes in its state",
-            hint=_SETTLE if found.evidence.startswith("model") else "is it another model, or another version of it?",
-            problems=problems,
-        )
-    return found
+    if not problems:
+        return found
+    message = f"by its {found.evidence} the parameters are others than by the shapes in its state"
+    hint = _SETTLE if found.evidence.startswith("model") else "is it another model, or another version of it?"
+    return replace(found, doubt=Doubt(message, hint, tuple(problems), by_another=found.evidence == "optimizer"))
+
+
+def _by_position(state: OptimizerState, names: Names, where: str, beside: Sequence[Section]) -> Owners:
+    try:
+        return (_by_optimizer if names.optimizer else _by_order)(state, Parameters(names), where)
+    except Refused as error:
+        order = saved_order(beside, names, set(Parameters(names).shapes))
+        if order is None or not order.differing:
+            raise
+        doubt = _of_another_order(names, order)
+        problems = (*error.problems, *doubt.problems)
+        raise Refused(f"{error.message}; {doubt.message}", hint=doubt.hint, problems=problems) from error
+
+
+def _by_saved_order(found: Owners, state: OptimizerState, names: Names, beside: Sequence[Section]) -> Owners:
+    """`found` by position: borne out by the order of the model's keys in the file, doubted, or assumed."""
+    order = saved_order(beside, names, set(found.names.values()))
+    if order is None or not order.differing:
+        return replace(found, assumed=order is None)
+    if state.is_stateless and len([group for group in state.groups if group.params]) == 1:
+        return found
+    return replace(found, doubt=_of_another_order(names, order))
+
+
+def _of_another_order(names: Names, order: SavedOrder) -> Doubt:
+    return Doubt(
+        f"its ids need not be this model's: in the file the model's keys stand in another order than in {names.model}",
+        f"name the model that saved it: --model OLD --to-model {names.model} (with --optimizer and --to-optimizer)",
+        order.differing,
+        by_another=True,
+    )
+
+
+def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None:
+    """What the file itself calls the parameters, without asking a model; None where it does not say.
+
+    Of ids in one group it does by a state dict of as many tensors, each of the shape that the state in its place has.
+    """
+    if state.form != ID:
+        return Owners({param: str(param) for param in state.params}, "names")
+    if state.params and all(group.param_names for group in state.groups if group.params):
+        return owners(state, None, "the optimizer")
+    if len([group for group in state.groups if group.params]) != 1:
+        return None
+    for section in beside:
+        aliases = section.aliases()
+        entries = [entry for entry in section.tensors if entry.key not in aliases]
+        wrong = _Shapes(state, [entry.shape for entry in entries])
+        pairs = list(zip(state.params, entries))
+        if len(entries) == len(state.params) and not any(wrong.misfit(param, entry.shape) for param, entry in pairs):
+            names = {param: entry.key for param, entry in pairs}
+            return Owners(names, f"the keys of {section.path or 'the model'} in the same file, in their order", True)
+    return None
 
 
 def _of_model(listed: Mapping[Param, str], names: Names, where: str) -> dict[Param, str]:
@@ -137,7 +194,7 @@ def _distinct(listed: dict[Param, str], where: str) -> dict[Param, str]:
     return listed
 
 
-def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> Assignment:
+def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> Owners:
     have, want = [len(group.params) for group in state.groups], [len(group) for group in parameters.groups]
     if have != want:
         raise Refused(
@@ -150,7 +207,7 @@ def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> 
             ],
         )
     names = {p: n for group, own in zip(state.groups, parameters.groups) for p, n in zip(group.params, own)}
-    return Assignment(names, "optimizer")
+    return Owners(names, "optimizer")
 
 
 def _padded(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
@@ -158,7 +215,7 @@ def _padded(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip([*left, *[0] * (length - len(left))], [*right, *[0] * (length - len(right))]))
 
 
-def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Assignment:
+def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owners:
     """The ids of each group as parameters in the model's order, where there is exactly one way to do that."""
     count, total = len(state.params), len(parameters.shapes)
     candidates = [names for names in (tuple(parameters.shapes), parameters.trainable) if len(names) == count]
@@ -171,7 +228,7 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Assi
     wrong = _Shapes(state, [parameters.shapes[name] for name in order])
     if len([group for group in state.groups if group.params]) < 2:
         names = dict(zip(state.params, order))
-        return check(Assignment(names, "model.parameters() order"), state, parameters.names, where)
+        return Owners(names, "model.parameters() order")
     ways, found = _interleave([group.params for group in state.groups], order, parameters.shapes, wrong)
     if ways != 1:
         raise Refused(
@@ -179,7 +236,7 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Assi
             + ("its shapes fit no order of the model's parameters" if ways == 0 else "its ids cannot be told apart"),
             hint=_SETTLE,
         )
-    return Assignment(found, "model.parameters() order within each group, the only one that the shapes allow")
+    return Owners(found, "model.parameters() order within each group, the only one that the shapes allow")
 
 
 class _Shapes:

@@ -14,7 +14,7 @@ from ckpttool.names import Names
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.optimizers.classes import WHOLE
 from ckpttool.naming.optimizers.forms import same_option, same_options
-from ckpttool.naming.optimizers.ids import Parameters
+from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import PARAM_NAMES, OptimizerState, Param, ParamGroup
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> what it is of the old ones

@@ -136,7 +136,7 @@ def said(form: Chain, keys: Collection[str]) -> Evidence:
         raise Refused(
             f"{len(odd)} of {len(keys)} keys do not begin with {form.prefix}",
             hint="leave --from out: wrappers are recognised; `ckpttool inspect` shows which",
-            problems=[Problem("not inside of it", key) for key in odd[:10]],
+            problems=[Problem("not inside of it", key) for key in odd],
         )
     parts = form.prefix.split(".")[:-1]
     root = tuple(".".join(parts[: depth + 1]) for depth in range(len(parts)))
@@ -161,10 +161,10 @@ def _step(path: str, children: Mapping[str, set[str]], lightning: bool) -> tuple
 
 def _inside(below: Collection[str], peft: bool) -> Iterable[str]:
     """Which of the segments below one path are a wrapper's around a single module."""
-    if len(below) == 1:
-        return (segment for segment in below if segment in SEGMENTS - AMBIGUOUS)
     if "base_layer" in below and (peft or any(segment.startswith(ADAPTERS) for segment in below)):
         return ("base_layer",)
+    if len(below) == 1:
+        return (segment for segment in below if segment in SEGMENTS - AMBIGUOUS)
     return ("original_module",) if {"original_module", "modules_to_save"} <= set(below) else ()
 
 
@@ -228,7 +228,7 @@ def _adapted(names: Iterable[str]) -> dict[str, str]:
         raise Refused(
             "no layer in the file has an adapter, and PEFT's names depend on which have",
             hint="--like CKPT takes over the names of a checkpoint of the PEFT model",
-            problems=[Problem("an adapted layer's, or not?", name) for name in list(parts)[:5]],
+            problems=[Problem("an adapted layer's, or not?", name) for name in parts],
         )
     return {
         name: f"{head}.base_layer.{path[-1]}"

@@ -1,67 +1,54 @@
-"""The commands that mend what a diff found, as lines that can be pasted into a shell."""
+"""The commands that mend what a diff found between optimizers, as lines that can be pasted into a shell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from ckpttool.checkpoint import Checkpoint
 from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import ModelOperand
+from ckpttool.queries.diff.optimizer_load import OptimizerFit, Remedy
 from ckpttool.queries.diff.result import Entry
 from ckpttool.words import shell
 
 Commands = tuple[str, ...]
 
 
-def names(model: ModelOperand, entries: Iterable[Entry]) -> Commands:
-    """For a model whose serialized keys are not its runtime names; which checkpoint is meant is not known here."""
-    remap = _remap("CKPT", *model.words, "--to", "exported", out="OUT")
-    if not any(entry.status in ("renamed", "transformed") for entry in entries):
-        return (remap,)
-    return shell("ckpttool", "swap-weights", "PROGRAM.pt2", "CKPT", *model.words, "-o", "OUT.pt2"), remap
-
-
-def load(model: ModelOperand, ckpt: str, entries: Iterable[Entry]) -> Commands:
-    """For a checkpoint that the model does not load."""
-    if not any(entry.status == "renamed" for entry in entries):
-        return ()
-    return (_remap(ckpt, *model.words, "--to", "serialized", out=beside(ckpt, "serialized")),)
-
-
-def optimizer(model: ModelOperand, ckpt: str) -> Commands:
+def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit) -> Commands:
     """For an optimizer's state that another optimizer is to load."""
-    to = [word.replace("--model", "--to-model") for word in model.words[:2]]
-    new = model.optimizer if isinstance(model.optimizer, str) else "OPTIMIZER"
-    words = ("--model", "OLD_MODEL", *to, "--to-optimizer", new)
-    return (_remap(split(ckpt)[0], *words, out=beside(ckpt, "mapped")),)
-
-
-def optimizers(left: str, form: str, wanted: str, model: ModelOperand | None) -> Commands:
-    """For an optimizer in one form, where the other is in another."""
-    if form == wanted:
+    ckpt, picked = split(source)
+    made = model.optimizer if isinstance(model.optimizer, str) else "OPTIMIZER"
+    by_optimizer = () if model.optimizer is None else ("--optimizer", made)
+    to_optimizer = () if model.optimizer is None else ("--to-optimizer", made)
+    words: dict[Remedy | None, tuple[tuple[str, ...], str]] = {
+        "by_name": ((*model.words, *by_optimizer, "--optimizer-keys", fit.form), "ordered"),
+        "regroup": ((*model.words, *to_optimizer), "mapped"),
+        "old_model": ((*_saver(by_optimizer, fit), "--to-model", *model.words[1:2], *to_optimizer), "mapped"),
+    }
+    if fit.remedy == "afresh" and (section or picked):
+        words["afresh"] = ("--drop", section or picked or ""), "afresh"
+    if fit.remedy not in words:
         return ()
-    words = [] if model is None else [*model.words]
+    options, word = words[fit.remedy]
+    return (_remap(ckpt, *options, out=beside(ckpt, word)),)
+
+
+def _saver(optimizer: tuple[str, ...], fit: OptimizerFit) -> tuple[str, ...]:
+    """The options that name what saved the file, and leave out what the new model has no place for."""
+    of_old = {True: optimizer, False: ("--optimizer", "OLD_OPTIMIZER"), None: ()}[fit.same_groups]
+    return ("--model", "OLD", *of_old, *(word for key in fit.foreign_keys for word in ("--drop", key)))
+
+
+def optimizers(left: str, form: str, wanted: str, model: ModelOperand | None, entries: Iterable[Entry]) -> Commands:
+    """For an optimizer in one form or order, where the other is in another."""
+    if form == wanted and not any(entry.status == "order" for entry in entries):
+        return ()
+    words = ["--model", "MODEL", "--optimizer", "OPTIMIZER"] if model is None and form == wanted else []
+    words += [] if model is None else [*model.words]
     if model is not None and isinstance(model.optimizer, str):
         words += ["--optimizer", model.optimizer]
     return (_remap(split(left)[0], *words, "--optimizer-keys", wanted, out=beside(left, wanted)),)
-
-
-def checkpoints(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], hidden: bool) -> Commands:
-    """What brings the left checkpoint's keys to those of the right one; `hidden`: a hook seems to hide segments."""
-    statuses = {entry.status for entry in entries}
-    if not statuses & {"renamed", "missing", "unexpected", "transformed"}:
-        return ()
-    model = ["--model", "MODEL"] if hidden else []
-    for program, weights in ((right, left), (left, right)):
-        if program.format == "pt2":
-            path, new = program.source, weights.source
-            return (shell("ckpttool", "swap-weights", path, new, *model, "-o", beside(path, "swapped")),)
-    source = left.source
-    if not statuses & {"missing", "unexpected", "transformed"}:
-        return (_remap(source, "--like", right.source, out=beside(source, "renamed")),)
-    return (_remap(source, "--model", "MODEL", "--to", "serialized", out=beside(source, "serialized")),)
 
 
 def beside(operand: str, word: str) -> str:

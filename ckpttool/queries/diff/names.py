@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Union
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
@@ -15,7 +16,7 @@ from ckpttool.naming.forms import over, read
 from ckpttool.naming.name_tables import Relation
 from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
 from ckpttool.queries.diff.reasons import segment_change, segment_reason
-from ckpttool.queries.diff.result import Entry
+from ckpttool.queries.diff.result import TIED, Entry
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
@@ -130,8 +131,33 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     entries += _other_form(Relation(names), section, mine, theirs)
     entries += _call_variants(names, section, mine, theirs)
     entries += _accepted(mine, {t.fqn for t in names.runtime if not t.persistent}, verdict)
-    entries += _absent(theirs, verdict)
-    return tuple(entries)
+    entries += _absent(theirs, verdict, _twins(names, have))
+    lost = _overwritten(names, section, verdict)
+    return tuple(lost.get(entry.left, entry) if entry.status == "same" else entry for entry in entries)
+
+
+def _twins(names: Names, have: Collection[str]) -> dict[str, str]:
+    """Key of a tied tensor -> a key of the checkpoint that is the same tensor's."""
+    held = {s.source: s.key for s in reversed(names.serialized) if s.key in have and isinstance(s.source, Ref)}
+    return {s.key: held[s.source] for s in names.serialized if s.source in held and s.key not in have}
+
+
+def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dict[tuple[str, ...], Entry]:
+    """Keys that the model ties to another, where the file has other values there: loading keeps one of them."""
+    have = section.by_key()
+    groups: dict[Ref, list[str]] = {}
+    for s in names.serialized:
+        if s.key in have and isinstance(s.source, Ref):
+            groups.setdefault(s.source, []).append(s.key)
+    found: dict[tuple[str, ...], Entry] = {}
+    for first, keys in groups.items():
+        read = None if verdict is None else verdict.reads.get(first.key)
+        last = read.key if isinstance(read, Ref) and read.key in keys else keys[-1]
+        for key in keys:
+            if not same_values(have[key], have[last]):
+                reason = "tied, and the file has other values under another name of it: loading loses one of them"
+                found[key,] = Entry("value", (key,), (key,), reason, None, f"loading keeps {last}")
+    return found
 
 
 def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None) -> Entry:
@@ -238,9 +264,14 @@ def _readers(verdict: Verdict) -> dict[str, list[str]]:
     return found
 
 
-def _absent(keys: Iterable[str], verdict: Verdict | None) -> list[Entry]:
-    without = f"{ONLY_RIGHT}; loading does without it" if verdict is not None and verdict.ok else ONLY_RIGHT
-    return [Entry("missing", (), (key,), without) for key in keys]
+def _absent(keys: Iterable[str], verdict: Verdict | None, twins: Mapping[str, str]) -> list[Entry]:
+    without = "; loading does without it" if verdict is not None and verdict.ok else ""
+    return [
+        Entry("missing", (), (key,), f"{TIED}{without}", None, f"same as {twins[key]}")
+        if key in twins
+        else Entry("missing", (), (key,), f"{ONLY_RIGHT}{without}")
+        for key in keys
+    ]
 
 
 def loads(entries: Iterable[Entry]) -> bool:

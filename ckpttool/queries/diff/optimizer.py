@@ -1,39 +1,42 @@
 """What differs between two optimizers: their class, the parameters and hyperparameters of their groups, their state.
 
-Says what torch's "parameter group that doesn't match the size" and ``KeyError: 'betas'`` do not.
+Says what torch's "parameter group that doesn't match the size" and ``KeyError: 'betas'`` do not, and what torch does
+without a word: it gives state to parameters by position, whatever names the file has for them (pytorch#1489).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import Refused
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
-from ckpttool.naming.optimizers.ids import Parameters, assign, resolve
-from ckpttool.naming.optimizers.moves import different
-from ckpttool.optimizer_state import (
-    FQN,
-    GROUPS,
-    ID,
-    PARAMS,
-    STATE,
-    OptimizerState,
-    Param,
-    ParamGroup,
-    numbered,
-    renamed,
-)
+from ckpttool.naming.optimizers.ids import Owners, owners, resolve
+from ckpttool.naming.optimizers.saved_order import same_key_order
+from ckpttool.operands.checkpoint import saved_state_dicts
+from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered, renamed
 from ckpttool.queries.diff.keys import Values
+from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries
 from ckpttool.queries.diff.result import HARMLESS, Entry
 from ckpttool.words import plural
 
 Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOptimizer:
+    """An optimizer in a file. `beside` are the file's state dicts, as far as their keys stand in the saved order."""
+
+    section: Section
+    beside: tuple[Section, ...] = ()
+
+    @staticmethod
+    def of(checkpoint: Checkpoint, section: Section) -> SavedOptimizer:
+        """The optimizer `section` of `checkpoint`, with what the whole file shows."""
+        return SavedOptimizer(section, saved_state_dicts(checkpoint))
 
 
 def optimizer_section(checkpoint: Checkpoint) -> Section | None:
@@ -55,7 +58,8 @@ def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | Non
     for section in left.sections:
         if section.kind != "optimizer" or section.path not in theirs or not section.mapping:
             continue
-        entries, _ = compare_optimizers(section, theirs[section.path], names)
+        saved = SavedOptimizer.of(left, section), SavedOptimizer.of(right, theirs[section.path])
+        entries, _ = compare_optimizers(*saved, names)
         count = sum(entry.status not in HARMLESS for entry in entries)
         if count:
             sides = " ".join(f"{one.source}::{section.path}" for one in (left, right))
@@ -63,69 +67,111 @@ def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | Non
     return tuple(notes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A saved optimizer with its parameters under the best names that there are: those of `owners`, if it has any."""
+
+    state: OptimizerState
+    saved: OptimizerState
+    owners: Owners | None
+
+    @property
+    def known(self) -> bool:
+        return self.state.form != ID
+
+
 def compare_optimizers(
-    left: Section, right: Section, names: Names | None = None, values: Values | None = None
+    left: SavedOptimizer, right: SavedOptimizer, names: Names | None = None, values: Values | None = None
 ) -> Found:
     """Two saved optimizers.
 
-    Parameters are compared by name where both sides have names (with a model: any names), else by id. Raises
-    `CkptError` where a side is no optimizer's state dict.
+    Parameters are compared by name where both sides have names (with a model: any names), else by id; of two that torch
+    loads by position, equal names in other places are differences too. Raises `CkptError` where a side is no
+    optimizer's state dict.
     """
-    mine, theirs = read(left), read(right)
-    forms = mine.form, theirs.form
-    named = names is not None or forms != (ID, ID)
     notes: list[str] = []
-    if named:
-        mine = _named(mine, names, "left", notes)
-        theirs = _named(theirs, names, "right", notes)
-    elif _all_named(mine) and _all_named(theirs):
-        mine, theirs = _named(mine, None, "left", notes), _named(theirs, None, "right", notes)
+    mine, theirs = (_side(one, names, side, notes) for one, side in ((left, "left"), (right, "right")))
+    forms = mine.saved.form, theirs.saved.form
+    if forms == (ID, ID) and not (mine.known and theirs.known):
+        mine, theirs = (replace(one, state=one.saved, owners=None) for one in (mine, theirs))
+        astray = _by_key_order(left, right, mine.state)
+        if astray is None:
+            notes.append("parameters are compared by their ids: pass --model MODEL to compare them by name")
     else:
-        notes.append("parameters are compared by their ids: pass --model MODEL to compare them by name")
-    if (mine.form == ID) != (theirs.form == ID):
-        mine, theirs = numbered(mine), numbered(theirs)
+        astray = _elsewhere(mine, theirs) if forms == (ID, ID) else None
+    if mine.known != theirs.known:
+        mine, theirs = (replace(one, state=numbered(one.state)) for one in (mine, theirs))
         notes.append("parameters are compared by their places in the param groups")
-    entries = [*_forms(*forms), *_groups(mine, theirs), *_states(mine, theirs, values)]
-    notes += _classes(class_of(mine), class_of(theirs))
+    doubted = [_doubted(one, notes, side) for one, side in ((mine, "left"), (theirs, "right"))]
+    astray = astray or next((found for found in doubted if found is not None), None)
+    entries = [
+        *_forms(*forms),
+        *group_entries(mine.state, theirs.state, astray),
+        *state_entries(mine.state, theirs.state, values),
+    ]
+    if {entry.status for entry in entries} - HARMLESS == {"order"} and mine.known and theirs.known:
+        notes.append("by the names of the parameters nothing differs but their places")
+    notes += _classes(class_of(mine.state), class_of(theirs.state))
     return tuple(entries), tuple(notes)
 
 
-def compare_with_optimizer(section: Section, names: Names) -> Found:
-    """A saved optimizer (left) against the one that is to load it (right), whose groups `names` hold.
-
-    Its state is not compared: a new optimizer has none.
-    """
-    mine, theirs = read(section), _expected(names)
-    notes: list[str] = []
-    named = _named(mine, names, "left", notes)
-    if named.form == ID:
-        named, theirs = mine, numbered(theirs)
-    entries = _groups(named, theirs)
-    notes += _classes(class_of(mine), class_of(theirs) or names.optimizer_class)
-    return tuple(entries), tuple(notes)
-
-
-def _expected(names: Names) -> OptimizerState:
-    """The optimizer that `names` describe, before its first step."""
-    members = Parameters(names).groups
-    options = [*names.optimizer_groups, *[{}] * (len(members) - len(names.optimizer_groups))]
-    return OptimizerState(FQN, tuple(ParamGroup(tuple(own), o) for own, o in zip(members, options)), {})
-
-
-def _named(state: OptimizerState, names: Names | None, side: str, notes: list[str]) -> OptimizerState:
-    """The state with its parameters under their names, or as it is where nothing says them: then with a note."""
+def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str]) -> _Side:
+    """The state under its parameters' names, or as it is where nothing says them: then with a note."""
+    state = read(saved.section)
+    if not state.params:
+        return _Side(replace(state, form=FQN), state, None)
     try:
-        if state.form == ID:
-            return renamed(state, assign(state, names, side).names) if state.params else replace(state, form=FQN)
-        own = {param: str(param) for param in state.params}
-        return renamed(state, own if names is None else resolve(state, names, side).names)
+        found = _owners(state, names, side, saved.beside)
     except Refused as error:
-        notes.append(f"{error.message}: {error.problems[0]}" if error.problems else f"{error.message} ({error.hint})")
-    return state
+        if names is not None or state.form != ID:
+            notes.append(said(error))
+        return _Side(state, state, None)
+    if found.assumed:
+        notes.append(found.rests_on(side))
+    return _Side(renamed(state, found.names), state, found)
 
 
-def _all_named(state: OptimizerState) -> bool:
-    return all(group.param_names is not None for group in state.groups if group.params)
+def _owners(state: OptimizerState, names: Names | None, side: str, beside: Sequence[Section]) -> Owners:
+    if state.form == ID:
+        return owners(state, names, side, beside)
+    if names is None:
+        return Owners({param: str(param) for param in state.params}, "names")
+    return resolve(state, names, side)
+
+
+def said(error: Refused) -> str:
+    """A refusal as a note."""
+    return f"{error.message}: {error.problems[0]}" if error.problems else f"{error.message} ({error.hint})"
+
+
+def _by_key_order(left: SavedOptimizer, right: SavedOptimizer, state: OptimizerState) -> Astray | None:
+    """Ids that nothing names, of models that were registered in different orders: none is known to be the same."""
+    if same_key_order(left.beside, right.beside) is not False:
+        return None
+    reason = "the models' keys stand in different orders in the two files, so equal ids need not be one parameter"
+    return Astray(reason, dict.fromkeys(state.params))
+
+
+def _elsewhere(mine: _Side, theirs: _Side) -> Astray | None:
+    """Parameters that both sides have under one name and in different places."""
+    if mine.state.is_stateless and theirs.state.is_stateless:
+        return None
+    place = {param: at for at, param in enumerate(theirs.state.params)}
+    details = {
+        param: f"number {at} on the left, {place[param]} on the right"
+        for at, param in enumerate(mine.state.params)
+        if place.get(param, at) != at
+    }
+    return Astray("one parameter in different places: loaded by position, its state would reach another", details)
+
+
+def _doubted(side: _Side, notes: list[str], where: str) -> Astray | None:
+    """What speaks against the owners of one side: none of its ids is known then."""
+    doubt = None if side.owners is None else side.owners.doubt
+    if doubt is None:
+        return None
+    notes.append(f"{where}: {doubt.message}: {doubt.problems[0]} ({doubt.hint})")
+    return Astray(doubt.message, dict.fromkeys(side.state.params))
 
 
 def _forms(left: str, right: str) -> list[Entry]:
@@ -140,140 +186,3 @@ def _classes(left: str | None, right: str | None) -> list[str]:
         return []
     known = [name or "an optimizer that is not torch's" for name in (left, right)]
     return [f"the left state is that of {known[0]}, the right one that of {known[1]}: neither loads the other's"]
-
-
-# Param groups
-
-
-def _groups(left: OptimizerState, right: OptimizerState) -> list[Entry]:
-    """Hyperparameters and parameters, group by group."""
-    pairs = _pairs(left, right)
-    entries: list[Entry] = []
-    for index, group in enumerate(left.groups):
-        other = pairs.get(index)
-        if other is None:
-            entries.append(Entry("unexpected", (f"{GROUPS}.{index}",), (), "only left has this param group"))
-        else:
-            entries += _options(index, other, group.hyperparameters, right.groups[other].hyperparameters)
-    taken = set(pairs.values())
-    entries += [
-        Entry("missing", (), (f"{GROUPS}.{index}",), "only right has this param group")
-        for index in range(len(right.groups))
-        if index not in taken
-    ]
-    return entries + _members(pairs, _homes(left), _homes(right))
-
-
-def _homes(state: OptimizerState) -> dict[Param, int]:
-    """Parameter -> the index of its group."""
-    return {param: index for index, group in enumerate(state.groups) for param in group.params}
-
-
-def _pairs(left: OptimizerState, right: OptimizerState) -> dict[int, int]:
-    """Which group is which: those that share most parameters, the rest by position."""
-    home, taken, pairs = _homes(right), set[int](), dict[int, int]()
-    for index, group in enumerate(left.groups):
-        shared = Counter(home[param] for param in group.params if param in home)
-        best = next((other for other, _ in shared.most_common() if other not in taken), None)
-        if best is not None:
-            pairs[index] = best
-            taken.add(best)
-    for index in range(min(len(left.groups), len(right.groups))):
-        if index not in pairs and index not in taken:
-            pairs[index] = index
-            taken.add(index)
-    return pairs
-
-
-def _options(index: int, other: int, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Entry]:
-    entries = []
-    differing = different(left, right)
-    for name in dict.fromkeys((*left, *right)):
-        mine, theirs = (f"{GROUPS}.{index}.{name}",), (f"{GROUPS}.{other}.{name}",)
-        if name not in differing:
-            entries.append(Entry("same", mine, theirs))
-        elif name not in right:
-            entries.append(Entry("unexpected", mine, (), f"only left's param groups have `{name}`"))
-        elif name not in left:
-            entries.append(Entry("missing", (), theirs, f"only right's param groups have `{name}`"))
-        else:
-            entries.append(
-                Entry("value", mine, theirs, f"another `{name}`", None, "{} instead of {}".format(*differing[name]))
-            )
-    return entries
-
-
-def _members(pairs: Mapping[int, int], left: Mapping[Param, int], right: Mapping[Param, int]) -> list[Entry]:
-    """Every parameter of the groups: in the same group on both sides, in another one, or on one side only."""
-    entries = []
-    for param, index in left.items():
-        key = (f"{GROUPS}.{index}.{PARAMS}.{param}",)
-        if param not in right:
-            entries.append(Entry("unexpected", key, (), f"only left has this parameter, in param group {index}"))
-            continue
-        other = right[param]
-        theirs = (f"{GROUPS}.{other}.{PARAMS}.{param}",)
-        if pairs.get(index) == other:
-            entries.append(Entry("same", key, theirs))
-        else:
-            entries.append(Entry("renamed", key, theirs, f"in param group {index} on the left, {other} on the right"))
-    entries += [
-        Entry("missing", (), (f"{GROUPS}.{other}.{PARAMS}.{param}",), f"only right has it, in param group {other}")
-        for param, other in right.items()
-        if param not in left
-    ]
-    return entries
-
-
-# State
-
-
-class _Value(NamedTuple):
-    param: Param
-    name: str
-    value: Any
-
-
-def _states(left: OptimizerState, right: OptimizerState, values: Values | None) -> list[Entry]:
-    """The state of every parameter, name by name."""
-    mine, theirs = _flat(left), _flat(right)
-    entries = [_pair(key, mine[key].value, theirs[key].value, values) for key in mine if key in theirs]
-    entries += [
-        Entry("unexpected", (key,), (), _lacking(value, right, "right"))
-        for key, value in mine.items()
-        if key not in theirs
-    ]
-    entries += [
-        Entry("missing", (), (key,), _lacking(value, left, "left")) for key, value in theirs.items() if key not in mine
-    ]
-    return entries
-
-
-def _flat(state: OptimizerState) -> dict[str, _Value]:
-    return {
-        f"{STATE}.{param}.{name}": _Value(param, str(name), value)
-        for param, own in state.state.items()
-        for name, value in own.items()
-    }
-
-
-def _lacking(value: _Value, state: OptimizerState, side: str) -> str:
-    """Why a side has no such state."""
-    if state.state.get(value.param):
-        return f"{side} has no `{value.name}` in its state"
-    return f"{side} has no state for this parameter"
-
-
-def _pair(key: str, left: Any, right: Any, values: Values | None) -> Entry:
-    keys = (key,), (key,)
-    if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
-        if isinstance(left, TensorEntry) or isinstance(right, TensorEntry):
-            return Entry("dtype", *keys, "a tensor on one side, a Python value on the other")
-        differing = different({"": left}, {"": right})
-        return Entry("value", *keys, "another value") if differing else Entry("same", *keys)
-    if left.shape != right.shape:
-        return Entry("shape", *keys, "another shape", None, f"{list(left.shape)} instead of {list(right.shape)}")
-    if left.dtype != right.dtype:
-        return Entry("dtype", *keys, f"{left.dtype} instead of {right.dtype}")
-    found = None if values is None else values(left, right)
-    return Entry("same", *keys) if found is None else Entry("value", *keys, "other values", None, found)

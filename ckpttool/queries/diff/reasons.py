@@ -8,6 +8,7 @@ from functools import cache
 
 from ckpttool.naming.wrappers.table import TABLE
 from ckpttool.queries.diff.result import Entry
+from ckpttool.words import plural
 
 
 def segment_change(old: str, new: str) -> str:
@@ -82,7 +83,7 @@ def hidden_segments(entries: Iterable[Entry]) -> tuple[str, ...]:
             if len(hits) == 1:
                 found[side, hits.pop()] += 1
     return tuple(
-        f"{count} keys of the {side} lack a segment `{segment}` that the other side has: a state_dict hook may hide it "
-        f"(pass --model to know)"
+        f"{plural(count, 'key')} of the {side} without a segment `{segment}` that the other side has: a state_dict "
+        "hook may hide it (pass --model to know)"
         for (side, segment), count in found.items()
     )

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.names import Hook, hook_json
+from ckpttool.naming.inference.values import Inference
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
+# The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
+TIED = "tied: the model has it under several names, left under one of them (as save_pretrained saves it)"
 STATUSES = (
-    *("same", "renamed", "transformed", "alias", "shape", "dtype", "value"),
+    *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),
 )
 
@@ -33,7 +36,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The answer of `diff`. `fix` are commands that can be pasted; `notes` are sentences about no single key."""
+    """The answer of `diff`. `fix` are commands that can be pasted; `notes` are sentences about no single key.
+
+    `inferred` is what may be one tensor under two names, where no model was there to ask: suggestions, on which
+    `identical` does not rest; `rules` is the text of a rules file that carries them out. None where the question does
+    not arise, and where there are no such rules. `exchangeable` are keys of one shape in the same layers, which only
+    their names tell apart: a tuple for each shape.
+    """
 
     left: str
     right: str
@@ -41,6 +50,9 @@ class Diff:
     entries: tuple[Entry, ...]
     fix: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    inferred: Inference | None = None
+    rules: str | None = None
+    exchangeable: tuple[tuple[str, ...], ...] = ()
 
     @property
     def summary(self) -> dict[str, int]:
@@ -59,7 +71,21 @@ class Diff:
             "entries": [_entry_json(entry) for entry in self.entries],
             "fix": list(self.fix),
             "notes": list(self.notes),
+            **({"exchangeable": [list(keys) for keys in self.exchangeable]} if self.exchangeable else {}),
+            **({} if self.inferred is None else {**_inferred_json(self.inferred), "rules": self.rules}),
         }
+
+
+def _inferred_json(inferred: Inference) -> dict[str, Any]:
+    return {
+        "suggested": [
+            {"left": list(p.left), "right": list(p.right), "evidence": p.evidence, "transposed": p.transposed or None}
+            for p in inferred.pairs
+        ],
+        "ambiguous": [
+            {"left": list(one.left), "right": list(one.right), "reason": one.reason} for one in inferred.ambiguous
+        ],
+    }
 
 
 def _entry_json(entry: Entry) -> dict[str, Any]:

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import difference
 from ckpttool.names import Names
+from ckpttool.naming.inference.alike import exchangeable
+from ckpttool.naming.inference.values import Tensor
 from ckpttool.naming.optimizers.forms import form_of
-from ckpttool.operands.checkpoint import model_section
+from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.naming.optimizers.saved_order import saved_order
+from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.optimizer_state import ID
 from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff import mend
+from ckpttool.queries.diff.adapters import adapter_notes
+from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
+    SavedOptimizer,
     compare_optimizers,
-    compare_with_optimizer,
     differing_optimizers,
     optimizer_alone,
     optimizer_section,
 )
+from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.suggestions import suggestions
+from ckpttool.words import shell
+
+if TYPE_CHECKING:
+    from ckpttool.tracing.loading import Verdict
+    from ckpttool.tracing.optimizer_loading import OptimizerVerdict
+
+
+FQN_MODIFIERS = (
+    "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
+    "the module has a method `_fqn_modifiers` (pytorch#146557)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +66,18 @@ class DiffOptions(OptimizerOptions):
         return None
 
 
-def run(left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions) -> Diff:
-    """What differs, why, and the commands that mend it.
+def run(
+    left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions, model: ModelOperand | None = None
+) -> Diff:
+    """What differs, and why; what mends it is found by `edits.mend`, but for optimizers.
 
     `left` is what there is, `right` what is expected. With a model alone: its serialized keys against its runtime
     names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
     succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
-    against it. Raises `CkptError` where this asks for nothing.
+    against it. `model` is that of the options, where it has been read already. Raises `CkptError` where this asks for
+    nothing.
     """
-    model = operand_of(options)
+    model = operand_of(options) if model is None else model
     values, ignore_dtype = options.comparison, options.ignore_dtype
     if left is not None and right is not None:
         return _checkpoints(left, right, model, values, ignore_dtype)
@@ -61,7 +85,9 @@ def run(left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions)
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
     if left is None:
         return _names(model)
-    return _load(model, left, ignore_dtype) if model.optimizer is None else _optimizer(model, left)
+    if model.optimizer is None and optimizer_alone(left) is None:
+        return _load(model, left, ignore_dtype)
+    return _optimizer(model, left, ignore_dtype)
 
 
 def _names(model: ModelOperand) -> Diff:
@@ -70,13 +96,10 @@ def _names(model: ModelOperand) -> Diff:
     entries = compare_names(names)
     lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
     identical = not lost and all(entry.status in HARMLESS for entry in entries)
-    notes = (
-        ()
-        if names.roundtrips
-        else tuple(f"does not load what it saves: {text}" for text in map(str, names.roundtrip_problems))
-    )
-    fix = () if identical else mend.names(model, entries)
-    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, fix, notes)
+    lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
+    renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
+    notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
+    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -90,25 +113,101 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     entries = compare_load(names, section, verdict)
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
-    identical = fits and (ignore_dtype or not converts)
-    notes = [f"torch: {text}" for text in (() if verdict is None else verdict.errors)]
+    lost = any(entry.status == "value" for entry in entries)
+    identical = fits and not lost and (ignore_dtype or not converts)
+    notes = _said(verdict, entries)
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
-    fix = () if identical else mend.load(model, checkpoint.source, entries)
-    return Diff(checkpoint.source, f"{model.title} (what it loads)", identical, entries, fix, tuple(notes))
+    if not identical:
+        notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
+    notes += _of_other_order(names, checkpoint)
+    alike = exchangeable(_distinct(names))
+    right = f"{model.title} (what it loads)"
+    return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
 
 
-def _optimizer(model: ModelOperand, checkpoint: Checkpoint) -> Diff:
-    """A saved optimizer against the one that is to load it."""
+def _said(verdict: Verdict | None, entries: Iterable[Entry]) -> list[str]:
+    """What torch says of loading beside the two lists of keys and the shapes that are listed."""
+    if verdict is None:
+        return []
+    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
+    errors = [f"torch: {text}" for text in verdict.errors if text.partition(": ")[0] + ":" not in shown]
+    assigns = ["load_state_dict(..., assign=True) loads it: the file's tensors then take the place of the model's"]
+    return [*errors, *(assigns if verdict.assigns else [])]
+
+
+def _distinct(names: Names) -> Iterator[Tensor]:
+    """The tensors that the model loads, those with several keys once."""
+    seen = set[object]()
+    for key in names.serialized:
+        if key.shape is not None and key.source not in seen:
+            yield Tensor(key.key, key.dtype, key.shape)
+        if key.source is not None:
+            seen.add(key.source)
+
+
+def _of_other_order(names: Names, checkpoint: Checkpoint) -> list[str]:
+    """A note on optimizers beside the model that were saved by another definition of it."""
+    paths = [section.path for section in checkpoint.sections if section.kind == "optimizer"]
+    order = saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes)) if paths else None
+    if order is None or not order.differing:
+        return []
+    which = ", ".join(path or "(root)" for path in paths)
+    return [
+        "the model that saved this file registers its parameters in another order, by which torch gives optimizers' "
+        f"state to them: {which} is not compared without --optimizer"
+    ]
+
+
+def _optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
+    """A saved optimizer, and the model beside it, against those that are to load them."""
     names, section = model.names(), optimizer_section(checkpoint)
     if section is None:
-        raise CkptError(f"{checkpoint.source} holds no optimizer, or several", hint="name one: CKPT::optimizer")
-    entries, notes = compare_with_optimizer(section, names)
-    identical = all(entry.status in HARMLESS for entry in entries)
-    fix = () if identical else mend.optimizer(model, checkpoint.source)
-    right = f"{model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class} (of {names.model})"
-    return Diff(checkpoint.source, right, identical, entries, fix, notes)
+        raise _no_optimizer(model, checkpoint)
+    if not names.optimizer:
+        names = in_model_order(names, section)
+    fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, _tried(model, section))
+    fix = mend.optimizer(model, checkpoint.source, section.path, fit)
+    notes, loads = _beside(model, checkpoint, ignore_dtype)
+    made = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
+    right = f"{made} (of {names.model})"
+    return Diff(checkpoint.source, right, fit.fits and loads, fit.entries, fix, (*fit.notes, *notes))
+
+
+def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
+    paths = [section.path for section in checkpoint.sections if section.kind == "optimizer"]
+    if paths:
+        several = ", ".join(path or "(root)" for path in paths)
+        hint = f"pick one: {checkpoint.source}::{paths[0]}"
+        return CkptError(f"{checkpoint.source} holds several optimizers: {several}", hint=hint)
+    words = shell("ckpttool", "diff", *model.words, checkpoint.source)
+    return CkptError(
+        f"{checkpoint.source} holds no optimizer: one that resumes from it starts afresh",
+        hint=f"its model: {words}",
+    )
+
+
+def _tried(model: ModelOperand, section: Section) -> OptimizerVerdict | None:
+    """What torch does with the state; None where it cannot be tried, or it is in a form that goes by names."""
+    if model.optimizer is None or not model.is_definition or form_of(section) != ID:
+        return None
+    from ckpttool.tracing.load_optimizer import load_optimizer
+    from ckpttool.tracing.optimizer_loading import optimizer_verdict
+
+    return optimizer_verdict(model.definition(), load_optimizer(model.optimizer), section)
+
+
+def _beside(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> tuple[tuple[str, ...], bool]:
+    """Whether the model loads from the same file, with a note where it does not; true where there is none in it."""
+    if not any(section.kind == "state_dict" for section in checkpoint.sections):
+        return (), True
+    words = shell("ckpttool", "diff", *model.words, checkpoint.source)
+    try:
+        found = _load(replace(model, optimizer=None), checkpoint, ignore_dtype)
+    except CkptError as error:
+        return (f"the model in this file was not compared: {error.message} ({error.hint})",), False
+    return (() if found.identical else (f"the model in this file does not load as it is ({words})",)), found.identical
 
 
 def _checkpoints(
@@ -121,12 +220,14 @@ def _checkpoints(
         return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    harmless = HARMLESS | {"dtype"} if ignore_dtype else HARMLESS
+    entries = explained(entries, mine, theirs)
+    harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
-    notes = (*hidden, *differing_optimizers(left, right, names))
-    fix = mend.checkpoints(left, right, entries, bool(hidden))
-    return Diff(left.source, right.source, identical, entries, fix, notes)
+    adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
+    notes = (*hidden, *adapters, *differing_optimizers(left, right, names))
+    inferred = suggestions(left, right, entries, values is not None) if names is None else None
+    return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred)
 
 
 def _optimizers(
@@ -138,7 +239,8 @@ def _optimizers(
     values: Values | None,
 ) -> Diff:
     """Two saved optimizers."""
-    entries, notes = compare_optimizers(*sections, names, values)
+    saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
+    entries, notes = compare_optimizers(*saved, names, values)
     identical = all(entry.status in HARMLESS for entry in entries)
-    fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model)
+    fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model, entries)
     return Diff(left.source, right.source, identical, entries, fix, notes)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
-from ckpttool.report.collapse import collapse
-from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table
+from ckpttool.report.collapse import collapse, first_pattern
+from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table, shortened
 from ckpttool.words import number, plural
 
+_ROWS = 40
 _ROLES: dict[str, Role] = {
     "same": "ok",
     "alias": "dim",
@@ -16,10 +18,12 @@ _ROLES: dict[str, Role] = {
     "extra_state": "dim",
     "renamed": "warn",
 }
+_FEW = 2  # details of a cause, of which a cause with more shows none, unless they are shapes
 _MEANING = {
     "same": "same key, dtype and shape",
     "renamed": "one tensor under two names",
     "transformed": "computed from other tensors",
+    "order": "state that would reach another parameter",
     "alias": "a second name of one tensor",
     "shape": "another shape",
     "dtype": "another dtype",
@@ -43,7 +47,11 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         _summary(diff),
         _listed(diff.entries) if all else _causes(diff.entries),
     ]
+    if diff.inferred is not None:
+        blocks += [shortened(_suggested(diff.inferred), None if all else _ROWS), _ambiguous(diff.inferred)]
     blocks += [Note(note, "notice" if diff.identical else "warning") for note in diff.notes]
+    if diff.exchangeable:
+        blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
@@ -79,10 +87,12 @@ def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
     first = group[0]
     hook = first.hook
     why = first.reason if hook is None else f"{first.reason}: {hook.function} ({hook.file}:{hook.line})"
-    details = {entry.detail for entry in group} - {None}
-    if len(details) == 1:
-        why += f": {first.detail}"
-    sides = [_keys(key for entry in group for key in side(entry)) for side in (_left, _right)]
+    details = list(dict.fromkeys(entry.detail for entry in group if entry.detail is not None))
+    if 0 < len(details) <= _FEW:
+        why += f": {', '.join(details)}"
+    elif details and first.status == "shape":
+        why += f": {', '.join(details[:_FEW])}, and {len(details) - _FEW} more"
+    sides = [first_pattern(key for entry in group for key in side(entry)) for side in (_left, _right)]
     return (Cell(first.status, _ROLES.get(first.status, "bad")), number(len(group)), why, *sides)
 
 
@@ -94,12 +104,45 @@ def _right(entry: Entry) -> tuple[str, ...]:
     return entry.right
 
 
-def _keys(keys: Iterable[str]) -> str:
-    """The first pattern of the keys, and how many patterns more there are."""
-    groups = collapse((key, None) for key in keys)
-    if not groups:
-        return "-"
-    return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")
+def _suggested(inferred: Inference) -> Table:
+    """A row for each kind of pair, with layer numbers as ranges, and what speaks for it; one for all with one name."""
+    groups: dict[object, list[Pair]] = {}
+    for pair in inferred.pairs:
+        by_name = pair.evidence.startswith(SAME_NAME)  # which says all of the pair
+        kind = "" if by_name else tuple(template(key)[0] for key in (*pair.left, *pair.right))
+        groups.setdefault((kind, pair.evidence, pair.transposed), []).append(pair)
+    rows = tuple(
+        (_joined(pair.left for pair in group), _joined(pair.right for pair in group), _evidence(group[0]))
+        for group in groups.values()
+    )
+    columns = (Column("left", "key"), Column("right", "key"), Column("evidence"))
+    return Table("Suggested: likely one tensor under two names; nothing above rests on it", columns, rows)
+
+
+def _joined(sides: Iterable[tuple[str, ...]]) -> str:
+    """The parts of one side, each with its layers on one line."""
+    return " + ".join(first_pattern(keys) for keys in zip(*sides))
+
+
+def _evidence(pair: Pair) -> str:
+    return pair.evidence + (f"; stored transposed in {pair.transposed}" if pair.transposed else "")
+
+
+def _ambiguous(inferred: Inference) -> Table:
+    rows = tuple((first_pattern(one.left), first_pattern(one.right), one.reason) for one in inferred.ambiguous)
+    columns = (Column("left", "key"), Column("right", "key"), Column("why"))
+    return Table("Not paired: could be each other in more than one way", columns, rows)
+
+
+def _exchangeable(diff: Diff) -> str:
+    """Which tensors only their names tell apart, those of one shape as an example."""
+    count = sum(map(len, diff.exchangeable))
+    groups = collapse((key, None) for key in diff.exchangeable[0])
+    example = ", ".join(group.pattern for group in groups)
+    return (
+        f"{plural(count, 'tensor')} could be exchanged with others of their layer without any shape error, "
+        f"as {example}: only their names tell them apart"
+    )
 
 
 def _listed(entries: Iterable[Entry]) -> Table:

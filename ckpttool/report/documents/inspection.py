@@ -13,6 +13,7 @@ from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table
 from ckpttool.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
+_DIGITS = 12  # of a hash; JSON has all of them
 _VALUE_WIDTH = 200  # characters of a metadata value that are shown
 _ROOT = "(root)"
 
@@ -27,13 +28,15 @@ def document(inspection: Inspection, *, all: bool = False) -> Document:
         _sections(inspection),
         _dtypes(inspection),
         shortened(_tensors(inspection, all), limit),
+        shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(inspection), limit),
+        _adapters(inspection),
         shortened(_aliases(inspection), limit),
         shortened(_extras(inspection), limit),
         shortened(_globals(inspection), limit),
         shortened(_metadata(inspection), limit),
     )
-    notes = [Note(note, "warning") for note in checkpoint.notes]
+    notes = [Note(note, "warning") for note in inspection.notes]
     shown = [table for table in tables if table.rows]
     return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown))
 
@@ -79,6 +82,24 @@ def _tensors(inspection: Inspection, all: bool) -> Table:
     return Table("Tensors", tuple(columns), tuple(rows))
 
 
+def _statistics(inspection: Inspection) -> Table:
+    """A line a dense tensor, where its values were read."""
+    titles = ("min", "max", "mean", "zeros", "NaN", "inf")
+    columns = (Column("key", "key"), *(Column(title, "number") for title in titles), Column("sha256", "dim"))
+    rows: list[tuple[Inline, ...]] = []
+    for (section, key), own in (inspection.statistics or {}).items():
+        counts = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (own.nan, own.inf)]
+        values = [_rounded(value) for value in (own.minimum, own.maximum, own.mean)]
+        zeros = "" if own.zeros is None else number(own.zeros)
+        name = f"{section}.{key}" if section else key
+        rows.append((name, *values, zeros, *counts, own.sha256[:_DIGITS]))
+    return Table("Values", columns, tuple(rows))
+
+
+def _rounded(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
 def _groups(section: Section, all: bool) -> list[Group]:
     if all:
         return [Group(entry.key, (entry.key,)) for entry in section.tensors]
@@ -98,6 +119,17 @@ def _flat_parameters(inspection: Inspection) -> Table:
     ]
     columns = (Column("key", "key"), Column("parameters of"), Column("elements", "number"))
     return Table("Flat parameters: all parameters of a module, end to end", columns, tuple(rows))
+
+
+def _adapters(inspection: Inspection) -> Table:
+    columns = (Column("section", "key"), Column("adapter"), Column("modules", "number"), Column("touches", "key"))
+    rows: list[tuple[Inline, ...]] = []
+    for path, adapter in inspection.adapters.items():
+        touched = ", ".join(group.pattern for group in collapse((module, None) for module in adapter.modules))
+        alone = "alone: no weights of its model" if adapter.alone else "beside its model"
+        kinds = f"{' and '.join(adapter.kinds)}, {alone}"
+        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), touched[:_VALUE_WIDTH]))
+    return Table("Adapters: what is added to a model's layers", columns, tuple(rows))
 
 
 def _aliases(inspection: Inspection) -> Table:

@@ -22,6 +22,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     else:
         blocks.append(Note("load_state_dict() does not read back what state_dict() writes:", "warning"))
         blocks.append(Problems(names.roundtrip_problems, "warning"))
+    blocks += [Note(note, "warning") for note in names.notes]
     if written is not None:
         blocks.append(Note(f"names file: {written}"))
     renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)

@@ -6,7 +6,7 @@ from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.result import Remap
 from ckpttool.expression import Ref, refs
 from ckpttool.plan import Plan
-from ckpttool.report.collapse import collapse
+from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
 from ckpttool.words import number, plural
 
@@ -41,12 +41,17 @@ def _optimizer(one: OptimizerRemap) -> str:
 
 
 def _changes(plan: Plan) -> Table:
+    """A row for each way in which names change, repeated layers on one line."""
+    sources = {o.key: tuple(dict.fromkeys(refs(o.source))) for o in plan.outputs if o.source != Ref(o.key)}
     rows = [
-        (o.source.key if isinstance(o.source, Ref) else " + ".join(dict.fromkeys(refs(o.source))), o.key)
-        for o in plan.outputs
-        if o.source != Ref(o.key)
+        (" + ".join(first_pattern(keys) for keys in zip(*map(sources.__getitem__, group.keys))) or "-", group.pattern)
+        for group in collapse((key, tuple(map(_without_indices, own))) for key, own in sources.items())
     ]
     return Table("Changes", (Column("from", "key"), Column("to", "key")), tuple(rows))
+
+
+def _without_indices(key: str) -> tuple[str, ...]:
+    return tuple("" if part.isdecimal() else part for part in key.split("."))
 
 
 def _dropped(plan: Plan) -> Table:

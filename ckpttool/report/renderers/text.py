@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import Block, Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
 from ckpttool.words import visible
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
@@ -29,8 +29,13 @@ def render(document: Document, terminal: Terminal | None = None) -> str:
 
         return render_rich(document, terminal.width, terminal.color)
     parts = [[visible(document.title), visible(document.verdict)]]
-    parts += [_BLOCKS[type(block)](block) for block in document.blocks]
+    parts += [lines(block) for block in document.blocks]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def lines(block: Block) -> list[str]:
+    """The lines of one block."""
+    return _BLOCKS[type(block)](block)
 
 
 def _facts(facts: Facts) -> list[str]:

@@ -24,6 +24,9 @@ from ckpttool.tracing.recorder.size_limit import Bounds
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
                        "size", "stride", "storage_offset", "is_contiguous", "is_strides_like_format", "dim",
                        "numel"})  # fmt: skip
+# Of other dtypes few operators know on any device, and meta says of more that they do.
+_COMMON = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+                     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # fmt: skip
 
 
 class NeedsValues(Exception):
@@ -38,7 +41,8 @@ class Recorder(TorchDispatchMode):
 
     `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for each time that code
     looked at values, `blind` that it asked for values that do not exist (and may have caught the error). `conversions`
-    lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype.
+    lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype. `doubtful` says that an
+    operator ran on meta of which nobody knows whether it runs on values.
     """
 
     def __init__(self) -> None:
@@ -50,6 +54,7 @@ class Recorder(TorchDispatchMode):
         self.writes: list[tuple[int, Token]] = []
         self.reads: list[tuple[Any, tuple[str, ...]]] = []
         self.blind = False
+        self.doubtful = False
         self.bounds = Bounds()
         self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
 
@@ -110,6 +115,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        self.doubtful = self.doubtful or _is_doubtful(func, _tensors(args, kwargs))
         try:
             return func(*self._runnable(args, kwargs), **_moved(func, args, kwargs))
         except Exception as error:
@@ -263,6 +269,15 @@ class Recorder(TorchDispatchMode):
         """The arguments, all on meta where one of them has no values: torch refuses to mix devices."""
         devices = {self._is_unreal(t) for t in _tensors(args, kwargs)}
         return [_on_meta(arg) for arg in args] if len(devices) > 1 or (devices == {True}) else args
+
+
+def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether meta may accept what real tensors refuse: a computation in a dtype that few operators know."""
+    dtypes = {tensor.dtype for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
+    if dtypes <= _COMMON or not any(tensor.device.type == "meta" for tensor in tensors):
+        return False
+    moves = func is torch.ops.aten.copy_.default or func.is_view or func.__name__.partition(".")[0] in fn.SAME
+    return not moves or len(dtypes) > 1
 
 
 @cache

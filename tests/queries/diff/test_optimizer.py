@@ -6,19 +6,25 @@ import pytest
 import torch
 
 import optimizer_models as models
-from ckpttool.checkpoint import Section
 from ckpttool.evaluate.compare import difference
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.queries.diff.optimizer import compare_optimizers, compare_with_optimizer
+from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
+from ckpttool.queries.diff.optimizer_load import compare_with_optimizer
 from ckpttool.queries.diff.result import HARMLESS, Entry
 from optimizer_support import names_of, remapped, save, steps, train
 
 
-def section(path: str) -> Section:
-    return open_checkpoint(path).section("optimizer")
+def section(path: str) -> SavedOptimizer:
+    """The optimizer of a file, as if nothing stood beside it."""
+    return SavedOptimizer(open_checkpoint(path).section("optimizer"))
 
 
-def saved(path: Path, model: type[torch.nn.Module], make, count: int = 1) -> Section:
+def beside(path: str) -> SavedOptimizer:
+    source = open_checkpoint(path)
+    return SavedOptimizer.of(source, source.section("optimizer"))
+
+
+def saved(path: Path, model: type[torch.nn.Module], make, count: int = 1) -> SavedOptimizer:
     return section(save(path, *train(model, make, count)))
 
 
@@ -41,16 +47,31 @@ def test_pytorch_124546_one_state_under_ids_and_under_names(keys: str, tmp_path:
     names = names_of("Net")
     path = save(tmp_path / "id.pt", *train(models.Net, models.adamw))
     remapped(path, tmp_path / "named.pt", keys=keys, names=names)
-    entries, notes = compare_optimizers(section(path), section(str(tmp_path / "named.pt")), names)
+    entries, notes = compare_optimizers(beside(path), beside(str(tmp_path / "named.pt")), names)
     assert [found[0] for found in told(entries)] == ["renamed"]
     assert told(entries)[0][2].startswith("left's parameters are ids")
     assert not notes
 
 
-def test_another_order_under_names(tmp_path: Path) -> None:
+def test_another_order_of_equal_names_is_a_difference_of_places(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.named)
     right = saved(tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
-    assert not told(compare_optimizers(left, right)[0])
+    entries, notes = compare_optimizers(left, right)
+    assert {found[0] for found in told(entries)} == {"order"}
+    assert len(told(entries)) == 8  # the fifth of nine stays
+    assert "number 0 on the left, 8 on the right" in str(told(entries)[0])
+    assert notes == ("by the names of the parameters nothing differs but their places",)
+
+
+def test_ids_alone_of_models_in_another_order_are_not_the_same(tmp_path: Path) -> None:
+    left, right = (
+        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
+    )
+    state = torch.load(left)
+    torch.save({**torch.load(right), "optimizer": state["optimizer"]}, right)
+    entries, _ = compare_optimizers(beside(left), beside(right))
+    assert {found[0] for found in told(entries)} == {"order"}
+    assert not told(compare_optimizers(section(left), section(right))[0])
 
 
 def test_hyperparameters_and_values(tmp_path: Path) -> None:
@@ -74,8 +95,8 @@ def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) ->
         steps(other, optimizer, 0, 1)
     model, sgd = train(models.Net, models.sgd, 1)
     entries, notes = compare_optimizers(
-        section(save(tmp_path / "sgd.pt", model, sgd)),
-        saved(tmp_path / "adamw.pt", models.Net, models.adamw),
+        beside(save(tmp_path / "sgd.pt", model, sgd)),
+        beside(save(tmp_path / "adamw.pt", *train(models.Net, models.adamw, 1))),
         names_of("Net"),
     )
     assert notes == ("the left state is that of SGD, the right one that of Adam or AdamW: neither loads the other's",)
@@ -92,8 +113,7 @@ def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) ->
 def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:
     names = names_of("Net", "by_layer")
     left = saved(tmp_path / "a.pt", models.Net, models.named)
-    entries, _ = compare_with_optimizer(left, names)
-    found = told(entries)
+    found = told(compare_with_optimizer(left, names).entries)
     assert ("missing", "param_groups.0", "only right has this param group", None) in found
     moved = [key for status, key, *_ in found if status == "renamed"]
     assert moved == [f"param_groups.0.params.second.{n} param_groups.0.params.second.{n}" for n in ("bias", "weight")]
@@ -102,22 +122,23 @@ def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:
 def test_which_parameters_are_extra_in_which_group(tmp_path: Path) -> None:
     """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
     left = saved(tmp_path / "a.pt", models.Shrunk, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
-    entries, notes = compare_with_optimizer(left, names_of("Net", "adamw"))
-    assert told(entries) == [
+    fit = compare_with_optimizer(left, names_of("Net", "adamw"))
+    assert told(fit.entries) == [
         ("missing", f"param_groups.0.params.second.{n}", "only right has it, in param group 0", None)
         for n in ("weight", "bias")
     ]
-    assert not notes
+    assert not fit.fits
+    assert not fit.notes
 
 
 def test_ids_that_nothing_names_are_compared_as_they_are(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Shrunk, models.adamw)
-    entries, notes = compare_with_optimizer(left, names_of("Net", "adamw"))
-    assert [found[:2] for found in told(entries)] == [
+    fit = compare_with_optimizer(left, names_of("Net", "adamw"))
+    assert [found[:2] for found in told(fit.entries)] == [
         ("missing", "param_groups.0.params.7"),
         ("missing", "param_groups.0.params.8"),
     ]
-    assert notes == (
+    assert fit.notes == (
         "left was not saved by this optimizer: its groups have other sizes: "
         "7 parameters in the file, 9 in the optimizer @ param_groups.0",
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpttool.formats.containers.pickle_tree.nodes import ABSENT, ByteString, Call, Global, Persistent, PickledSet
 from ckpttool.limits import limits
+from ckpttool.words import a
 
 STOP = ord(".")
 PROTO = 0x80
@@ -285,7 +286,7 @@ def _check_key(key: Any) -> None:
         if type(part) is tuple:
             todo.extend(part[: _LARGEST_KEY + 1])
         elif type(part) not in _ATOMS or (type(part) is int and part.bit_length() > 64):
-            raise TypeError(f"a {type(part).__name__} stands as the key of a dict")
+            raise TypeError(f"{a(part)} stands as the key of a dict")
         if not todo:
             return
     raise ValueError("the key of a dict is too large")

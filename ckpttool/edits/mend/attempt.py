@@ -1,0 +1,116 @@
+"""One way to mend, tried on the index: what it would write is asked about as the diff was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits import run as remap
+from ckpttool.edits.mend.command import command, operand, outputs
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.swap import run as swap
+from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.errors import CkptError
+from ckpttool.names import Names
+from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.output import target_for
+from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.queries.diff.run import DiffOptions, run
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a diff was asked. `model` is read once, however often the question is asked of other checkpoints."""
+
+    left: Checkpoint | None
+    right: Checkpoint | None
+    options: DiffOptions
+    model: ModelOperand | None
+
+    def answer(self) -> Diff:
+        """The diff, without what mends it."""
+        return run(self.left, self.right, self.options, self.model)
+
+    def of_names(self, left: Checkpoint | None, right: Checkpoint | None) -> Diff:
+        """The same question of other checkpoints, without their bytes: no rename changes these."""
+        options = replace(self.options, values=False, rtol=0.0, atol=0.0)
+        return replace(self, left=left, right=right, options=options).answer()
+
+    @property
+    def is_about_models(self) -> bool:
+        """Whether a model's tensors are compared, and no optimizers."""
+        if self.options.optimizer is not None and self.right is None:
+            return False
+        return self.left is not None and any(section.kind == "state_dict" for section in self.left.sections)
+
+    @property
+    def names(self) -> Names | None:
+        """The model's names, where there is a model."""
+        return None if self.model is None else self.model.names()
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A command that works, and the answer to the question once it has run. `drops`: it leaves tensors out."""
+
+    command: str
+    after: Diff
+    drops: bool = False
+
+    @property
+    def left_to_do(self) -> int:
+        """How many differences there still are."""
+        return remaining(self.after)
+
+
+def remaining(diff: Diff) -> int:
+    """How many differences stand between left and right."""
+    return sum(entry.status not in HARMLESS for entry in diff.entries)
+
+
+def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt | None:
+    """The remap of the left checkpoint that `options` ask for; None where it is refused, or no format can hold it.
+
+    `options` are as they are to be printed; they are carried out with what is read already. `word` is for the name of
+    the output, of which the ending may change to that of a format that holds more.
+    """
+    source = question.left
+    assert source is not None
+    read = replace(
+        options,
+        dry_run=True,
+        model=None if options.model is None else question.names,
+        model_kwargs=None,
+        materialize=False,
+        like=None if options.like is None else question.right,
+    )
+    for out in outputs(source.source, word):
+        try:
+            made = remap.run(source, replace(read, out=out)).result
+            made = replace(made, source=out, format=target_for(out, source).format.name)
+            after = question.of_names(made, question.right)
+        except CkptError:
+            continue
+        line = command("remap", (operand(source.source, source.format),), replace(options, out=out))
+        return Attempt(line, after, drops=bool(options.drop))
+    return None
+
+
+def try_swap(question: Question, program: Checkpoint, weights: Checkpoint, options: SwapOptions) -> Attempt | CkptError:
+    """The swap that `options` ask for, or why it is refused."""
+    read = replace(
+        options,
+        dry_run=True,
+        model=None if options.model is None else question.names,
+        model_kwargs=None,
+        materialize=False,
+    )
+    try:
+        made = swap.run(program.source, weights, read).program
+    except CkptError as error:
+        return error
+    out = next(outputs(program.source, "swapped"))
+    made = replace(made, source=out)
+    sides = (made, weights) if program is question.left else (weights, made)
+    line = command("swap-weights", (program.source, operand(weights.source, weights.format)), replace(options, out=out))
+    return Attempt(line, question.of_names(*sides))

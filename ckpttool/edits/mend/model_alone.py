@@ -1,0 +1,63 @@
+"""A model whose serialized keys are not its runtime names: what brings any checkpoint of it to a program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.dtypes import itemsize
+from ckpttool.edits import run as remap
+from ckpttool.edits.mend.attempt import Question
+from ckpttool.edits.mend.command import command
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.errors import CkptError
+from ckpttool.names import Names
+from ckpttool.queries.diff.result import Diff
+from ckpttool.words import plural
+
+_FEW = 3
+LOST = (
+    "{tensors} in no key that state_dict() writes ({names}), so no command brings them back from a checkpoint of this "
+    "model: keep them by a hook of your own, or mend the hook that takes them out"
+)
+
+
+def of_names(question: Question, diff: Diff) -> Diff:
+    """`diff` with the commands, where they work for what the model saves; which checkpoint is meant is not known."""
+    names, asked = question.names, question.options
+    assert names is not None
+    model = {"model": asked.model, "model_kwargs": asked.model_kwargs, "materialize": asked.materialize}
+    try:
+        made = remap.run(saved_by(names), RemapOptions(model=names, to="exported")).result
+    except CkptError as error:
+        problems = "; ".join(map(str, error.problems[:_FEW]))
+        why = f"no command brings this model's checkpoints to its runtime names: {error.message} ({problems})"
+        return replace(diff, notes=(*diff.notes, why))
+    have = made.section("").by_key()
+    lost = [t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in have]
+    notes = diff.notes
+    if lost:
+        shown = ", ".join(lost[:_FEW]) + (", ..." if len(lost) > _FEW else "")
+        tensors = f"{plural(len(lost), 'tensor')} {'is' if len(lost) == 1 else 'are'}"
+        notes = (*notes, LOST.format(tensors=tensors, names=shown))
+    if not any(entry.status in ("renamed", "transformed") for entry in diff.entries):
+        return replace(diff, notes=notes)
+    swap = command("swap-weights", ("PROGRAM.pt2", "CKPT"), SwapOptions(**model, out="OUT.pt2"))
+    renamed = command("remap", ("CKPT",), RemapOptions(**model, to="exported", out="OUT.pt"))
+    return replace(diff, fix=(renamed,) if lost else (swap, renamed), notes=notes)
+
+
+def saved_by(names: Names) -> Checkpoint:
+    """The checkpoint that the model writes, without bytes."""
+    tensors = tuple(
+        _entry(saved.key, saved.dtype, () if saved.shape is None else saved.shape) for saved in names.serialized
+    )
+    section = Section("", "state_dict", tensors, tuple(map(ExtraEntry, names.extra_state)))
+    return Checkpoint("CKPT", "torch_zip", 0, (section,))
+
+
+def _entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    storage = Storage(Span("", 0, prod(shape) * itemsize(dtype)))
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage)

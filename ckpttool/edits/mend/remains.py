@@ -1,0 +1,105 @@
+"""What no command mends, in sentences: how much it is, why, and what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.errors import CkptError
+from ckpttool.formats.ranks.sharded_tensor import is_sharded
+from ckpttool.formats.remarks import PLACEHOLDER
+from ckpttool.io.paths import name
+from ckpttool.keys import is_flat
+from ckpttool.naming.wrappers.chain import ADAPTERS
+from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.queries.diff.result import Diff, Entry
+from ckpttool.words import plural
+
+_FEW = 3
+_RANK = re.compile(r"(rank[-_.]?)\d+", re.IGNORECASE)
+
+# Status of what remains -> what it is called, what is so with it, and what to do instead.
+_SAID: dict[str, tuple[str, str, str]] = {
+    "missing": (
+        "key",
+        "that no name of the left leads to",
+        "take what is absent from a checkpoint that has it, or load with strict=False and initialise it; what is there "
+        "under other names gets these by --rule 'FROM => TO'",
+    ),
+    "shape": (
+        "tensor",
+        "of another shape, which no rename mends",
+        "build the model as it was when this was saved (--model-kwargs), or cut, pad or reshape them yourself",
+    ),
+    "dtype": (
+        "tensor",
+        "of another dtype",
+        "--ignore-dtype takes that for no difference, as loading converts; `cast` in a file of rules does it now",
+    ),
+    "value": ("tensor", "with other values, which no rename mends", "these are two states of training, or two models"),
+    "unexpected": (
+        "key",
+        "without a place on the right",
+        "--drop PATTERN leaves out what is not needed there, --rule 'FROM => TO' gives the others their names",
+    ),
+    "renamed": ("key", "under another name", "--rule 'FROM => TO' gives it the name that it has on the right"),
+    "transformed": (
+        "key",
+        "computed when the model is saved",
+        "load the checkpoint into the model, and save its state_dict()",
+    ),
+    "alias": (
+        "second name",
+        "of a tensor, on one side only",
+        "remap --model MODEL writes all names that the model ties, remap --drop takes one out",
+    ),
+}
+
+
+def sentences(left: Checkpoint, before: Diff, after: Diff) -> tuple[str, ...]:
+    """Why `after`, which is `before` where nothing helped, is not the same: a sentence for each cause."""
+    whole = _of_the_file(left) if after is before else None
+    if whole is not None:
+        return (whole,)
+    return tuple(_said(status, entries) for status, entries in _by_status(after))
+
+
+def _by_status(diff: Diff) -> Iterator[tuple[str, Sequence[Entry]]]:
+    for status in _SAID:
+        entries = [entry for entry in diff.entries if entry.status == status]
+        if entries:
+            yield status, entries
+
+
+def _said(status: str, entries: Sequence[Entry]) -> str:
+    noun, is_so, instead = _SAID[status]
+    if any(PLACEHOLDER in entry.reason for entry in entries):
+        is_so, instead = "without its values", PLACEHOLDER
+    keys = [(entry.right or entry.left)[0] for entry in entries]
+    more = f", and {len(keys) - _FEW} more" if len(keys) > _FEW else ""
+    return f"{plural(len(keys), noun)} {is_so} ({', '.join(keys[:_FEW])}{more}): {instead}"
+
+
+def _of_the_file(left: Checkpoint) -> str | None:
+    """What is wrong with the file as a whole, where that says it all."""
+    try:
+        section = model_section(left)
+    except CkptError:
+        return None
+    if is_adapter(section):
+        return (
+            "the left holds an adapter alone, no model: load it onto its base with PeftModel.from_pretrained(base, "
+            "FOLDER), and save merge_and_unload() for a model without adapters"
+        )
+    whole = split(left.source)[0]
+    if left.format != "rank_files" and (any(map(is_flat, section.by_key())) or any(map(is_sharded, section.tensors))):
+        files = _RANK.sub(r"\1*", whole) if _RANK.search(name(whole)) else "rank_*.pt"
+        return f"the left is the part of one rank: name the files of all ranks at once, as in '{files}'"
+    return None
+
+
+def is_adapter(section: Section) -> bool:
+    """Whether all tensors are those of adapters (LoRA and its like), without the layers that they adapt."""
+    keys = [entry.key for entry in section.tensors]
+    return bool(keys) and all(any(part.startswith(ADAPTERS) for part in key.split(".")) for key in keys)

@@ -1,0 +1,115 @@
+"""What mends a diff: the first way that works, or the best of those that mend a part, and what remains in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ckpttool.edits.mend import ways
+from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap, try_swap
+from ckpttool.edits.mend.model_alone import of_names
+from ckpttool.edits.mend.remains import sentences
+from ckpttool.edits.mend.with_a_model import with_a_model
+from ckpttool.edits.rules.mend import with_rules
+from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.swap import Misfit
+from ckpttool.errors import CkptError
+from ckpttool.queries.diff.result import Diff
+from ckpttool.words import plural
+
+_NOT_BY_NAMES = {"shape", "dtype", "value"}
+DROPPED = "what --drop leaves out has no place on the right: it is not in the output"
+PART = "the command mends a part"
+OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
+
+
+def answered(question: Question) -> Diff:
+    """The diff, with commands that mend it. Suggested rules mend what nothing else mends whole."""
+    diff = question.answer()
+    done = mended(question, diff)
+    if question.left is None or question.right is None or diff.inferred is None:
+        return done
+    ruled = with_rules(diff, question.left, question.right, question.options.comparison is not None)
+    if ruled.fix and (not done.fix or PART in done.notes):
+        return ruled
+    more = tuple(note for note in ruled.notes if note not in done.notes)
+    return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
+
+
+def mended(question: Question, diff: Diff) -> Diff:
+    """`diff` with commands that mend it, each tried, and a sentence for what none of them mends."""
+    if diff.identical or diff.fix:
+        return diff
+    if question.left is None:
+        return of_names(question, diff)
+    if not question.is_about_models:
+        return diff
+    swaps, notes = _swap(question)
+    if swaps and swaps[0].after.identical:
+        return replace(diff, fix=(swaps[0].command,))
+    best = _best(question, diff)
+    best = None if swaps and best and best.drops else best  # the program takes what only a remap would drop
+    found = [*swaps, *([best] if best else [])]
+    unknown = () if found else with_a_model(question, diff)
+    notes += [OWN_NAMES] if swaps else []
+    notes += [DROPPED] if best and best.drops else []
+    if not unknown and not swaps and not any(attempt.after.identical for attempt in found):
+        notes += [PART] if best else []
+        notes += sentences(question.left, diff, best.after if best else diff)
+    return replace(diff, fix=(*(attempt.command for attempt in found), *unknown), notes=(*diff.notes, *notes))
+
+
+def _best(question: Question, diff: Diff) -> Attempt | None:
+    """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
+    differing = {entry.status for entry in diff.entries} - {"same"}
+    of_ranks = question.left is not None and question.left.format == "rank_files"
+    not_by_names = _NOT_BY_NAMES if question.right is not None else _NOT_BY_NAMES - {"value"}
+    if differing and differing <= not_by_names and not of_ranks:
+        return None
+    worth = ways.to_load if question.right is None else ways.to_compare
+    return _first_or_best(
+        remaining(diff), (try_remap(question, options, word) for word, options in worth(question, diff))
+    )
+
+
+def _first_or_best(before: int, attempts: Iterable[Attempt | None]) -> Attempt | None:
+    best: Attempt | None = None
+    for attempt in attempts:
+        if attempt is None:
+            continue
+        if attempt.after.identical:
+            return attempt
+        if attempt.left_to_do < (before if best is None else best.left_to_do) and not _loses(attempt):
+            best = attempt
+    return best
+
+
+def _loses(attempt: Attempt) -> bool:
+    """Whether it leaves out tensors while others are missing: these may be the same under other names."""
+    return attempt.drops and any(entry.status == "missing" for entry in attempt.after.entries)
+
+
+def _swap(question: Question) -> tuple[list[Attempt], list[str]]:
+    """The swap that works, where one side is a program; else why none does."""
+    left, right = question.left, question.right
+    if left is None or right is None or "pt2" not in (left.format, right.format):
+        return [], []
+    program, weights = (right, left) if right.format == "pt2" else (left, right)
+    asked = question.options
+    options = SwapOptions(model=asked.model, model_kwargs=asked.model_kwargs, materialize=asked.materialize)
+    found = try_swap(question, program, weights, options)
+    for _ in range(2):  # constants, and then another dtype
+        if isinstance(found, Misfit) and found.advice in ("constants", "cast"):
+            constants, cast = options.constants or found.advice == "constants", found.advice == "cast"
+            options = replace(options, constants=constants, cast=cast)
+            found = try_swap(question, program, weights, options)
+    return ([found], []) if isinstance(found, Attempt) else ([], _refused(found, asked.model is not None))
+
+
+def _refused(error: CkptError, final: bool) -> list[str]:
+    """Why swap-weights would be refused, where that is the last word: without a model it is not."""
+    if not final:
+        return []
+    first = "; ".join(map(str, error.problems[:3]))
+    more = f"; and {plural(len(error.problems) - 3, 'problem')} more" if len(error.problems) > 3 else ""
+    return [f"swap-weights would be refused: {error.message} ({first}{more})" if first else error.message]

@@ -1,0 +1,103 @@
+"""The ways to mend that are worth a try, the simplest first; which of them works, only a try tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.mend.attempt import Question
+from ckpttool.edits.mend.patterns import common_way, drops
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.errors import CkptError
+from ckpttool.naming.forms import read
+from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.wrappers.chain import canonical_keys
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.queries.diff.result import Diff
+
+Way = tuple[str, RemapOptions]  # the word for the output's name, and what is asked for
+
+
+def to_load(question: Question, diff: Diff) -> Iterator[Way]:
+    """For a checkpoint that a model is to load."""
+    assert question.left is not None
+    assert question.names is not None
+    by_model = _by_model(question, "serialized")
+    yield "serialized", by_model
+    yield "serialized", replace(by_model, from_="runtime")
+    tables = Relation(question.names)
+    lost = [key for entry in diff.entries if entry.status == "value" for key in entry.left[:1]]
+    yield from _dropping(question.left, lost, by_model)  # tied names of different values: only one of these can be kept
+    yield from _without(question.left, diff, by_model, RemapOptions())
+    for names in (tables.serialized_names, tables.runtime_names):
+        yield from _part(question.left, set(names.values()), by_model, RemapOptions(to="serialized"))
+
+
+def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
+    """For a checkpoint that is to have another one's keys."""
+    left, right = question.left, question.right
+    assert left is not None
+    assert right is not None
+    base: list[RemapOptions] = []
+    if question.names is not None:
+        form = read(Relation(question.names), model_section(right)).form
+        base += [_by_model(question, to) for to in dict.fromkeys((form, "serialized", "runtime", "exported"))]
+    if right.format != "memory":
+        base.append(RemapOptions(like=right.source))
+    for options in base:
+        yield options.to or "renamed", options
+    for options in (*base, RemapOptions()):
+        yield from _without(left, diff, options)
+    yield from _part(left, set(model_section(right).by_key()), *base[-1:])
+
+
+def _by_model(question: Question, to: str) -> RemapOptions:
+    asked = question.options
+    return RemapOptions(model=asked.model, model_kwargs=asked.model_kwargs, materialize=asked.materialize, to=to)
+
+
+def _without(source: Checkpoint, diff: Diff, *rest: RemapOptions) -> Iterator[Way]:
+    """Without the keys that only the left has."""
+    gone = [
+        key
+        for entry in diff.entries
+        if entry.status in ("unexpected", "alias") and not entry.right
+        for key in entry.left
+    ]
+    yield from _dropping(source, gone, *rest)
+
+
+def _dropping(source: Checkpoint, gone: Sequence[str], *rest: RemapOptions) -> Iterator[Way]:
+    kept = {key for section in source.sections for key in section.by_key()} - set(gone)
+    places = {".".join(filter(None, (s.path, key))) for s in source.sections for key in s.by_key()} - set(gone)
+    own = {".".join(filter(None, (_model_path(source), key))) for key in gone}
+    patterns = drops(gone, {*kept, *(places - own), *source.others}) if gone and kept else None
+    if patterns:
+        for options in rest:
+            yield options.to or "without", replace(options, drop=patterns)
+
+
+def _model_path(source: Checkpoint) -> str:
+    try:
+        return model_section(source).path
+    except CkptError:
+        return ""
+
+
+def _part(source: Checkpoint, wanted: set[str], *rest: RemapOptions) -> Iterator[Way]:
+    """The part of the checkpoint that has the wanted names below one way (``net.``), beside others or not."""
+    keys = canonical_keys(model_section(source).by_key())
+    names = canonical_keys(wanted)
+    way = common_way(set(keys.values()), set(names.values()))
+    if not way:
+        return
+    yield way.rpartition(".")[2], RemapOptions(select=way)
+    for options in rest:
+        if options.model is None:
+            yield way.rpartition(".")[2], replace(options, select=way)
+    below = {key: name.removeprefix(way + ".") for key, name in keys.items() if name.startswith(way + ".")}
+    others = [key for key in keys if key not in below]
+    strange = [key for key, name in below.items() if name not in set(names.values())]
+    for gone in (others, others + strange):
+        yield from _dropping(source, gone, *(options for options in rest if options.model is not None))

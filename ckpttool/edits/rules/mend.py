@@ -1,0 +1,85 @@
+"""What mends a diff by inferred rules: the rules, the commands that carry them out, what they leave undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.rules.suggest import Suggestion, suggest
+from ckpttool.io.paths import is_url, name
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.queries.diff.mend import beside
+from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.diff.suggestions import known
+from ckpttool.words import plural, shell
+
+_FEW = 3  # rules that are shown as options; more of them go into a file
+_SHOWN = 5  # keys that a note names
+
+
+def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = False) -> Diff:
+    """The diff with the suggested rules, the commands that carry them out, and what they leave undone.
+
+    `values`: the diff compared values.
+    """
+    found = _suggestion(diff, left, right)
+    if found is None:
+        return diff
+    diff = replace(diff, rules=found.text(), notes=(*diff.notes, *_undone(found)))
+    if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
+        return diff
+    options, out = _options(found), beside(diff.left, "renamed")
+    fix = (shell("ckpttool", "remap", diff.left, *options, "-o", out),) if options else _with_file(diff, values)
+    return replace(diff, fix=fix)
+
+
+def by_file(diff: Diff, rules: str) -> Diff:
+    """The diff with the command that carries its rules out, which were written to the file `rules`."""
+    return replace(diff, fix=(_remap_by(diff.left, rules),))
+
+
+def _remap_by(left: str, rules: str) -> str:
+    return shell("ckpttool", "remap", left, "--rules", rules, "-o", beside(left, "renamed"))
+
+
+def _suggestion(diff: Diff, left: Checkpoint, right: Checkpoint) -> Suggestion | None:
+    if diff.inferred is None:
+        return None
+    paired = {key for pair in diff.inferred.pairs for key in pair.left}
+    same = {mine: theirs for mine, theirs in known(diff.entries).items() if mine not in paired}
+    taken = [key for one in diff.inferred.ambiguous for key in one.left]
+    return suggest(diff.inferred.pairs, same, model_section(left), model_section(right), taken)
+
+
+def _options(found: Suggestion) -> list[str]:
+    """The rules as options of `remap`; none where they need a file."""
+    plain = found.plain
+    if plain is None or len(plain) > _FEW:
+        return []
+    return [word for text in plain for word in ("--rule", text)] + [w for key in found.drops for w in ("--drop", key)]
+
+
+def _with_file(diff: Diff, values: bool) -> tuple[str, ...]:
+    path = beside(diff.left, "rules")
+    rules = (name(path) if is_url(path) else path).rpartition(".rules")[0] + ".rules.toml"
+    compared = ["--values"] if values else []
+    return (
+        shell("ckpttool", "diff", diff.left, diff.right, *compared, "--suggest", rules),
+        _remap_by(diff.left, rules),
+    )
+
+
+def _undone(found: Suggestion) -> list[str]:
+    notes = []
+    if found.remaining:
+        keys = _named(found.remaining)
+        notes.append(f"the suggested rules do not make {plural(len(found.remaining), 'key')} of the right: {keys}")
+    if found.left_over:
+        keys = _named(found.left_over)
+        notes.append(f"the suggested rules leave {plural(len(found.left_over), 'key')} of the left as they are: {keys}")
+    return notes
+
+
+def _named(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:_SHOWN]) + (f", ... {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else "")

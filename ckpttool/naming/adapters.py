@@ -1,0 +1,92 @@
+"""Adapters, by their names: checkpoints, or parts of them, that hold what is added to layers, and not the layers.
+
+PEFT writes ``base_model.model.PATH.lora_A.weight`` into an adapter's own file, and ``PATH.lora_A.NAME.weight`` beside
+``PATH.base_layer.weight`` into a whole state dict; diffusers ``PATH.lora.down.weight``; kohya's scripts
+``PATH.lora_down.weight``, with underscores in the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpttool.naming.wrappers.chain import ADAPTERS, PEFT_ROOT, canonical_keys
+
+_KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
+_PAIRS = (("lora", "down"), ("lora", "up"))  # two segments, as in ``to_q.lora.down.weight``
+_BESIDE = frozenset({"alpha", "dora_scale"})  # what stands beside a low-rank pair, directly in the module's path
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """`kinds` as ``LoRA``; `modules`: path of an adapted module -> the adapter's keys there. `rest` are other keys."""
+
+    kinds: tuple[str, ...]
+    modules: Mapping[str, tuple[str, ...]]
+    rest: tuple[str, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nothing of the adapted model itself."""
+        return not self.rest
+
+    @property
+    def title(self) -> str:
+        """``a LoRA adapter``."""
+        return f"a {' and '.join(self.kinds)} adapter"
+
+
+def adapter_of(keys: Iterable[str]) -> Adapter | None:
+    """The adapter that is among the keys; None where there is none."""
+    modules: dict[str, list[str]] = {}
+    kinds: dict[str, None] = {}
+    rest: list[str] = []
+    for key in keys:
+        at, kind = _place(key.split("."))
+        if kind:
+            kinds[kind] = None
+            modules.setdefault(_without_root(key.split(".")[:at]), []).append(key)
+        else:
+            rest.append(key)
+    if not modules:
+        return None
+    beside = {key for key in rest if _is_beside(key, modules)}
+    for key in beside:
+        modules[_without_root(key.split(".")[:-1])].append(key)
+    own = {path: tuple(keys) for path, keys in modules.items()}
+    return Adapter(tuple(kinds), own, tuple(key for key in rest if key not in beside))
+
+
+def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:
+    """The adapted modules that a model with these keys has not."""
+    names = {name.rpartition(".")[0] for name in (*base, *canonical_keys(base).values())}
+    flat = {name.replace(".", "_") for name in names}  # kohya writes a path with underscores
+    return tuple(path for path in adapter.modules if path not in names and _flat(path) not in flat)
+
+
+def _flat(path: str) -> str:
+    """``lora_unet_down_blocks_0`` -> ``down_blocks_0``, where that is how the path is written."""
+    for prefix in ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_"):
+        if path.startswith(prefix):
+            return path.removeprefix(prefix)
+    return path
+
+
+def _place(segments: list[str]) -> tuple[int, str]:
+    """Where the adapter's own segments begin, and its kind; the kind is empty where the key is no adapter's."""
+    for at, segment in enumerate(segments):
+        if at and tuple(segments[at : at + 2]) in _PAIRS:
+            return at, "LoRA"
+        prefix = next((prefix for prefix in ADAPTERS if segment.startswith(prefix)), "")
+        if prefix and at:
+            return at, _KINDS[prefix]
+    return 0, ""
+
+
+def _is_beside(key: str, modules: Mapping[str, object]) -> bool:
+    *path, name = key.split(".")
+    return name in _BESIDE and _without_root(path) in modules
+
+
+def _without_root(path: list[str]) -> str:
+    return ".".join(path[len(PEFT_ROOT) :] if tuple(path[: len(PEFT_ROOT)]) == PEFT_ROOT else path)

@@ -1,0 +1,35 @@
+"""Which weights are stored as (in, out), as GPT-2's ``Conv1D`` and Flax do, and not as (out, in), as ``Linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ckpttool.naming.inference.values import Side, Tensor
+
+
+def turned(tensors: Iterable[Tensor]) -> frozenset[str]:
+    """The weights that the biases beside them show to be stored as (in, out); none where a bias shows the other order.
+
+    A square weight, which no bias can tell, is taken for one where all others under its module's name are.
+    """
+    shapes = {tensor.key: tensor.shape for tensor in tensors}
+    outs = {key: shapes.get(key.removesuffix("weight") + "bias", ()) for key in shapes if key.endswith(".weight")}
+    flat = {key: out[0] for key, out in outs.items() if len(out) == 1 and len(shapes[key]) == 2}
+    found = {key for key, out in flat.items() if shapes[key][1] == out != shapes[key][0]}
+    if any(shapes[key][0] == out != shapes[key][1] for key, out in flat.items()):
+        return frozenset()
+    names = {_own_name(key) for key in found}
+    square = {key for key, out in flat.items() if shapes[key] == (out, out) and _own_name(key) in names}
+    return frozenset(found | square)
+
+
+def straight(side: Side, keys: frozenset[str]) -> Side:
+    """The side with the shapes of these tensors as (out, in)."""
+    shapes = (replace(one, shape=one.shape[::-1]) if one.key in keys else one for one in side.tensors)
+    return replace(side, tensors=tuple(shapes))
+
+
+def _own_name(key: str) -> str:
+    """The name of the module that holds the tensor, without the way to it."""
+    return key.split(".")[-2]

@@ -1,0 +1,116 @@
+"""Tensors that differ under one name, and whose values are there all the same: under another name, or in another order.
+
+Only what differs is looked at again, and what it could be: tensors of its dtype and shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+
+from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.evaluate.compare import elements
+from ckpttool.evaluate.digests import Digests
+from ckpttool.expression import Op, Ref
+from ckpttool.queries.diff.result import Entry
+
+_ROWS = 1 << 20  # of more rows the order is not looked for
+_HEADS = 256  # rows of one head at most; of four rows the order is its own reverse, so that it tells nothing
+
+
+def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
+    """The entries, those of other values with where the values are, where this is known."""
+    entries = tuple(entries)
+    have, want = left.by_key(), right.by_key()
+    differing = [entry for entry in entries if entry.status == "value" and _dense(entry, left, right)]
+    if not differing:
+        return entries
+    mine, theirs = Digests(have), Digests(want)
+    homes = _homes(right, theirs, {_likeness(have[entry.left[0]]) for entry in differing})
+    found: dict[Entry, Entry] = {}
+    for entry in differing:
+        old, new = have[entry.left[0]], want[entry.right[0]]
+        assert isinstance(old, TensorEntry)
+        assert isinstance(new, TensorEntry)
+        keys = homes.get((_likeness(old), mine(Ref(old.key))), [])
+        reason = _moved(old.key, keys[0]) if len(keys) == 1 else _turned(old, new, mine, theirs) or _order(old, new)
+        if reason:
+            found[entry] = replace(entry, reason=f"{entry.reason}: {reason}")
+    return tuple(found.get(entry, entry) for entry in entries)
+
+
+def _dense(entry: Entry, left: Section, right: Section) -> bool:
+    both = (left.by_key().get(entry.left[0]), right.by_key().get(entry.right[0])) if entry.left and entry.right else ()
+    return bool(both) and all(isinstance(one, TensorEntry) and one.storage is not None for one in both)
+
+
+def _likeness(entry: object) -> Hashable:
+    assert isinstance(entry, TensorEntry)
+    return entry.dtype, entry.shape
+
+
+def _homes(section: Section, digests: Digests, likenesses: set[Hashable]) -> dict[Hashable, list[str]]:
+    """Dtype, shape and hash -> the keys that have these values."""
+    found: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for entry in section.tensors:
+        if _likeness(entry) in likenesses and entry.storage is not None and entry.key not in section.aliases():
+            found[_likeness(entry), digests(Ref(entry.key))].append(entry.key)
+    return found
+
+
+def _moved(left: str, right: str) -> str:
+    """``left `layers.0` is right `layers.1` ``: without what both names end in."""
+    mine, theirs = left.split("."), right.split(".")
+    while len(mine) > 1 and len(theirs) > 1 and mine[-1] == theirs[-1]:
+        mine.pop()
+        theirs.pop()
+    return f"left `{'.'.join(mine)}` is right `{'.'.join(theirs)}`"
+
+
+def _turned(left: TensorEntry, right: TensorEntry, mine: Digests, theirs: Digests) -> str:
+    """Whether a square matrix is the other's transposed."""
+    if len(left.shape) != 2 or left.shape[0] != left.shape[1]:
+        return ""
+    same = mine(Op("aten.permute.default", (Ref(left.key), (1, 0)))) == theirs(Ref(right.key))
+    return "each is the other transposed" if same else ""
+
+
+def _order(left: TensorEntry, right: TensorEntry) -> str:
+    """Whether the two have the same rows in another order, and which order it is."""
+    count = left.shape[0] if left.shape else 0
+    if not 1 < count <= _ROWS or not left.numel:
+        return ""
+    mine, theirs = _rows(left, count), _rows(right, count)
+    if sorted(mine) != sorted(theirs):
+        return ""
+    for names, one, other in (("left", "right"), mine, theirs), (("right", "left"), theirs, mine):
+        size = next((size for size in range(6, min(count, _HEADS) + 1, 2) if _is_rotary(one, other, size)), 0)
+        if size:
+            return (
+                f"the same rows in the order of rotary embeddings, heads of {size}: pairs of rows side by side in "
+                f"{names[0]}, half a head apart in {names[1]}"
+            )
+    return "the same rows in another order"
+
+
+def _is_rotary(beside: Sequence[bytes], apart: Sequence[bytes], size: int) -> bool:
+    """Whether row 2i of each head of `size` rows became row i of it, and row 2i + 1 row size / 2 + i."""
+    if len(beside) % size:
+        return False
+    heads = range(0, len(beside), size)
+    return all(
+        [*beside[at : at + size : 2], *beside[at + 1 : at + size : 2]] == [*apart[at : at + size]] for at in heads
+    )
+
+
+def _rows(entry: TensorEntry, count: int) -> list[bytes]:
+    """A hash of each row, streamed."""
+    size, found, rest = entry.nbytes // count, list[bytes](), b""
+    for chunk in elements(entry):
+        data = rest + bytes(chunk)
+        whole = len(data) // size
+        found += [hashlib.blake2b(data[at * size : (at + 1) * size], digest_size=12).digest() for at in range(whole)]
+        rest = data[whole * size :]
+    return found

@@ -1,0 +1,40 @@
+"""What two checkpoints that no model explains may have in common under other names: the question put to `inference`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.evaluate.digests import Digests
+from ckpttool.formats.remarks import is_placeholder
+from ckpttool.naming.inference.search import infer
+from ckpttool.naming.inference.values import Inference, Side, Tensor
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.queries.diff.result import Entry
+
+_DEFINED = frozenset({"torch_zip", "torch_legacy", "torchscript", "pt2", "memory"})  # keys in the order of definition
+_OPEN = frozenset({"missing", "unexpected", "shape"})
+
+
+def known(entries: Iterable[Entry]) -> dict[str, str]:
+    """Keys of the left -> keys of the right that are one tensor's by name, but for those of another shape."""
+    both = (entry for entry in entries if len(entry.left) == len(entry.right) == 1 and entry.status != "shape")
+    return {entry.left[0]: entry.right[0] for entry in both}
+
+
+def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], values: bool) -> Inference:
+    """Pairs of what `entries` leave open; with `values` also by what the tensors hold, which is read for it."""
+    if not _OPEN & {entry.status for entry in entries}:
+        return Inference()
+    seconds = {key for entry in entries if entry.status == "alias" for key in (*entry.left, *entry.right)}
+    mine, theirs = (_side(one, model_section(one), seconds, values) for one in (left, right))
+    return infer(mine, theirs, known(entries))
+
+
+def _side(checkpoint: Checkpoint, section: Section, seconds: set[str], values: bool) -> Side:
+    tensors = tuple(
+        Tensor(entry.key, entry.dtype, entry.shape)
+        for entry in section.tensors
+        if isinstance(entry, TensorEntry) and entry.key not in seconds and not is_placeholder(entry)
+    )
+    return Side(tensors, checkpoint.format in _DEFINED, Digests(section.by_key()) if values else None)

@@ -1,0 +1,91 @@
+"""The truth of a round trip, where symbols do not tell: real instances are saved, and loaded into others."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.evaluate.with_torch import same_bits
+from ckpttool.tracing.load_model import LoadedModel, describe
+from ckpttool.tracing.recorder.identity import inside
+from ckpttool.tracing.runtime import listed, load_strictly
+from ckpttool.tracing.saving import fill
+
+_SEEDS = ((11, 12), (13, 14))  # of the instance that is saved and of the one that loads
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """`failed`: what saving or strict loading raises, if it does. `differing`: the FQNs that did not come back."""
+
+    failed: str | None = None
+    differing: frozenset[str] = frozenset()
+
+
+def tried(model: LoadedModel) -> Tried:
+    """Saves an instance with random values and loads it into one with others. Raises `CannotBuild`."""
+    differing: set[str] = set()
+    for seed, other in _SEEDS:
+        source, target = model.build(True), model.build(True)
+        fill(source, seed)
+        fill(target, other)
+        _count_on(target)
+        wanted = _values(source)
+        try:
+            with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load_strictly(target, _through_a_file(source.state_dict()))
+        except (Exception, SystemExit) as error:
+            return Tried(describe(error))
+        found = _values(target)
+        differing |= {fqn for fqn, value in wanted.items() if fqn not in found or not _same(value, found[fqn])}
+    return Tried(None, frozenset(differing))
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    lazy = torch.nn.parameter.is_lazy
+    return {item.fqn: item.tensor.detach().clone() for item in listed(model) if not lazy(item.tensor)}
+
+
+def _count_on(model: nn.Module) -> None:
+    """Changes the integers, so that those that are not loaded are seen."""
+    for item in listed(model):
+        tensor = item.tensor
+        counts = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized
+        if counts and tensor.dtype in (torch.int64, torch.int32) and 0 not in tensor.stride():
+            tensor += 1
+
+
+def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict as `torch.save` and `torch.load` give it; copied where a file cannot hold it as it is."""
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+    except RuntimeError:  # views of one tensor in several dtypes
+        made = type(state)((k, v.clone() if isinstance(v, torch.Tensor) else v) for k, v in state.items())  # type: ignore[call-arg]
+        if hasattr(state, "_metadata"):
+            made._metadata = state._metadata  # type: ignore[attr-defined]
+        return made
+    file.seek(0)
+    loaded: Mapping[str, Any] = torch.load(file, weights_only=False)  # what this process has just written
+    return loaded
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are of one class, dtype and shape, and have the same bits."""
+    if (type(one), one.dtype, one.shape, one.layout) != (type(other), other.dtype, other.shape, other.layout):
+        return False
+    parts = inside(one), inside(other)
+    if parts[0]:
+        return len(parts[0]) == len(parts[1]) and all(map(_same, *parts))
+    if one.is_quantized:
+        return torch.equal(one, other)
+    return same_bits(one, other)

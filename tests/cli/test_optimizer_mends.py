@@ -1,0 +1,231 @@
+"""State that does not fit: diff says so where torch refuses it, and the printed command mends it. torch decides."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import optimizer_models as models
+from ckpttool.cli.app import main
+from optimizer_support import save, steps, train
+
+# Another class's state
+
+CLASSES = (
+    *("adamw", "amsgrad", "fused_in_order", "sgd", "plain_sgd", "nadam", "radam"),
+    *("adagrad", "rmsprop", "adafactor", "adamax", "lbfgs"),
+)
+
+
+def resumes(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str | None:
+    """What torch raises when model and optimizer are loaded and take a step; None where all is well."""
+    made = model()
+    optimizer = make(made)
+    saved = torch.load(path, weights_only=True)
+    try:
+        made.load_state_dict(saved["model"])
+        if "optimizer" in saved:
+            optimizer.load_state_dict(saved["optimizer"])
+        steps(made, optimizer, 3, 1)
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = main([*args, "--format", "json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def paste(command: str, old: str = "", optimizer: str = "") -> str:
+    """Runs a printed command, with the user's own names for its placeholders; the path of its output."""
+    placeholders = {"OLD": f"optimizer_models:{old}", "OLD_OPTIMIZER": f"optimizer_models:{optimizer}"}
+    words = [placeholders.get(word, word) for word in shlex.split(command)[1:]]
+    assert main(words) == 0
+    return words[-1]
+
+
+@pytest.mark.parametrize("saved", CLASSES)
+def test_pytorch_7499_143828_state_of_another_class(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
+    for wanted in CLASSES:
+        make = getattr(models, wanted)
+        new = ("--model", "optimizer_models:Net", "--optimizer", f"optimizer_models:{wanted}")
+        status, found = told(capsys, "diff", *new, path)
+        error = resumes(path, models.Net, make)
+        assert (status == 0) == (error is None), (wanted, error, found["notes"])
+        if status == 0:
+            continue
+        assert found["fix"] == [f"ckpttool remap {path} --drop optimizer -o {tmp_path / 'old.afresh.pt'}"]
+        out = Path(paste(found["fix"][0]))
+        assert resumes(str(out), models.Net, make) is None
+        out.unlink()
+
+
+def test_remap_does_not_make_a_file_that_fails_at_the_next_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = save(tmp_path / "sgd.pt", *train(models.Net, models.sgd, 1)), tmp_path / "out.pt"
+    words = ("remap", path, "--model", "optimizer_models:Net", "--to-optimizer", "optimizer_models:adamw")
+    status, found = told(capsys, *words, "-o", str(out))
+    assert status == 1
+    assert "the state is that of SGD" in found["error"]
+    assert {"betas", "step", "exp_avg"} <= {problem["key"] for problem in found["problems"]}
+    assert not out.exists()
+    command = found["hint"].partition(": ")[2].replace("OUT", str(out))
+    assert resumes(paste(command), models.Net, models.adamw) is None
+
+
+# Param groups
+
+
+def tagged(path: Path, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> str:
+    """A checkpoint in which each parameter's moments are filled with a value of its own."""
+    made, optimizer = train(model, make, 1)
+    for name, parameter in made.named_parameters():
+        optimizer.state[parameter]["exp_avg"].fill_(_tag(name))
+    return save(path, made, optimizer)
+
+
+def _tag(name: str) -> float:
+    return float(1 + sorted(name for name, _ in models.Grown().named_parameters()).index(name))
+
+
+def held(path: str, model: type[nn.Module], make: Callable[[nn.Module], torch.optim.Optimizer]) -> bool:
+    """Whether torch loads the optimizer and leaves every state with its own parameter."""
+    made = model()
+    optimizer = make(made)
+    optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
+    return all(
+        bool((optimizer.state[p]["exp_avg"] == _tag(name)).all())
+        for name, p in made.named_parameters()
+        if optimizer.state.get(p)
+    )
+
+
+GROUPS = [  # model and optimizer that saved it, those that are to load it, whether the model loads afterwards
+    ("Net", "adamw", "Net", "decayed", True),
+    ("Net", "in_order", "Net", "decayed_named", True),
+    ("Net", "in_order", "Net", "named", True),
+    ("Net", "adamw", "Net", "halves", True),
+    ("Net", "halves", "Net", "adamw", True),
+    ("Net", "adamw", "Reordered", "decayed", True),
+    ("Net", "adamw", "Shrunk", "adamw", True),
+    ("Net", "in_order", "Shrunk", "in_order", True),
+    ("Net", "decayed", "Shrunk", "decayed", True),
+    ("Shrunk", "adamw", "Net", "adamw", False),
+    ("Shrunk", "in_order", "Net", "in_order", False),
+    ("Shrunk", "decayed", "Net", "decayed", False),
+    ("Net", "decayed_named", "Grown", "decayed_named", False),
+]
+
+
+@pytest.mark.parametrize(("old", "saved", "new", "wanted", "loads"), GROUPS)
+def test_pytorch_3852_other_param_groups(
+    old: str, saved: str, new: str, wanted: str, loads: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch: loaded state dict contains a parameter group that doesn't match the size of optimizer's group."""
+    path = tagged(tmp_path / "old.pt", getattr(models, old), getattr(models, saved))
+    words = ("diff", "--model", f"optimizer_models:{new}", "--optimizer", f"optimizer_models:{wanted}")
+    status, found = told(capsys, *words, path)
+    assert status == 1
+    (command,) = found["fix"]
+    out = paste(command, old, saved)
+    assert held(out, getattr(models, new), getattr(models, wanted))
+    status, found = told(capsys, *words, out)
+    assert status == (0 if loads else 1)
+    assert any("does not load as it is" in note for note in found["notes"]) != loads
+
+
+def test_which_names_are_extra_or_missing_also_where_the_optimizer_has_ids_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tagged(tmp_path / "old.pt", models.Shrunk, models.adamw)
+    _, found = told(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
+    missing = [entry["right"] for entry in found["entries"] if entry["status"] == "missing"]
+    assert missing == [[f"param_groups.0.params.second.{name}"] for name in ("weight", "bias")]
+
+
+def test_hyperparameters_that_do_not_go_together_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tagged(tmp_path / "old.pt", models.Net, models.decayed)
+    _, found = told(capsys, "diff", "--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw", path)
+    assert any("weight_decay is 0.1 in param group 0 and 0.0 in 1" in note for note in found["notes"])
+    assert found["fix"] == [f"ckpttool remap {path} --drop optimizer -o {tmp_path / 'old.afresh.pt'}"]
+
+
+# Order
+
+
+def test_an_optimizer_that_loads_by_name_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch's own advice: a pre-hook that brings the saved state into its order (Optimizer.load_state_dict's docs)."""
+    path = tagged(tmp_path / "old.pt", models.Net, models.in_order)
+    chosen = ("diff", "--model", "optimizer_models:Reordered", "--optimizer")
+    assert not held(path, models.Reordered, models.in_order)
+    assert told(capsys, *chosen, "optimizer_models:in_order", path)[0] == 1
+    assert held(path, models.Reordered, models.by_name)
+    assert told(capsys, *chosen, "optimizer_models:by_name", path)[0] == 0
+
+
+def test_a_names_file_with_ids_and_a_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, names = tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "names.json")
+    made = ("optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
+    assert main(["trace", *made, "-o", names]) == 0
+    for model in (names, "optimizer_models:Reordered"):
+        status, found = told(capsys, "diff", "--model", model, f"{path}::optimizer")
+        assert (status, found["summary"]["order"]) == (1, 9)
+        out = paste(f"{found['fix'][0]}")
+        assert held(out, models.Reordered, models.in_order)
+        Path(out).unlink()
+    status, found = told(capsys, "diff", "--model", "optimizer_models:Reordered", path)
+    assert status == 0  # the model; that the optimizer was not looked at is said
+    assert any("registers its parameters in another order" in note for note in found["notes"])
+
+
+def test_a_history_that_belongs_to_all_parameters_cannot_be_put_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(tmp_path / "old.pt", *train(models.Net, models.lbfgs_named, 2))
+    words = ("--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:lbfgs_named")
+    status, found = told(capsys, "diff", *words, path)
+    assert status == 1
+    assert found["fix"] == [f"ckpttool remap {path} --drop optimizer -o {tmp_path / 'old.afresh.pt'}"]
+    assert any("belongs to all parameters together" in note for note in found["notes"])
+
+
+def test_names_as_keys_in_another_order_are_loaded_by_name_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tagged(tmp_path / "old.pt", models.Net, models.in_order), str(tmp_path / "fqn.pt")
+    assert main(["remap", path, "--optimizer-keys", "fqn", "-o", out]) == 0
+    words = ("diff", "--model", "optimizer_models:Reordered", "--optimizer", "optimizer_models:in_order")
+    status, found = told(capsys, *words, out)
+    assert status == 0
+    assert any("Optimizer.load_state_dict goes by position" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("saved", ["in_order", "adamw"])
+def test_a_renamed_layer_is_no_layer_to_be_dropped(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tagged(tmp_path / "old.pt", models.Net, getattr(models, saved)), str(tmp_path / "out.pt")
+    words = ("diff", "--model", "optimizer_models:Renamed", "--optimizer", "optimizer_models:in_order")
+    status, found = told(capsys, *words, path)
+    assert status == 1
+    assert found["fix"] == []
+    said = "the model in this file does not load as it is" if saved == "adamw" else "remap --rule 'FROM => TO'"
+    assert any(said in note for note in found["notes"])
+    old = () if saved == "in_order" else ("--model", "optimizer_models:Net")
+    rule = ("--rule", "first.{x} => body.{x}", "--optimizer-keys", "fqn")
+    assert main(["remap", path, *old, *rule, "-o", out]) == 0
+    status, found = told(capsys, *words, out)
+    assert status == 0, found["notes"]

@@ -1,0 +1,274 @@
+"""Suggested rules: the commands that `diff` prints are run as they stand, and then names and shapes are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import real_models
+from ckpttool.cli.app import main
+from ckpttool.naming.inference.search import infer
+from ckpttool.naming.inference.values import Inference, Side, Tensor
+from places import DOCS
+from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
+
+torch.set_num_threads(1)
+PAGE = DOCS / "suggested-rules.md"
+START, END = "<!-- suggested rules -->\n", "<!-- end of the rules -->\n"
+Build = Callable[[], nn.Module]
+State = dict[str, torch.Tensor]
+
+
+def save(build: Build, path: Path) -> str:
+    torch.save(build().state_dict(), path)
+    return str(path)
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
+    status = main([*words, "--format", "json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def mended(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs the printed commands, in their order; the file that the last one writes."""
+    for line in found["fix"]:
+        words = shlex.split(line)
+        assert main(words[1:]) == (1 if words[1] == "diff" else 0), capsys.readouterr().err
+    capsys.readouterr()
+    return words[words.index("-o") + 1]
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+@pytest.mark.parametrize(
+    ("left", "right"), [*PAIRS.values(), *MORE], ids=lambda build: build.__name__ if callable(build) else str(build)
+)
+def test_the_printed_commands_make_the_names_and_shapes_of_the_right(
+    left: Build, right: Build, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """safetensors keeps no order: what the order alone told is then not said, and what is said holds all the same."""
+    paths = [tmp_path / f"{name}.{ending}" for name in ("left", "right")]
+    for build, path in zip((left, right), paths):
+        state = {key: value.clone() for key, value in build().state_dict().items()}
+        torch.save(state, path) if ending == "pt" else save_file(state, path)
+    status, found = asked(capsys, "diff", *map(str, paths))
+    assert status == 1
+    status, after = asked(capsys, "diff", mended(found, capsys), str(paths[1]))
+    if ending == "pt":
+        assert (status, after["summary"].keys()) == (0, {"same"})
+    else:
+        remaining = {key for entry in after["entries"] if entry["status"] == "missing" for key in entry["right"]}
+        ambiguous = {key for one in found["ambiguous"] for key in one["right"]}
+        assert remaining <= ambiguous
+        assert not {"shape", "dtype"} & after["summary"].keys()
+
+
+def page() -> str:
+    """The rules of every pair, as `diff --suggest` writes them."""
+    parts = []
+    for title, (left, right) in PAIRS.items():
+        save(left, Path("left.pt"))
+        save(right, Path("right.pt"))
+        Path("rules.toml").unlink(missing_ok=True)
+        assert main(["diff", "left.pt", "right.pt", "--suggest", "rules.toml"]) == 1
+        rules = Path("rules.toml").read_text().split("\n\n", 1)[1]
+        parts.append(f"### {title}\n\n```toml\n{rules}```\n\n")
+    return "".join(parts)
+
+
+def test_the_page_shows_what_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/edits/rules/test_suggest.py``."""
+    monkeypatch.chdir(tmp_path)
+    before, _, rest = PAGE.read_text().partition(START)
+    shown, _, after = rest.partition(END)
+    if os.environ.get("UPDATE_DOCS"):
+        shown = page()
+        PAGE.write_text(f"{before}{START}{shown}{END}{after}")
+    assert len(PAIRS) >= 8
+    assert shown == page()
+
+
+# What is not to be paired
+
+
+def inferred(left: State, right: State, ordered: bool = True) -> Inference:
+    mine, theirs = (
+        Side(tuple(Tensor(key, str(value.dtype)[6:], tuple(value.shape)) for key, value in state.items()), ordered)
+        for state in (left, right)
+    )
+    return infer(mine, theirs, {key: key for key in left if key in right and left[key].shape == right[key].shape})
+
+
+def zeros(**shapes: tuple[int, ...]) -> State:
+    return {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
+
+
+def test_what_the_order_alone_would_tell_is_not_paired_where_the_file_keeps_none() -> None:
+    left, right = zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(x__weight=(4, 4), y__weight=(4, 4))
+    assert [(p.left, p.right) for p in inferred(left, right).pairs] == [
+        (("a.weight",), ("x.weight",)),
+        (("b.weight",), ("y.weight",)),
+    ]
+    found = inferred(left, right, ordered=False)
+    assert found.pairs == ()
+    assert [(set(one.left), set(one.right)) for one in found.ambiguous] == [(set(left), set(right))]
+
+
+def test_names_of_the_field_prevail_over_the_order() -> None:
+    """BART defines key, value and query in this order, BERT query, key and value."""
+    left = {f"layers.{n}.attn.{name}_proj.weight": torch.zeros(4, 4) for n in range(2) for name in "kvq"}
+    right = {f"h.{n}.{name}.weight": torch.zeros(4, 4) for n in range(2) for name in ("query", "key", "value")}
+    pairs = {pair.left[0]: pair.right[0] for pair in inferred(left, right).pairs}
+    assert pairs == {
+        f"layers.{n}.attn.{name[0]}_proj.weight": f"h.{n}.{name}.weight"
+        for n in range(2)
+        for name in ("query", "key", "value")
+    }
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (zeros(a__weight=(4,)), zeros(b__bias=(4,))),  # a scale is no bias
+        (zeros(a__scale=()), zeros(b__temperature=())),  # numbers fit everywhere
+        (zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(c__weight=(4, 4))),  # which of the two?
+        ({**zeros(a__weight=(4, 4)), "n": torch.zeros(3)}, {"b.weight": torch.zeros(4, 4).long(), "n": torch.zeros(3)}),
+        (zeros(enc__n__weight=(4,), enc__w=(2, 3)), zeros(dec__n__weight=(4,), enc__w=(2, 3), dec__w=(9, 9))),
+    ],
+)
+def test_no_pair(left: State, right: State) -> None:
+    assert inferred(left, right).pairs == ()
+
+
+def test_a_head_is_not_taken_for_a_pooler() -> None:
+    """Both are a [32, 32] `dense` outside of all layers; `bert` is the way to all that the other side has."""
+    right = real_models.transformers.BertModel(real_models.transformers.BertConfig(**real_models.SIZES))
+    pairs = inferred(real_models.bert().state_dict(), right.state_dict()).pairs
+    assert {pair.left[0] for pair in pairs} == {f"bert.{pair.right[0]}" for pair in pairs}
+    assert len(pairs) == len(bert_model().state_dict())
+
+
+def test_two_models_that_have_nothing_in_common() -> None:
+    assert inferred(meta_llama().state_dict(), lightning().state_dict()).pairs == ()
+
+
+@settings(max_examples=int(os.environ.get("CKPTTOOL_SEEDS", "40")), deadline=None)
+@given(st.data())
+def test_values_tell_what_names_do_not(data: st.DataObject) -> None:
+    """Tensors of one shape under names that say nothing, in any order: with their values every pair is right."""
+    from ckpttool.evaluate.digests import Digests
+    from ckpttool.live.section import section_of
+
+    count = data.draw(st.integers(2, 6))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    left = {f"m{at}.weight": torch.rand(3, 3, generator=generator) for at in range(count)}
+    order = data.draw(st.permutations(list(left)))
+    right = {f"other.x{at}.weight": left[key] for at, key in enumerate(order)}
+    mine, theirs = (
+        Side(
+            tuple(Tensor(key, "float32", (3, 3)) for key in state),
+            digest=Digests(section_of(state).by_key()),
+        )
+        for state in (left, right)
+    )
+    pairs = infer(mine, theirs).pairs
+    assert {pair.left[0]: pair.right[0] for pair in pairs} == {
+        key: f"other.x{at}.weight" for at, key in enumerate(order)
+    }
+
+
+# Values
+
+
+def test_values_say_in_which_order_the_parts_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fused tensor that holds value, query and key in this order; the words alone would take them for q, k, v."""
+    parts = {f"layers.0.{name}_proj.weight": torch.rand(4, 4) for name in "qkv"}
+    torch.save(parts, tmp_path / "left.pt")
+    whole = torch.cat([parts[f"layers.0.{name}_proj.weight"] for name in "vqk"])
+    torch.save({"layers.0.qkv.weight": whole}, tmp_path / "right.pt")
+    status, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
+    assert status == 1
+    assert found["suggested"][0]["evidence"] == "the same values, parts in this order"
+    assert torch.equal(torch.load(mended(found, capsys))["layers.0.qkv.weight"], whole)
+
+
+def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`attn.c_proj` has one shape either way: only its values, and its like in `mlp`, tell that it has to be turned."""
+    model = gpt2()
+    save(lambda: model, tmp_path / "left.pt")
+    save(split_gpt, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    made, have = torch.load(mended(found, capsys)), model.state_dict()
+    assert torch.equal(made["blocks.1.attn.out.weight"], have["h.1.attn.c_proj.weight"].t())
+    assert torch.equal(made["blocks.1.ff.down.weight"], have["h.1.mlp.c_proj.weight"].t())
+    assert torch.equal(made["blocks.0.attn.k.weight"], have["h.0.attn.c_attn.weight"].t().chunk(3)[1])
+
+
+# The command
+
+
+def test_the_exit_status_does_not_rest_on_suggestions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
+    status, found = asked(capsys, "diff", left, right)
+    assert (status, found["identical"]) == (1, False)
+    assert {"missing", "unexpected"} <= found["summary"].keys()
+    assert found["suggested"]
+
+
+def test_few_renames_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(plain, tmp_path / "left.pt"), save(named, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", left, right)
+    (line,) = found["fix"]
+    assert shlex.split(line)[3:-2] == ["--rule", "0.{x*} => fc1.{x*}", "--rule", "2.{x*} => fc2.{x*}"]
+
+
+def test_a_prefix_with_a_sibling_is_selected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(lightning, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", left, right)
+    (line,) = found["fix"]
+    assert shlex.split(line)[3:-2] == ["--select", "net"]
+    assert "loss.weight" not in torch.load(mended(found, capsys))
+
+
+def test_what_remains_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({f"bert.{key}": value for key, value in plain().state_dict().items()}, tmp_path / "left.pt")
+    torch.save({**plain().state_dict(), "head.weight": torch.zeros(5, 2)}, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    assert "the suggested rules do not make 1 key of the right: head.weight" in found["notes"]
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
+    rules = tmp_path / "rules.toml"
+    assert main(["diff", left, right, "--suggest", str(rules)]) == 1
+    assert main(["diff", left, right, "--suggest", str(rules)]) == 1  # the same content
+    rules.write_text("mine")
+    assert main(["diff", left, right, "--suggest", str(rules)]) == 2
+    assert "has other content" in capsys.readouterr().err
+    assert rules.read_text() == "mine"
+
+
+def test_nothing_to_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(meta_llama, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
+    status, found = asked(capsys, "diff", left, right, "--suggest", str(tmp_path / "rules.toml"))
+    assert status == 1
+    assert any("no rules are suggested" in note for note in found["notes"])
+    assert not (tmp_path / "rules.toml").exists()
+
+
+def test_a_model_leaves_nothing_to_suggest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "a.pt", "--model", "m.py:build", "--suggest", "rules.toml"]) == 2
+    assert "--suggest needs two checkpoints and no model" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""`inspect --stats`: what torch says of the same values, in bounded memory, and without torch where numpy will do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from ckpttool.cli.app import main
+from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.live.section import section_of
+from files import run_measured
+
+FLOATS = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool)
+
+
+def of(tensor: torch.Tensor) -> Statistics:
+    (entry,) = section_of({"t": tensor}).tensors
+    found = statistics(entry)
+    assert found is not None
+    return found
+
+
+def expected(tensor: torch.Tensor) -> Statistics:
+    """By torch, of the whole tensor at once."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    wide = tensor.double().reshape(-1)
+    finite = wide[wide.isfinite()]
+    least, most, mean = (
+        (finite.min().item(), finite.max().item(), finite.mean().item()) if finite.numel() else (None,) * 3
+    )
+    zeros, nan, inf = (int(hits.sum()) for hits in (wide == 0, wide.isnan(), wide.isinf()))
+    return Statistics(least, most, mean, zeros, nan, inf, hashlib.sha256(bytes(data.tolist())).hexdigest())
+
+
+def alike(one: Statistics, other: Statistics) -> bool:
+    """Equal, but for what adding up in another order does to the mean."""
+    if one.mean is None or other.mean is None:
+        return one == other
+    close = math.isclose(one.mean, other.mean, rel_tol=1e-6, abs_tol=1e-6)
+    return close and replace(one, mean=other.mean) == other
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(FLOATS + INTEGERS), st.binary(max_size=96), st.booleans())
+def test_any_bits_of_any_dtype(dtype: torch.dtype, data: bytes, turned: bool) -> None:
+    if dtype == torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    size = dtype.itemsize
+    data = data[: len(data) // (2 * size) * 2 * size]
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    tensor = tensor.reshape(-1, 2)
+    tensor = tensor.t() if turned else tensor
+    wide = tensor.double()
+    if wide.isfinite().any() and wide[wide.isfinite()].abs().max() > 1e300:
+        return  # their sum is no number
+    assert alike(of(tensor), expected(tensor))
+
+
+def test_more_than_a_chunk(tmp_path: Path) -> None:
+    tensor = torch.randn(3, 200_001, generator=torch.Generator().manual_seed(0))
+    tensor[1, 7], tensor[2, -1], tensor[0, 5] = float("nan"), float("inf"), 0.0
+    assert alike(of(tensor), expected(tensor))
+
+
+def test_numbers_that_are_not_real_have_a_hash_only() -> None:
+    found = of(torch.zeros(2, dtype=torch.complex64))
+    assert found == Statistics(None, None, None, None, None, None, hashlib.sha256(bytes(16)).hexdigest())
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"good": torch.tensor([1.0, -3.0]), "nan": torch.tensor([float("nan"), 2.0]), "zero": torch.zeros(4)}
+    path = tmp_path / name
+    torch.save(state, path) if name.endswith("pt") else save_file(state, path)
+    assert main(["inspect", str(path), "--stats", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    stats = {tensor["key"]: tensor["stats"] for tensor in found["tensors"]}
+    assert {**stats["good"], "sha256": ""} == {
+        "min": -3.0,
+        "max": 1.0,
+        "mean": -1.0,
+        "zeros": 0,
+        "nan": 0,
+        "inf": 0,
+        "sha256": "",
+    }
+    assert (stats["nan"]["nan"], stats["nan"]["min"], stats["zero"]["zeros"]) == (1, 2.0, 4)
+    assert found["notes"] == ["1 tensor with NaN: nan", "1 tensor with nothing but zeros: zero"]
+    assert main(["inspect", str(path), "--stats"]) == 0
+    shown = capsys.readouterr()
+    assert "1 tensor with NaN: nan" in shown.out + shown.err
+    assert stats["good"]["sha256"][:12] in shown.out
+
+
+def test_without_stats_nothing_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"nan": torch.tensor([float("nan")] * 2)}, tmp_path / "w.pt")
+    assert main(["inspect", str(tmp_path / "w.pt"), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["notes"], "stats" in found["tensors"][0]) == ([], False)
+
+
+def test_what_numpy_reads_needs_no_torch(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.safetensors")
+    code = "import sys; from ckpttool.cli.app import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    words = [sys.executable, "-c", code, "inspect", str(tmp_path / "w.safetensors"), "--stats"]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    peaks = []
+    for count in (1 << 10, 1 << 26):  # 256 MiB, most of it holes
+        save_file({"w": torch.zeros(count)}, tmp_path / "w.safetensors")
+        command = [sys.executable, "-m", "ckpttool", "inspect", str(tmp_path / "w.safetensors"), "--stats"]
+        peaks.append(run_measured(command, tmp_path)[1])
+    assert peaks[1] - peaks[0] < 32 << 20
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_partitioned_parameters_are_named(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers#20082: ZeRO-3 saves what is left of a partitioned parameter."""
+    state = {f"layers.{n}.weight": torch.ones(1) for n in range(count)}
+    torch.save(state, tmp_path / "w.pt")
+    assert main(["inspect", str(tmp_path / "w.pt"), "--format", "json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith(f"{count} tensors have shape [1], as ZeRO-3 leaves")
+    torch.save({"scale": torch.ones(1), "layer.weight": torch.ones(2, 2)}, tmp_path / "w.pt")
+    assert main(["inspect", str(tmp_path / "w.pt"), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []

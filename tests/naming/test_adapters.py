@@ -1,0 +1,112 @@
+"""Adapters by their keys, as PEFT writes them and as others do; what `inspect` and `diff` say of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+
+import real_models
+from ckpttool.cli.app import main
+from ckpttool.naming.adapters import adapter_of, missing_modules
+from places import SUPPORT
+
+TARGETS = [f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in ("q_proj", "v_proj")]
+
+
+def test_what_peft_saves() -> None:
+    """Its own file, and a whole state dict; PEFT says which modules it has adapted."""
+    model = get_peft_model(real_models.llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True))
+    base = real_models.llama().state_dict()
+    alone, beside = adapter_of(get_peft_model_state_dict(model)), adapter_of(model.state_dict())
+    assert alone is not None
+    assert beside is not None
+    assert [*alone.modules] == [*beside.modules] == model.targeted_module_names == TARGETS
+    assert (alone.title, alone.alone, beside.alone) == ("a LoRA adapter", True, False)
+    assert len(beside.rest) == len(base)
+    assert missing_modules(alone, base) == missing_modules(beside, base) == ()
+    assert missing_modules(alone, real_models.bert().state_dict()) == tuple(TARGETS)
+
+
+def test_another_tuner() -> None:
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    found = adapter_of(get_peft_model_state_dict(get_peft_model(real_models.llama(), config)))
+    assert found is not None
+    assert found.kinds == ("IA3",)
+    assert [*found.modules] == [f"model.layers.{n}.self_attn.k_proj" for n in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "module", "base"),
+    [
+        (
+            ["unet.down.0.to_q.lora.down.weight", "unet.down.0.to_q.lora.up.weight"],
+            "unet.down.0.to_q",
+            "unet.down.0.to_q",
+        ),
+        (
+            [
+                "lora_unet_down_0_to_q.lora_down.weight",
+                "lora_unet_down_0_to_q.lora_up.weight",
+                "lora_unet_down_0_to_q.alpha",
+            ],
+            "lora_unet_down_0_to_q",
+            "down.0.to_q",
+        ),
+        (["a.b.lora_embedding_A", "a.b.lora_embedding_B"], "a.b", "a.b"),
+    ],
+)
+def test_how_others_write_them(keys: list[str], module: str, base: str) -> None:
+    found = adapter_of(keys)
+    assert found is not None
+    assert (dict(found.modules), found.alone) == ({module: tuple(keys)}, True)
+    assert missing_modules(found, [f"{base}.weight"]) == ()
+    assert missing_modules(found, ["other.weight"]) == (module,)
+
+
+@pytest.mark.parametrize("build", [name for name in real_models.ALL if name != "lora"])
+def test_no_adapter(build: str) -> None:
+    assert adapter_of(getattr(real_models, build)().state_dict()) is None
+    assert adapter_of(["lora_weights.weight", "colora.weight", "alpha"]) is None
+
+
+def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``load_state_dict(strict=False)`` says nothing and loads nothing."""
+    adapter = str(tmp_path / "adapter_model.safetensors")
+    save_file(get_peft_model_state_dict(real_models.lora()), adapter)
+    for name in ("llama", "bert"):
+        torch.save(getattr(real_models, name)().state_dict(), tmp_path / f"{name}.pt")
+
+    def notes(*words: str) -> list[str]:
+        assert main(["diff", *words, "--format", "json"]) == 1
+        found: list[str] = json.loads(capsys.readouterr().out)["notes"]
+        return found
+
+    assert any(
+        note.startswith(
+            "left is a LoRA adapter for 4 modules, all of them are in right; it has no weights of the model"
+        )
+        for note in notes(adapter, str(tmp_path / "llama.pt"))
+    )
+    others = notes(adapter, str(tmp_path / "bert.pt"))
+    assert any(note.startswith("left is a LoRA adapter for 4 modules, 0 of them are in right") for note in others)
+    assert any(note.startswith("4 adapted modules not in right: model.layers.0.self_attn.q_proj, ") for note in others)
+    loaded = notes("--model", f"{SUPPORT / 'real_models.py'}:llama", adapter)
+    assert any(note.startswith("the checkpoint is a LoRA adapter for 4 modules, all of them are in") for note in loaded)
+    assert loaded[0].startswith("0 of 8 tensors matched")
+
+
+def test_inspect_calls_it_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "adapter_model.safetensors")
+    save_file(get_peft_model_state_dict(real_models.lora()), path)
+    assert main(["inspect", path, "--format", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["adapters"]
+    assert found == {"section": "", "kinds": ["LoRA"], "modules": TARGETS, "tensors": 8, "alone": True}
+    assert main(["inspect", path]) == 0
+    shown = capsys.readouterr().out
+    assert "LoRA, alone: no weights of its model" in shown
+    assert "model.layers.{0-1}.self_attn.q_proj" in shown

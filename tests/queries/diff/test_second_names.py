@@ -1,0 +1,103 @@
+"""Tied weights: one tensor under several names, in models and in files, which hold all of them or one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hook_zoo
+import real_models
+from ckpttool.cli.app import main
+from places import ROOT, SUPPORT
+
+TIED = ["tied_llama", "t5", "bert"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    """One command, as JSON."""
+    capsys.readouterr()
+    status = main([*map(str, arguments), "--format", "json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def paste(command: str) -> None:
+    """A printed command, run literally."""
+    words = command.replace("ckpttool", f"{sys.executable} -m ckpttool", 1)
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_second_name_on_one_side_only_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What loads one of the files strictly refuses the other, whichever has more names."""
+    state = hook_zoo.tied().state_dict()
+    torch.save(state, tmp_path / "all.pt")
+    torch.save({"embed.weight": state["embed.weight"]}, tmp_path / "one.pt")
+    for left, right in (("all", "one"), ("one", "all")):
+        status, diff = run(capsys, "diff", tmp_path / f"{left}.pt", tmp_path / f"{right}.pt")
+        assert (status, diff["identical"]) == (1, False)
+        assert diff["summary"] == {"same": 1, "alias": 1}
+        paste(diff["fix"][0].replace("MODEL", f"{SUPPORT}/hook_zoo.py:tied"))
+        mended = tmp_path / ("all.without.pt" if left == "all" else "one.serialized.pt")
+        assert run(capsys, "diff", mended, tmp_path / f"{right}.pt")[0] == 0
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+@pytest.mark.parametrize("name", TIED)
+def test_a_model_saved_without_its_tied_names(
+    name: str, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`save_pretrained` keeps one name: the diff says why the others are missing, and its command brings them back."""
+    model, operand = real_models.build(name, seed=1), f"{SUPPORT}/real_models.py:{name}"
+    model.save_pretrained(tmp_path / "saved")
+    state = load_file(tmp_path / "saved" / "model.safetensors")
+    path = tmp_path / f"kept{ending}"
+    (torch.save if ending == ".pt" else save_file)(state, path)
+    status, diff = run(capsys, "diff", "--model", operand, path)
+    assert status == 1
+    missing = [entry for entry in diff["entries"] if entry["status"] == "missing"]
+    assert {entry["right"][0] for entry in missing} == set(model.state_dict()) - set(state)
+    assert all("tied" in entry["reason"] and entry["detail"] for entry in missing)
+    paste(diff["fix"][0])
+    mended = tmp_path / "kept.serialized.pt"
+    assert run(capsys, "diff", "--model", operand, mended)[0] == 0
+    target = real_models.build(name, seed=2)
+    target.load_state_dict(torch.load(mended), strict=True)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in target.state_dict().items())
+    assert mended.stat().st_size < 1.3 * path.stat().st_size + 20_000  # a name more, not a tensor more
+
+
+def test_tied_names_do_not_fit_into_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The format cannot hold them: it is refused with the two ways out, and both work."""
+    operand = f"{SUPPORT}/hook_zoo.py:tied"
+    save_file({"embed.weight": torch.ones(5, 3)}, tmp_path / "one.safetensors")
+    words = ["remap", str(tmp_path / "one.safetensors"), "--model", operand, "--to", "serialized", "-o"]
+    assert main([*words, str(tmp_path / "out.safetensors")]) == 1
+    assert "--keep-aliases" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "kept.safetensors"), "--keep-aliases"]) == 0
+    assert main([*words, str(tmp_path / "out.pt")]) == 0
+    hook_zoo.tied().load_state_dict(torch.load(tmp_path / "out.pt"), strict=True)
+
+
+def test_a_file_with_different_values_under_tied_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch loads it, and what one of the names held is lost: that is said, and never status 0."""
+    torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}, tmp_path / "two.pt")
+    status, diff = run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
+    assert (status, diff["identical"]) == (1, False)
+    (lost,) = [entry for entry in diff["entries"] if entry["status"] == "value"]
+    assert "tied" in lost["reason"]
+    assert lost["left"] == ["embed.weight"]  # what is copied last stays
+    model = hook_zoo.tied()
+    model.load_state_dict(torch.load(tmp_path / "two.pt"), strict=True)
+    assert torch.equal(model["embed"].weight, torch.zeros(5, 3))
+
+
+def test_equal_copies_under_tied_names_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.ones(5, 3)}, tmp_path / "two.pt")
+    assert run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")[0] == 0

@@ -1,0 +1,124 @@
+"""Round trips and meta twins against the truth: instances built for real, saved and loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import CkptError
+from ckpttool.tracing import runtime
+from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.tracing.trace import trace
+
+torch.set_num_threads(1)
+
+
+class Dequantises(nn.Linear):
+    """Saves bytes that numpy makes, and reads them back: no symbol can follow, and nothing is lost."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._register_state_dict_hook(Dequantises._save)
+        self._register_load_state_dict_pre_hook(self._load)
+
+    def _save(self, sd: dict, prefix: str, *args: object) -> None:
+        sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy().view("int32").copy())
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy().view("float32").copy())
+
+
+class Halves(Dequantises):
+    """The same, and it forgets half of what it had."""
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        super()._load(sd, prefix)
+        sd[prefix + "weight"] = torch.from_numpy(sd[prefix + "weight"].numpy() * [[1.0], [0.0]]).float()
+
+
+class AddsNothing(nn.Linear):
+    """Loads the sum of two keys, one of which is a constant that it saved."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "shift": torch.zeros(2, 2)}))
+        self._register_load_state_dict_pre_hook(self._load)
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        sd[prefix + "weight"] = sd[prefix + "weight"] + sd.pop(prefix + "shift")
+
+
+class Overlaps(nn.Module):
+    """Two buffers on one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(4, 6)
+        self.register_buffer("whole", whole)
+        self.register_buffer("columns", whole[:, ::2])
+
+
+def model(cls: type[nn.Module]) -> LoadedModel:
+    def make(real: bool) -> nn.Module:
+        with torch.device("cpu" if real else "meta"):
+            return cls()
+
+    return LoadedModel(cls.__name__, make)
+
+
+@pytest.mark.parametrize(
+    ("cls", "comes_back"), [(Dequantises, True), (Halves, False), (AddsNothing, True), (Overlaps, True)]
+)
+def test_what_symbols_cannot_follow_is_tried(cls: type[nn.Module], comes_back: bool) -> None:
+    torch.manual_seed(0)
+    source, target = cls(), cls()
+    target.load_state_dict(source.state_dict(), strict=True)
+    same = all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), target.state_dict().values()))
+    assert same == comes_back
+    names = trace(model(cls))
+    assert (names.roundtrips, names.notes) == (comes_back, ())
+
+
+def test_what_cannot_be_tried_is_unknown_and_no_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*args: object) -> None:
+        raise CkptError("no memory", hint="buy some")
+
+    monkeypatch.setattr("ckpttool.tracing.trace.check_memory", no_memory)
+    names = trace(model(AddsNothing))
+    assert names.roundtrips
+    assert names.notes == (
+        "cannot be told whether it is given back: loaded from shift, which no tensor of the model is saved to @ weight",
+    )
+
+
+class AsksForMeta(nn.Module):
+    """As rotary embeddings that make their caches only where there is memory for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.ones(2))
+        if self.theta.device.type != "meta":
+            self.register_buffer("cache", torch.outer(torch.arange(3.0), self.theta.detach()), persistent=False)
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_constructor_that_makes_other_tensors_on_meta(cheap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cheap:  # then it is built with tensors that pass for real
+        monkeypatch.setattr(runtime, "_CHEAP", -1)
+    names = trace(model(AsksForMeta))
+    assert [tensor.fqn for tensor in names.runtime] == ["theta", "cache"]
+    assert names.not_serialized == ("cache",)
+    assert names.notes == ()
+
+
+def test_a_constructor_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.total = 0.0 if self.weight.device.type == "meta" else float(self.weight.sum())
+
+    monkeypatch.setattr(runtime, "_CHEAP", -1)
+    assert trace(model(Reads)).notes == (
+        "on the meta device alone: whether its constructor makes other tensors for real was not looked at",
+    )
