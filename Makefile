@@ -12,11 +12,7 @@ PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
 
-<<<<<<< HEAD
-.PHONY: help demo test check wild fuzz fix coverage floor constraints clean
-=======
-.PHONY: help demo test faults check fuzz fix coverage floor constraints clean
->>>>>>> writes
+.PHONY: help demo test faults check wild fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
