@@ -43,7 +43,17 @@ def fetched(package: str, cache: Path) -> Path:
     """The package's archive, downloaded once and not installed; no code of it is run."""
     folder = cache / package
     if not folder.is_dir() or not any(folder.iterdir()):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "-d", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-d",
+            str(folder),
+        ]
         subprocess.run([*command, package], check=True)
     return next(folder.iterdir())
 
