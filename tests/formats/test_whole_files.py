@@ -155,7 +155,7 @@ def test_a_storage_of_no_tensor_is_named(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("inspect", path, "--format", "json")
     (found,) = json.loads(out)["unreached"]
     assert (code, found["path"], found["bytes"]) == (0, "buffers.raw", 20)
-    assert "1 storage (20 bytes) of no tensor that is understood: buffers.raw" in run("inspect", path)[1]
+    assert "1 storage (20 bytes) of no tensor that is understood: buffers.raw" in "".join(run("inspect", path)[1:])
     other = saved(tmp_path / "other.pt", {**value, "buffers": {"raw": torch.ones(5).untyped_storage()}})
     assert run("diff", path, path)[0] == 0
     code, out, _ = run("diff", path, other)
@@ -383,7 +383,7 @@ def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, 
     folder = tmp_path / "iter_0000010"
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
     common = saved(folder / "common.pt", {"iteration": 10, "args": argparse.Namespace(lr=0.1)})
-    assert "common.pt" in run("inspect", folder).out
+    assert "common.pt" in "".join(run("inspect", folder)[1:])
     assert run("remap", folder, "-o", tmp_path / "out.dcp", "--rule", "w => v", "--verify").status == 0
     assert (tmp_path / "out.dcp" / "common.pt").read_bytes() == Path(common).read_bytes()
     for name in ("out.pt", "out.safetensors"):
