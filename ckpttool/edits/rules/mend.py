@@ -14,6 +14,7 @@ from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.suggestions import known
 from ckpttool.words import plural, shell
 
+PART = "the command mends a part"
 _FEW = 3  # rules that are shown as options; more of them go into a file
 _SHOWN = 5  # keys that a note names
 
@@ -78,7 +79,7 @@ def _undone(found: Suggestion) -> list[str]:
     if found.left_over:
         keys = _named(found.left_over)
         notes.append(f"the suggested rules leave {plural(len(found.left_over), 'key')} of the left as they are: {keys}")
-    return notes
+    return [PART, *notes] if notes else []
 
 
 def _named(keys: Sequence[str]) -> str:
