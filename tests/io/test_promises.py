@@ -54,7 +54,7 @@ def test_reports_and_plans_replace_only_by_force(source: Path, option: str) -> N
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect CKPT", "diff CKPT CKPT", "explain b --model names.json", "trace names.json"]
+    "command", ["inspect CKPT", "diff CKPT CKPT", "explain weight --model names.json", "trace names.json"]
 )
 def test_every_command_asks_before_a_report_is_replaced(
     source: Path, capsys: pytest.CaptureFixture[str], command: str
@@ -195,12 +195,12 @@ def test_verify_notices_a_disk_that_holds_other_bytes(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_clean_up(source: Path, number: signal.Signals) -> None:
     with source.open("r+b") as file:  # large, and sparse
-        header = json.dumps({"a.w": {"dtype": "U8", "shape": [1 << 34], "data_offsets": [0, 1 << 34]}}).encode()
+        header = json.dumps({"a.w": {"dtype": "U8", "shape": [1 << 32], "data_offsets": [0, 1 << 32]}}).encode()
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + (1 << 34))
+        file.truncate(8 + len(header) + (1 << 32))
     line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "-o", "out.safetensors"]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while names(source.parent) == {"in.safetensors"} and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(number)
