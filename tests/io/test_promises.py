@@ -224,13 +224,13 @@ def test_whose_a_temporary_name_is() -> None:
     assert temporary.owner_of(".model.pt.tmp") is None
     assert temporary.owner_of(name.replace(".ckpttool.tmp", ".tmp")) is None
     now = time.time()
-    for own, dead in (
+    for parts, dead in (
         (("00000000", "00000000", 1, 1, 1), False),  # of another machine
         ((temporary.me().host, "00000000", 1, 1, 1), True),  # before this machine was started anew
         ((temporary.me().host, temporary.me().boot, temporary.me().space, os.getppid(), 1), True),  # a reused number
         ((temporary.me().host, temporary.me().boot, temporary.me().space + 1, 1, 1), False),  # of another container
     ):
-        other = f".x.{temporary.Owner(*own)}-00000000.ckpttool.tmp"
+        other = f".x.{temporary.Owner(*parts)}-00000000.ckpttool.tmp"
         assert temporary.is_dead(other, now) == dead
         assert temporary.is_dead(other, now - 90_000)
 
