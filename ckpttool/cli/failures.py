@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from signal import Signals
 from typing import Any
 
 import typer
 
 from ckpttool.cli.streams import clipped, for_log
 from ckpttool.errors import CkptError, Problem
+from ckpttool.io.interrupts import Ended
 from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
 from ckpttool.words import number, shell, visible
@@ -140,6 +142,8 @@ def _nearest(path: str) -> str:
 
 
 def _interrupt(error: KeyboardInterrupt) -> Failure:
+    if isinstance(error, Ended):
+        return Failure(128 + error.number, f"ended by {Signals(error.number).name}")
     return Failure(128 + 2, "interrupted")
 
 

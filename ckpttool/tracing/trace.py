@@ -61,7 +61,8 @@ def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
     """Asked only where hooks touch the keys: without them a module's path is all that is put before them."""
     if not any(key.hook is not None for key in saved.serialized):
         return ()
-    return nested_problems(model, [*(key.key for key in saved.serialized), *saved.extra_state])
+    as_saved = replace(model, materialize=saved.real)  # hooks that read values cannot run on meta
+    return nested_problems(as_saved, [*(key.key for key in saved.serialized), *saved.extra_state])
 
 
 def _given_back(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:

@@ -68,6 +68,7 @@ def test_the_object_of_the_contract() -> None:
         "flat_parameters": [],
         "adapters": [],
         "notes": [],
+        "unreached": [],
     }
 
 

@@ -9,7 +9,7 @@ import typer
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
 from ckpttool.options import OptimizerOptions
 
 
@@ -18,11 +18,13 @@ def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The tensor's name in any form.")],
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model that has the tensor.")],
     options: OptimizerOptions,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
     """One tensor: all its names, and the hook that renames it."""
     from ckpttool.report.documents.names import explained
 
+    check_texts(report or (), (), force=force)
     found = api.explain_by(name, replace(options, model=model))
-    emit(lambda: explained(found), found.to_json, format, report)
+    emit(lambda: explained(found), found.to_json, format, report, force=force)

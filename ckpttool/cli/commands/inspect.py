@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from ckpttool import api
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
 
 
 def command(
@@ -16,6 +18,7 @@ def command(
         bool, typer.Option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
     ] = False,
     all: Annotated[bool, typer.Option("--all", help="A line for every tensor, and no list cut short.")] = False,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
@@ -26,5 +29,6 @@ def command(
     """
     from ckpttool.report.documents.inspection import document
 
+    check_texts(report or (), files_of(split(ckpt)[0]), force=force)
     inspection = api.inspect(ckpt, stats=stats)
-    emit(lambda: document(inspection, all=all), inspection.to_json, format, report)
+    emit(lambda: document(inspection, all=all), inspection.to_json, format, report, force=force)

@@ -10,7 +10,7 @@ from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap,
 from ckpttool.edits.mend.model_alone import of_names
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
-from ckpttool.edits.rules.mend import needs_file, with_rules
+from ckpttool.edits.rules.mend import PART, needs_file, with_rules
 from ckpttool.edits.swap.run import SwapOptions
 from ckpttool.edits.swap.swap import Misfit
 from ckpttool.errors import CkptError
@@ -22,7 +22,6 @@ DROPPED = "what --drop leaves out has no place on the right: it is not in the ou
 INFERRED = (
     "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
 )
-PART = "the command mends a part"
 OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
 
 

@@ -18,8 +18,9 @@ import mend_models
 from ckpttool.cli.app import main
 from ckpttool.edits.mend.command import command, outputs
 from ckpttool.edits.mend.patterns import common_way, drops
-from ckpttool.edits.mend.run import DROPPED, PART
+from ckpttool.edits.mend.run import DROPPED
 from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.rules.mend import PART
 from ckpttool.edits.rules.patterns import matches
 from ckpttool.tracing import trace as tracing
 from mend_models import hooked, net
