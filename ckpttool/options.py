@@ -72,7 +72,7 @@ class OutputOptions:
 
     out: Annotated[str | None, option("-o", "--output", metavar="OUT", help="The file to write.")] = None
     in_place: Annotated[bool, option("--in-place", help="Replace the source itself, atomically.")] = False
-    force: Annotated[bool, option("--force", help="Overwrite OUT.")] = False
+    force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
     dry_run: Annotated[bool, option("--dry-run", help="Say what would be written, and write nothing.")] = False
     verify: Annotated[bool, option("--verify", help="Read OUT back and compare every tensor.")] = False
     no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False

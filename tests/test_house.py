@@ -131,7 +131,11 @@ def test_only_the_command_line_prints() -> None:
     assert [n for n in MODULES if any(c == "print" for c, _ in calls(n)) and not below(n, "ckpttool.cli")] == []
 
 
-WRITERS = ("ckpttool.io.write_file", "ckpttool.io.write_folder", "ckpttool.io.write_remote", "ckpttool.cli.output")
+WRITERS = (
+    *(f"ckpttool.io.{name}" for name in ("write_file", "write_folder", "write_remote")),
+    *(f"ckpttool.io.{name}" for name in ("journal", "switch", "switch_folder", "temporary")),
+    "ckpttool.cli.output",
+)
 CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}
 
 

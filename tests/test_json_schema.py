@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_trace import zoo_model
 from torch import nn
 
 from ckpttool.errors import CkptError
@@ -21,6 +20,7 @@ from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
 from ckpttool.plan import Plan
 from ckpttool.tracing.trace import trace
+from zoo import zoo_model
 
 NAMES = json.loads(json.dumps(trace(zoo_model("fused_qkv")).to_json()))
 PLAN = {

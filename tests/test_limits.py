@@ -123,7 +123,7 @@ def server(answer: bytes, forever: bytes, closes: bool = True) -> Iterator[str]:
     """A web server that answers GET with these bytes, and then goes on with others as long as somebody listens."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(0.2)
-    stopped = []
+    stopped: list[bool] = []
 
     def talk(connection: socket.socket) -> None:
         with connection:

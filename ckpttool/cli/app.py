@@ -16,6 +16,8 @@ from ckpttool.cli.parse import parse
 from ckpttool.cli.streams import nothing_left, set_up
 from ckpttool.cli.warned import collected
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
+from ckpttool.io.interrupts import ended_by_signals
 
 # Command -> its module, which defines `command`, and the first line of its help. Modules are imported when they run.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000, 50, 100)  # an index is many small values without cycles: searching them is half the time
     args = sys.argv[1:] if argv is None else list(argv)
     try:
-        with nothing_left(), logged(), collected():
+        sources.forget_all()
+        with ended_by_signals(), nothing_left(), logged(), collected():
             status = run(args)
         sys.stdout.flush()
         return status

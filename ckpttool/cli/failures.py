@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from signal import Signals
 from typing import Any
 
 from ckpttool.cli.streams import clipped, for_log
 from ckpttool.errors import CkptError, Problem
+from ckpttool.io.interrupts import Ended
 from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
 from ckpttool.words import number, shell, visible
@@ -123,6 +125,8 @@ def _nearest(path: str) -> str:
 
 
 def _interrupt(error: KeyboardInterrupt) -> Failure:
+    if isinstance(error, Ended):
+        return Failure(128 + error.number, f"ended by {Signals(error.number).name}")
     return Failure(128 + 2, "interrupted")
 
 

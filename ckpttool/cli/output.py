@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from ckpttool.cli.streams import for_log
+from ckpttool.errors import CkptError
+from ckpttool.io import sources, write_file
+from ckpttool.io.pieces import Piece
 from ckpttool.options import option
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal, lines
+
+Force = Annotated[bool, option("--force", help="Overwrite files that exist.")]
+All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
 
 
 def _check_reports(paths: list[str]) -> None:
@@ -21,7 +26,6 @@ def _check_reports(paths: list[str]) -> None:
         format_of(path)
 
 
-All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
 Format = Annotated[
     str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
 ]
@@ -41,15 +45,17 @@ def emit(
     data: Callable[[], Mapping[str, Any]],
     format: str,
     reports: Sequence[str] | None = None,
+    *,
+    force: bool = False,
 ) -> None:
     """Writes the report files, then prints the result to stdout: data and nothing else.
 
     `document` and `data` make the two shapes of the result; each is called only where a format shows it. The files come
     first, so that stdout stays empty where one of them cannot be written. Of a text
-    the warnings go to stderr, after it. Raises OSError.
+    the warnings go to stderr, after it. Raises as `write_text`.
     """
     for path in reports or ():
-        write_report(path, _rendered(format_of(path), document, data))
+        write_text(path, _rendered(format_of(path), document, data), force=force)
     if format == "text":
         shown, warnings = warnings_apart(document())
         sys.stdout.write(for_log(render(format, shown, {}, _terminal()), format))
@@ -64,25 +70,40 @@ def _rendered(format: str, document: Callable[[], Document], data: Callable[[], 
     return json.render(data()) if format == "json" else render(format, document(), {})
 
 
-def write_report(path: str, text: str) -> None:
-    """Writes the file as UTF-8, whole or not at all: to a temporary sibling that is then renamed.
+def check_texts(paths: Sequence[str | None], read: Iterable[str], *, force: bool, out: str | None = None) -> None:
+    """Raises `CkptError`, before any work is done, where one of these files must not be written.
 
-    What is no regular file (``/dev/stderr``, a pipe) is written to directly. Raises OSError that names `path`.
+    It is among those that are `read`, or what else is written (`out`); or it exists and `force` is not set.
     """
-    target = os.path.realpath(path)
-    direct = os.path.exists(target) and not os.path.isfile(target)
-    folder, name = os.path.split(target)
-    place = target if direct else os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    try:
-        with open(place, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        if not direct:
-            os.replace(place, target)
-    except OSError as error:
-        if not direct:
-            with suppress(OSError):
-                os.unlink(place)
-        raise OSError(error.errno, error.strerror, path) from error
+    named = [path for path in (*paths, out) if path is not None]
+    for path in (path for path in paths if path is not None):
+        if sum(os.path.realpath(path) == os.path.realpath(other) for other in named) > 1:
+            raise CkptError(f"{path} is named for two outputs", hint="give each a name of its own")
+        _check_no_source(path, read)
+        if os.path.isfile(path) and not force:
+            raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
+
+
+def _check_no_source(path: str, read: Iterable[str]) -> None:
+    if write_file.is_one_of(path, read):
+        raise CkptError(f"{path} is read by this command", hint="name another file")
+
+
+def write_text(path: str, text: str, *, force: bool) -> None:
+    """Writes the file as UTF-8, under the rules of OUT: whole or not at all, over no source, over others by `force`.
+
+    What is no regular file (``/dev/stderr``, a pipe) is written to directly. Raises `CkptError`, and for these OSError.
+    """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        try:
+            with open(path, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
+        return
+    _check_no_source(path, sources.files_read())
+    write_file.preflight(path, (), force=force, in_place=False)
+    write_file.write([Piece(text.encode("utf-8", "backslashreplace"))], path, replace=force, in_place=False)
 
 
 def _terminal() -> Terminal | None:

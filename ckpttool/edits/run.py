@@ -37,7 +37,15 @@ def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -
     Raises `Refused`, all problems at once, where the remap would lose, collide or guess, and `CkptError` where an
     operand cannot be read or OUT not be written; then nothing is.
     """
-    writer = Writer(options.force, not options.no_fsync, options.link, progress)
+    writer = Writer(
+        split(source.source)[0],
+        options.force,
+        options.in_place,
+        not options.no_fsync,
+        options.verify,
+        options.link,
+        progress,
+    )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
     names = None if model is None else model.names()
@@ -56,7 +64,7 @@ def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -
     if options.in_place:
         check_in_place(source, target.format)
     if not options.dry_run:
-        writer.check(target, split(source.source)[0], in_place=options.in_place)
+        writer.check(target)
     return target
 
 
@@ -170,7 +178,7 @@ def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, name
 
     ranks = scatter(done.result, names, options.units or (), options.world_size or 0)
     if options.out is not None and not options.dry_run:
-        writer.ranks(ranks, options.out, prove_it=options.verify)
+        writer.ranks(ranks, options.out)
     return replace(done, form=options.to, notes=(*source.notes, *done.notes))
 
 

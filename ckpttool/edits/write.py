@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RANK
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import write_file, write_folder
+from ckpttool.io import sources, write_file, write_folder
+from ckpttool.io.files import files_of, is_dir, names_in
+from ckpttool.io.paths import is_url, join, parent
+from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Files, Link, Pieces
+from ckpttool.io.ranges import digest_on_disk
+from ckpttool.io.write_file import Digest
 from ckpttool.operands.output import Target
 
 # Told of each long piece of work: its title and its bytes, then within it of the bytes that are done.
@@ -27,47 +34,113 @@ def quiet(title: str, total: int) -> AbstractContextManager[Callable[[int], obje
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """How outputs are written: over what is there (`force`), waiting for the disk (`fsync`), shown to whom."""
+    """How an output is written: what the options of every command that writes one say, made of the CKPT `source`."""
 
+    source: str = ""
     force: bool = False
+    in_place: bool = False
     fsync: bool = True
+    verify: bool = False
     link: str = "copy"
     progress: Progress = quiet
 
-    def check(self, target: Target, source: str, *, in_place: bool) -> None:
+    def check(self, target: Target) -> None:
         """Raises `CkptError` where OUT cannot or must not be written."""
         if target.folder is None:
-            write_file.preflight(target.path, [source], force=self.force, in_place=in_place)
+            self.check_file(target.path)
         else:
-            write_folder.preflight(target.folder, target.present(), source, force=self.force, in_place=in_place)
-
-    def file(self, pieces: Pieces, out: str) -> int:
-        """Writes the file and returns its size in bytes."""
-        with self.progress(out, sum(piece.nbytes for piece in pieces)) as advance:
-            return write_file.write(pieces, out, fsync=self.fsync, progress=advance)
-
-    def target(self, target: Target, files: Files) -> int:
-        """Writes the file or folder and returns its size in bytes."""
-        if target.folder is None:
-            (pieces,) = (content for content in files.values() if not isinstance(content, Link))
-            return self.file(pieces, target.path)
-        total = sum(piece.nbytes for content in files.values() if not isinstance(content, Link) for piece in content)
-        stale = target.present(files)
-        with self.progress(target.path, total) as advance:
-            return write_folder.write_folder(
-                files, target.folder, stale=stale, link=self.link, fsync=self.fsync, progress=advance
+            write_folder.preflight(
+                target.folder, target.present(), self.source, force=self.force, in_place=self.in_place
             )
 
-    def ranks(self, ranks: Sequence[Checkpoint], out: str, *, prove_it: bool) -> None:
-        """Writes the file of each rank; all outputs are checked before the first is written."""
-        paths = [out.replace(RANK, str(rank)) for rank in range(len(ranks))]
-        layouts = [FORMATS["torch_zip"].layout(rank) for rank in ranks]
-        for path, rank in zip(paths, ranks):
-            write_file.preflight(path, [rank.source], force=self.force, in_place=False)
-        for path, pieces, rank in zip(paths, layouts, ranks):
-            self.file(pieces, path)
-            if prove_it:
-                prove(path, rank)
+    def check_file(self, out: str, *others: str) -> None:
+        """Raises `CkptError` where the file cannot or must not be written. `others` are read beside the source."""
+        read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
+        write_file.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
+
+    def file(self, pieces: Pieces, out: str) -> None:
+        """Writes the file."""
+        digest = hashlib.blake2b() if self.verify and not is_url(out) else None
+        with self.progress(out, sum(piece.nbytes for piece in pieces)) as advance:
+            write_file.write(
+                pieces,
+                out,
+                replace=self.force or self.in_place,
+                in_place=self.in_place,
+                readers_of=self._read,
+                fsync=self.fsync,
+                progress=advance,
+                digest=digest,
+            )
+        if digest is not None:
+            _prove_bytes({out: digest})
+
+    def target(self, target: Target, files: Files) -> None:
+        """Writes the file or folder."""
+        if target.folder is None:
+            (pieces,) = (content for content in files.values() if not isinstance(content, Link))
+            self.file(pieces, target.path)
+        else:
+            self.files(files, target.folder, target.present(files))
+
+    def files(self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True) -> None:
+        """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
+        digests: dict[str, Digest] | None = {} if self.verify and not is_url(folder) else None
+        total = sum(piece.nbytes for content in files.values() if not isinstance(content, Link) for piece in content)
+        with self.progress(folder, total) as advance:
+            write_folder.write_folder(
+                files,
+                folder,
+                stale=stale,
+                link=self.link,
+                whole=whole,
+                replace=self.force or self.in_place,
+                readers_of=self._read,
+                fsync=self.fsync,
+                progress=advance,
+                digests=digests,
+            )
+        if digests is not None:
+            _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
+
+    def ranks(self, ranks: Sequence[Checkpoint], out: str) -> None:
+        """Writes the files of all ranks or none; those of more ranks under the same names go.
+
+        Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
+        """
+        folder, pattern = parent(out), name_of(out)
+        layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
+        stale = _of_ranks(folder, pattern).difference(layouts)
+        for name in (*layouts, *sorted(stale)):
+            self.check_file(join(folder, name))
+        self.files(layouts, folder, stale, whole=False)
+        if self.verify:
+            for name, own in zip(layouts, ranks):
+                prove(join(folder, name), own)
+
+    @property
+    def _read(self) -> list[str]:
+        """The folder, or the local files, that CKPT names: who may not read these may not read OUT."""
+        return [self.source] if is_dir(self.source) else files_of(self.source)
+
+
+def _of_ranks(folder: str, pattern: str) -> set[str]:
+    """The files in the folder that would be taken for those of ranks too."""
+    number = r"\d+".join(map(re.escape, pattern.split(RANK)))
+    return {name for name in names_in(folder) if re.fullmatch(number, name)} if is_dir(folder) else set()
+
+
+def _prove_bytes(digests: Mapping[str, Digest]) -> None:
+    """Raises `CkptError` where the disk does not hold what was written, to the byte."""
+    problems = [
+        Problem("other bytes on the disk than were written", path)
+        for path, digest in digests.items()
+        if digest_on_disk(path) != digest.digest()
+    ]
+    if problems:
+        raise CkptError(
+            "what was written is not what the disk holds", hint="check the disk, and do not use it", problems=problems
+        )
 
 
 def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Span, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Comparable, ExtraEntry, Lazy, Span, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem
 from ckpttool.evaluate import with_numpy
@@ -13,18 +13,46 @@ from ckpttool.io.ranges import same_data, stream
 
 
 def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
-    """Whether two entries have the same dtype, shape and bytes. What is no dense tensor is compared by kind only."""
+    """Whether two entries are the same: tensors of one dtype and shape with the same bytes, or objects that are equal.
+
+    False also where it cannot be told.
+    """
+    if isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry):
+        return same_objects(left, right)
     if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
-        return type(left) is type(right)
+        return False
     if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return False
-    if left.storage is None or right.storage is None or left.identity == right.identity:
+    if left.identity == right.identity:
         return True
+    if left.storage is None or right.storage is None:
+        return _same_content(left.payload, right.payload) or _is_empty(left, right)
     mine, yours = _in_order(left), _in_order(right)
     if mine is not None and yours is not None:
         return same_data(mine, yours)
     pairs = with_numpy.in_step(elements(left), elements(right), itemsize(left.dtype))
     return all(a == b for a, b in pairs)
+
+
+def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
+    """Whether two objects are equal, the tensors inside them included; False also where it cannot be told."""
+    if isinstance(left.payload, Comparable) and isinstance(right.payload, Comparable):
+        return left.payload is right.payload or _same_content(left.payload, right.payload)
+    return left.value is not None and repr(left.value) == repr(right.value)
+
+
+def _same_content(left: object, right: object) -> bool:
+    mine = _content(left)
+    return mine is not None and mine == _content(right)
+
+
+def _content(payload: object) -> bytes | None:
+    return payload.content() if isinstance(payload, Comparable) else None
+
+
+def _is_empty(left: TensorEntry, right: TensorEntry) -> bool:
+    """Whether neither tensor has values that could differ."""
+    return left.layout == "meta" or not (left.nbytes or right.nbytes)
 
 
 def _in_order(entry: TensorEntry) -> Span | Lazy | None:
@@ -43,7 +71,7 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     if same_values(left, right):
         return None
     if left.storage is None or right.storage is None:
-        return "not dense tensors: not compared"
+        return f"{left.layout} tensors of other content, or not to be compared"
     if with_numpy.reader(left.dtype) is not None:
         return with_numpy.difference(left.dtype, elements(left), elements(right), rtol, atol)
     from ckpttool.evaluate import with_torch
@@ -56,20 +84,26 @@ Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
 
 def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
     """What a checkpoint holds, without its files: by section and key the dtype, the shape and a hash of the bytes."""
-    return {at: _fingerprint(entry) for at, entry in _entries(checkpoint).items()}
+    return {at: fingerprint(entry) for at, entry in _entries(checkpoint).items()}
 
 
-def _fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
+def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
+    """Equal for two entries that are the same. Reads the bytes of a tensor."""
     if isinstance(entry, ExtraEntry):
-        return ()
+        return (_content(entry.payload),) if entry.value is None else (repr(entry.value),)
     if entry.storage is None:
-        return entry.dtype, entry.shape, entry.layout
+        return entry.dtype, entry.shape, entry.layout, _content(entry.payload)
+    return entry.dtype, entry.shape, entry.layout, digest(entry)
+
+
+def content_of_storage(storage: Storage) -> bytes:
+    """A hash of the storage's bytes."""
     import hashlib  # loads OpenSSL
 
-    digest = hashlib.blake2b()
-    for chunk in elements(entry):
-        digest.update(chunk)
-    return entry.dtype, entry.shape, entry.layout, digest.digest()
+    found = hashlib.blake2b()
+    for chunk in stream([Piece(storage.data)]):
+        found.update(chunk)
+    return found.digest()
 
 
 def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
@@ -102,7 +136,7 @@ def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Pro
         differ = [at for at, entry in _entries(expected).items() if at in have and not same_values(entry, have[at])]
     else:
         want = expected
-        differ = [at for at, entry in expected.items() if at in have and _fingerprint(have[at]) != entry]
+        differ = [at for at, entry in expected.items() if at in have and fingerprint(have[at]) != entry]
     problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
     problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
     return problems + [Problem("other bytes in the output", _place(*at)) for at in differ]

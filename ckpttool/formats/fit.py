@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from shlex import quote
 
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, Resolvable, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import row_major
 from ckpttool.formats.form_mark import put_on
@@ -29,10 +30,26 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
 
     Raises `Refused`, all problems at once, on what the format has no place for.
     """
+    lost = _unreached(checkpoint, target)
+    if lost:
+        raise Refused(
+            f"storages of no tensor that is understood would be lost: {target.title} has no place for them",
+            hint=f"leave them out: {' '.join('--drop ' + quote(problem.key) for problem in lost[:3])}",
+            problems=lost,
+        )
     fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
     fitted = put_on(fitted, tensors_only=target.tensors_only)
     same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
     return fitted if same else replace(fitted, container=None)
+
+
+def _unreached(checkpoint: Checkpoint, target: Format) -> list[Problem]:
+    """What of the file is no tensor, and does not come along in the tree of its pickle."""
+    if checkpoint.format in (target.name, "torchscript"):  # the tensors of TorchScript's code are left out with it
+        return []
+    carried = target.pickled and FORMATS[checkpoint.format].pickled and checkpoint.container is not None
+    lost = [found for found in checkpoint.unreached if not (carried and found.is_referred)]
+    return [Problem("a storage that belongs to no tensor that is understood", found.path) for found in lost]
 
 
 def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpoint:
@@ -50,9 +67,14 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
             hint="--keep-aliases keeps the first name and records the others in __metadata__",
             problems=[Problem(f"the same tensor as {first}", key) for key, first in aliases.items()],
         )
-    dense = tuple(entry if target.aliases else row_major(entry) for entry in section.tensors)
+    resolved = tuple(map(_resolved, section.tensors))
+    dense = tuple(entry if target.aliases else row_major(entry) for entry in resolved)
     section = replace(section, path="", tensors=tuple(e for e in dense if e.key not in aliases), modules=None)
     return replace(checkpoint, sections=(section,), metadata={**checkpoint.metadata, **aliases})
+
+
+def _resolved(entry: TensorEntry) -> TensorEntry:
+    return entry.payload.resolved(entry) if isinstance(entry.payload, Resolvable) else entry
 
 
 def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
@@ -86,11 +108,24 @@ def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
 
 def _narrower(checkpoint: Checkpoint) -> str:
     """The hint that names the shortest way to a checkpoint that fits."""
+    if not any(section.kind == "state_dict" for section in checkpoint.sections):
+        return _hint_without_state_dict(checkpoint)
     main = [s for s in checkpoint.sections if s.kind == "state_dict" and s.path]
     others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
     if main and others and "::" not in checkpoint.source:
         return f"take the section alone: {checkpoint.source}::{main[0].path}, or leave the rest out with --drop PATTERN"
     return "leave them out with --drop PATTERN, or choose an output that ends in .pt"
+
+
+_NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys.argv[2])"
+
+
+def _hint_without_state_dict(checkpoint: Checkpoint) -> str:
+    if [entry.key for section in checkpoint.sections for entry in section.tensors] == [""]:
+        return f'it is one tensor without a name; give it one: python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'
+    if any(section.kind == "optimizer" for section in checkpoint.sections):
+        return "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"
+    return "choose an output that ends in .pt"
 
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:

@@ -12,10 +12,7 @@ from ckpttool.io import files, paths
 
 def open_checkpoint(path: str) -> Checkpoint:
     """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
-    if paths.is_url(path):
-        from ckpttool.io.remote.read import forget
-
-        forget(path)
+    files.look_anew(path)
     checkpoint = _open(path)
     return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)))
 

@@ -120,15 +120,22 @@ def _nothing(folder: str, names: list[str]) -> CkptError:
 def companions(folder: str) -> dict[str, str]:
     """Name -> path of the files that belong to a model beside its weights: configuration, tokenizer, model card.
 
-    Hidden files, subfolders and whatever holds tensors are left out.
+    Hidden files, subfolders and whatever holds weights are left out; what a trainer saves beside them is not.
     """
     found = {}
     for name in names_in(folder):
-        weights = name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) or INDEX.fullmatch(name)
+        weights = name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) and not _BESIDE.fullmatch(name)
+        weights = weights or INDEX.fullmatch(name) is not None
         path = None if name.startswith(".") or weights else safe_path(folder, name)
         if path is not None and is_file(path):
             found[name] = path
     return found
+
+
+def beside(folder: str) -> tuple[str, ...]:
+    """The torch files in a folder of torch.distributed.checkpoint: Megatron-Core saves a part of its checkpoint so."""
+    files = (name for name in names_in(folder) if name.endswith(_ENDINGS) and not HF_SHARD.fullmatch(name))
+    return tuple(name for name in files if is_file(join(folder, name)))
 
 
 def checkpoint_files(folder: str, like: str) -> set[str]:

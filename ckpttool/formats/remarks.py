@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
 from ckpttool.keys import is_flat
+from ckpttool.words import human_bytes, plural
+
+_NAMED = 5  # storages that are listed
 
 _GATHER = "`python zero_to_fp32.py CHECKPOINT_DIR OUT` gathers them (DeepSpeed puts the script beside the checkpoint)"
 PLACEHOLDER = f"a ZeRO-3 placeholder, its values are in the ranks' files; {_GATHER}"
@@ -16,11 +19,15 @@ _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed sa
 def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Sentences for `Checkpoint.notes`; none for most checkpoints."""
     found = []
+    if checkpoint.unreached and checkpoint.format != "torchscript":  # its reader says so in its own words
+        found.append(_unreached(checkpoint.unreached))
     if _DEEPSPEED & set(checkpoint.others):
         found.append(_deepspeed(checkpoint.others))
     states = [s for s in checkpoint.sections if s.kind == "state_dict" and not _is_of_fsdp(checkpoint, s)]
-    hollow = sum(is_placeholder(entry) for section in states for entry in section.tensors)
-    if hollow:
+    floating = [entry for section in states for entry in section.tensors if "float" in entry.dtype]
+    hollow = sum(map(is_placeholder, floating))
+    is_deepspeed = bool(_DEEPSPEED & set(checkpoint.others))
+    if hollow and (is_deepspeed or 1 < hollow == len(floating)):
         found.append(
             f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks' files; {_GATHER}"
         )
@@ -29,6 +36,13 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
         count = sum(entry.shape == (1,) for section in partitioned for entry in section.tensors)
         found.append(f"{count} tensors have shape [1], as ZeRO-3 leaves parameters that it has partitioned; {_GATHER}")
     return tuple(found)
+
+
+def _unreached(storages: Sequence[Unreached]) -> str:
+    names = ", ".join(storage.path for storage in storages[:_NAMED])
+    more = f" and {len(storages) - _NAMED} more" if len(storages) > _NAMED else ""
+    size = human_bytes(sum(storage.storage.nbytes for storage in storages))
+    return f"{plural(len(storages), 'storage')} ({size}) of no tensor that is understood: {names}{more}"
 
 
 def _is_partitioned(section: Section) -> bool:

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ckpttool.errors import CkptError
-from ckpttool.io.paths import is_url
-from ckpttool.io.sources import streamed
+from ckpttool.io import sources
+from ckpttool.io.journal import settle
+from ckpttool.io.paths import is_url, parent
 
 _HINT = "check the path and its permissions"
 
@@ -83,6 +84,7 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
         return
     try:
         with LocalFile(_plain(path, pipes)) as file:
+            sources.note_opened(path, file.fileno())
             yield file
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
@@ -102,16 +104,15 @@ def _plain(path: str, pipes: bool) -> io.FileIO:
 
 @contextmanager
 def sources_stay() -> Iterator[None]:
-    """Raises `CkptError` at its end where a URL that tensors were read from inside is no longer what its index says.
-
-    A local file that is replaced stays readable as it was; an object behind a URL does not.
-    """
-    streamed.clear()
+    """Raises `CkptError` at its end where what tensors were read from inside is no longer what its index says."""
+    sources.streamed.clear()
     yield
-    if streamed:
+    sources.check_unchanged(source for source in sources.streamed if not is_url(source))
+    urls = [source for source in sources.streamed if is_url(source)]
+    if urls:
         from ckpttool.io.remote import read as remote
 
-        remote.check_unchanged(streamed)
+        remote.check_unchanged(urls)
 
 
 def is_file(path: str) -> bool:
@@ -167,6 +168,33 @@ def names_in(folder: str) -> list[str]:
 def is_glob(path: str) -> bool:
     """Whether `path` names files by a pattern and is no file itself."""
     return _GLOB.search(path) is not None and not exists(path)
+
+
+def files_of(source: str) -> list[str]:
+    """The local files that a CKPT operand names: itself, those that match it, those in the folder."""
+    if is_url(source) or "\0" in source:
+        return []
+    if os.path.isdir(source):
+        return [os.path.join(source, name) for name in names_in(source)]
+    return glob(source) if is_glob(source) else [source]
+
+
+def look_anew(path: str) -> None:
+    """Forgets what was known of the files at the path or URL; finishes what killed runs began there, removes the rest.
+
+    Raises `CkptError` where what was begun cannot be finished.
+    """
+    if is_url(path):
+        from ckpttool.io.remote.journal import settle as settle_remote
+        from ckpttool.io.remote.read import forget
+
+        forget(path)
+        settle_remote(path if exists(path) else parent(path))
+        return
+    own = {path} if os.path.isdir(path) else set()
+    for folder in own | {os.path.dirname(name.rstrip("/")) or "." for name in (path, *files_of(path))}:
+        settle(folder)
+    sources.forget(path)
 
 
 def glob(pattern: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 
@@ -77,6 +79,8 @@ class SpanReader:
                 f"{path}: {error.strerror}", hint="the source must stay where it is until all of it is read"
             ) from error
         self._path = path
+        sources.note_streamed(path)
+        sources.check_open(path, self._descriptor)
 
     def close(self) -> None:
         """Closes the file that is open."""
@@ -96,6 +100,17 @@ def read_span(span: Span) -> bytearray:
     finally:
         reader.close()
     return whole
+
+
+def digest_on_disk(path: str) -> bytes:
+    """BLAKE2b of the whole local file, asked from the disk again where the platform can. Raises OSError."""
+    digest = hashlib.blake2b()
+    with open(path, "rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):  # what is not flushed yet stays in memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.digest()
 
 
 def same_bytes(left: Span, right: Span) -> bool:

@@ -11,14 +11,20 @@ from ckpttool.io.paths import is_url, join
 _IN_URLS = re.compile(r"[%?#*\[\]]|::|://")
 
 
+def is_inside(name: str) -> bool:
+    """Whether the name, as a path, stays in the folder that it is put into, and is spelled in the one usual way."""
+    pure = PurePosixPath(name)
+    strange = "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name
+    return bool(name) and name != "." and not strange
+
+
 def safe_path(folder: str | Path, name: str) -> str | None:
     """The path of the file that a stranger calls `name` in `folder`, or None where that leads out of the folder.
 
     Symbolic links may lead out only into the ``blobs`` of a Hugging Face cache, whose ``snapshots`` hold nothing but
     such links. Names under a URL may hold nothing that a URL gives a meaning to.
     """
-    pure = PurePosixPath(name)
-    if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name:
+    if not is_inside(name):
         return None
     if is_url(str(folder)):
         return None if _IN_URLS.search(name) else join(str(folder), name)

@@ -1,10 +1,113 @@
-"""Which sources tensors are read from: noted by those who read them, asked by `files.sources_stay`."""
+"""What was read: each file as it was when it was opened first, so that it is noticed when it changes.
+
+Noted by those who read, asked by `files.sources_stay` and by those who write: a source is never written over unasked,
+and what is made of it is not more readable than it is.
+"""
 
 from __future__ import annotations
 
-streamed: set[str] = set()  # URLs, since `files.sources_stay` was last entered
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttool.errors import CkptError
+
+_TICK = 20_000_000  # nanoseconds; kernels before 6.13 give all writes within one tick of their clock the same time
+_PATIENCE = 5  # ticks
 
 
-def note_streamed(url: str) -> None:
-    """Notes that the tensors of the URL are being read."""
-    streamed.add(url)
+@dataclass(frozen=True, slots=True)
+class State:
+    """What tells one content of a file from another without reading it; times in nanoseconds."""
+
+    device: int
+    inode: int
+    size: int
+    written: int
+    changed: int
+
+
+streamed: set[str] = set()  # what tensors were read from since `files.sources_stay` was last entered
+_opened: dict[str, tuple[int, State]] = {}  # local files by their path, with the number of the look at it
+_read: set[str] = set()  # local files that are no checkpoints: rules, plans, names, code
+_looks = 0  # counted by `forget`: an index that is read anew may be that of another file
+
+
+def note_streamed(source: str) -> None:
+    """Notes that tensors of the path or URL are being read."""
+    streamed.add(source)
+
+
+def note_opened(path: str, descriptor: int) -> None:
+    """Notes how the local file is, where an index is read of it for the first time."""
+    place = os.path.abspath(path)
+    if place not in _opened or _opened[place][0] < _looks:
+        _opened[place] = _looks, _settled(descriptor)
+
+
+def note_read(path: str) -> None:
+    """Notes that the local file, which is no checkpoint, was read."""
+    _read.add(os.path.abspath(path))
+
+
+def check_open(path: str, descriptor: int) -> None:
+    """Raises `CkptError` where the local file, whose tensors are to be read, is not the one whose index was read."""
+    place = os.path.abspath(path)
+    if place not in _opened:
+        note_opened(path, descriptor)
+    if _state(os.fstat(descriptor)) != _opened[place][1]:
+        raise _changed(path)
+
+
+def check_unchanged(paths: Iterable[str]) -> None:
+    """Raises `CkptError` where one of these local files is no longer what it was when it was opened."""
+    for path in paths:
+        noted = _opened.get(os.path.abspath(path))
+        try:
+            now = _state(os.stat(path))
+        except OSError:
+            raise _changed(path) from None
+        if noted is not None and now != noted[1]:
+            raise _changed(path)
+
+
+def files_read() -> list[str]:
+    """The paths of the local files that were opened."""
+    return [*_opened, *_read]
+
+
+def forget(path: str) -> None:
+    """What is at and under the path may be another file from now on."""
+    global _looks
+    _looks += 1
+    place = Path(os.path.abspath(path))
+    for name in [name for name in _opened if Path(name).is_relative_to(place)]:
+        del _opened[name]
+
+
+def forget_all() -> None:
+    """A new command begins."""
+    _opened.clear()
+    _read.clear()
+    streamed.clear()
+
+
+def _state(stat: os.stat_result) -> State:
+    return State(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _settled(descriptor: int) -> State:
+    """The file's state once its clock has gone on, so that whatever is written to it later gets another time."""
+    for _ in range(_PATIENCE):
+        now = os.fstat(descriptor)
+        young = _TICK - (time.time_ns() - now.st_ctime_ns)
+        if not 0 < young <= _TICK:
+            break
+        time.sleep(young / 1e9)
+    return _state(os.fstat(descriptor))
+
+
+def _changed(path: str) -> CkptError:
+    return CkptError(f"{path} was changed while it was read", hint="run it again, once nobody writes to it")

@@ -1,19 +1,26 @@
-"""The only byte mover: writes pieces to a temporary sibling, flushes it to disk and renames it into place."""
+"""The only byte mover: writes pieces to a temporary sibling, flushes it to disk, puts it into place with one call."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
-from contextlib import suppress
-from io import FileIO
+import shutil
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from ckpttool.errors import CkptError
+from ckpttool.io import modes, sources
 from ckpttool.io.files import sources_stay
+from ckpttool.io.interrupts import uninterrupted
+from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Pieces, Progress
 from ckpttool.io.ranges import stream
+from ckpttool.io.switch import confirm, put
+from ckpttool.io.temporary import staged_file
 
 # Bytes a write, at multiples of it in the file: as fast as `cp`, which lets the kernel copy in this size. Larger writes
 # make the kernel look for larger pages, which took two to five times as long on a machine whose free memory is split up
@@ -21,8 +28,21 @@ from ckpttool.io.ranges import stream
 BLOCK = 1 << 16
 
 
+class Digest(Protocol):
+    """A running hash, as hashlib makes them."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Takes the next bytes."""
+
+    def digest(self) -> bytes:
+        """The hash of all that came."""
+
+
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
-    """Raises `CkptError` where `out` cannot or must not be written. Called before any work is done."""
+    """Raises `CkptError` where `out` cannot or must not be written. Called before any work is done.
+
+    `source` are files that are read; `force` never allows to write over one of them, `in_place` does.
+    """
     if is_url(out):
         from ckpttool.io import write_remote
 
@@ -31,82 +51,135 @@ def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -
     path = Path(out)
     if not path.parent.is_dir():
         raise CkptError(f"{out}: no such folder: {path.parent}", hint=f"mkdir -p {path.parent}")
+    _check_link(path, force=force)
     if path.is_dir():
         raise CkptError(f"{out} is a folder", hint="name a file")
-    if not os.access(path.parent, os.W_OK):
-        raise CkptError(f"{path.parent}: not writable", hint="choose another folder for the output")
     if path.exists() and not path.is_file():
         raise CkptError(f"{out} is no regular file", hint="name a file that can be replaced")
-    if path.exists():
-        if any(os.path.samefile(path, name) for name in source if os.path.exists(name)):
-            if not in_place:
-                raise CkptError(f"{out} is the source itself", hint="name another file, or pass --in-place")
-        elif not force:
-            raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise CkptError(f"{path.resolve().parent}: not writable", hint="choose another folder for the output")
+    if is_one_of(out, source):
+        if not in_place:
+            raise CkptError(f"{out} is the source itself", hint="name another file, or pass --in-place")
+    elif path.exists() and not force:
+        raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
 
 
-def write(pieces: Pieces, out: str, *, fsync: bool = True, progress: Progress | None = None) -> int:
+def is_one_of(out: str, files: Iterable[str]) -> bool:
+    """Whether the file is one of these, maybe under another name."""
+    return os.path.exists(out) and any(os.path.samefile(out, name) for name in files if os.path.exists(name))
+
+
+def _check_link(path: Path, *, force: bool) -> None:
+    """Raises `CkptError` for symbolic links as OUT that are not to be followed."""
+    if not path.is_symlink():
+        return
+    link, folder = path.lstat(), path.parent.stat()
+    shared = folder.st_mode & stat.S_ISVTX and folder.st_mode & stat.S_IWOTH
+    if shared and link.st_uid not in (os.geteuid(), folder.st_uid):  # as the kernel's fs.protected_symlinks
+        raise CkptError(f"{path} is a link that another user made, in a folder of all", hint="name another file")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        target = os.readlink(path)
+        if not force:
+            raise CkptError(
+                f"{path} is a link to what is not there: {target}",
+                hint="pass --force to write what it points to, or name another file",
+            ) from None
+    except OSError as error:
+        raise CkptError(f"{path}: {error.strerror}", hint=f"look at the links: ls -l {path}") from error
+
+
+def write(
+    pieces: Pieces,
+    out: str,
+    *,
+    replace: bool = True,
+    in_place: bool = True,
+    readers_of: Collection[str] = (),
+    fsync: bool = True,
+    progress: Progress | None = None,
+    digest: Digest | None = None,
+) -> int:
     """Writes `pieces` to `out`, which appears complete or not at all; returns its size in bytes.
 
-    An existing `out` is replaced atomically, so readers that have it mapped keep the old bytes. Raises `CkptError` on
-    a source that changed while it was read, and on a full or failing disk; `out` is then as it was.
+    An existing `out` is replaced atomically, so readers that have it mapped keep the old bytes; without `replace` it is
+    left alone, also where it comes into being meanwhile, and without `in_place` so is a source. Who may not read
+    `readers_of`, or a file that tensors are read from, may not read `out`. `digest` gets every byte that is written.
+    Raises `CkptError` on a source that changed while it was read, and on a full or failing disk; `out` is then as it
+    was.
     """
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write(pieces, out, progress)
+        return write_remote.write(pieces, out, progress, replace=replace)
     path = Path(os.path.realpath(out))
     nbytes = sum(piece.nbytes for piece in pieces)
-    try:
-        free = free_at(path.parent)
-        if nbytes > free:
-            raise CkptError(
-                f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere"
-            )
-        _write_sibling(pieces, path, fsync, progress)
-    except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-        raise CkptError(f"{out}: {reason}", hint="nothing was changed; free some space or write elsewhere") from error
+    with failing(out):
+        check_space(out, path.parent, nbytes)
+        settle(path.parent)
+        with staged_file(path) as (descriptor, staged):
+            fill(descriptor, pieces, progress, digest)
+            read = tuple(sources.streamed)
+            if not in_place and is_one_of(out, read):
+                raise CkptError(f"{out} is a source itself", hint="name another file")
+            modes.settle_file(descriptor, path, (*readers_of, *read))
+            if fsync:
+                os.fsync(descriptor)
+            _put(staged, path, out, replace=replace)
+    sources.forget(str(path))
+    if fsync:
+        confirm(out, path.parent)
     return nbytes
 
 
-def free_at(folder: Path) -> int:
-    """Bytes that are free on the disk of a folder."""
-    import shutil  # with every compression that Python knows
-
-    return shutil.disk_usage(folder).free
-
-
-def _write_sibling(pieces: Pieces, path: Path, fsync: bool, progress: Progress | None) -> None:
-    """Writes a file next to `path` and renames it, or leaves nothing behind."""
-    import tempfile
-
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:50]}.", suffix=".tmp", dir=path.parent)
+@contextmanager
+def failing(out: str) -> Iterator[None]:
+    """Raises `CkptError` for an OSError inside, where `out` is as it was."""
     try:
-        with open(descriptor, "wb", buffering=0) as file, sources_stay():
-            blocks = _Blocks(file)
-            for data in stream(pieces):
-                blocks.write(data)
-                if progress is not None:
-                    progress(len(data))
-            blocks.finish()
-            os.fchmod(file.fileno(), _mode(path))
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    if fsync:
-        sync_folder(path.parent)
+        yield
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise CkptError(f"{out}: {reason}", hint="it is as it was; free some space, or write elsewhere") from error
+
+
+def check_space(out: str, folder: Path, nbytes: int) -> None:
+    """Raises `CkptError` where the folder's disk has no room for `nbytes`."""
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise CkptError(f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
+
+
+def _put(staged: Path, path: Path, out: str, *, replace: bool) -> None:
+    try:
+        with uninterrupted():
+            put(staged, path, replace=replace)
+    except FileExistsError as error:
+        raise CkptError(
+            f"{out} exists: another process has written it meanwhile",
+            hint="pass --force to overwrite it, or name another file",
+        ) from error
+
+
+def fill(descriptor: int, pieces: Pieces, progress: Progress | None, digest: Digest | None = None) -> None:
+    """Writes the pieces to the open file. Raises OSError, and `CkptError` on a source that changed meanwhile."""
+    blocks = _Blocks(descriptor)
+    with sources_stay():
+        for data in stream(pieces):
+            blocks.write(data)
+            if digest is not None:
+                digest.update(data)
+            if progress is not None:
+                progress(len(data))
+    blocks.finish()
 
 
 class _Blocks:
     """Writes a file block by block; what is less than a block waits for more."""
 
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._waiting = bytearray(BLOCK)
         self._count = 0  # bytes that wait
 
@@ -134,26 +207,5 @@ class _Blocks:
         self._count += len(view)
 
     def _put(self, view: memoryview) -> None:
-        while view:  # a raw file may take less than it was given
-            view = view[self._file.write(view) :]
-
-
-def _mode(path: Path) -> int:
-    """The permission bits of the file that is replaced, or those that any new file gets."""
-    if path.exists():
-        return path.stat().st_mode & 0o7777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the rename itself durable, where the platform lets a folder be opened."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        while view:  # a call may take less than it was given
+            view = view[os.write(self._descriptor, view) :]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpttool.checkpoint import Span
-from ckpttool.errors import CkptError
-from ckpttool.io import write_file
+from ckpttool.errors import CkptError, Problem
+from ckpttool.io import modes, sources
 from ckpttool.io.files import size
+from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
+from ckpttool.io.switch import confirm, sync_folder
+from ckpttool.io.switch_folder import Change, switch
+from ckpttool.io.temporary import staged_folder
+from ckpttool.io.write_file import Digest, check_space, failing, fill
 
 _FICLONE = 0x40049409  # Linux's ioctl that shares the blocks of one file with another, copied when either changes
 
@@ -49,94 +56,144 @@ def write_folder(
     *,
     stale: Collection[str] = (),
     link: str = "copy",
+    whole: bool = True,
+    replace: bool = True,
+    readers_of: Collection[str] = (),
     fsync: bool = True,
     progress: Progress | None = None,
+    digests: MutableMapping[str, Digest] | None = None,
 ) -> int:
-    """Writes `files` into the folder `out` and returns their size in bytes.
+    """Writes `files` into the folder `out`, all of them or none, and returns their size in bytes.
 
-    A new folder appears complete or not at all. In one that exists, the files named `stale` and the last of `files`,
-    which makes the folder complete, are taken away first and that last one comes back last, so that no reader ever
-    takes a mixture for a checkpoint; all other files stay. `link` says how each `Link` is taken over: ``copy``,
-    ``hard`` (one file under two names) or ``reflink`` (blocks shared until one of the two changes).
-    Raises `CkptError` on a source that changed while it was read, and on a full or failing disk.
+    In a folder that exists, `files` take the place of those of their names and of those named `stale`, and all else
+    stays. Where the platform can, the whole folder changes places with a new one in one call; elsewhere, and where
+    `whole` is not set since the folder holds more than the checkpoint, under a journal: meanwhile the last of `files`,
+    which makes the set complete, is missing. Without `replace` no file is replaced.
+
+    `link` says how each `Link` is taken over: ``copy``, ``hard`` (one file under two names) or ``reflink`` (blocks
+    shared until one of the two changes). Who may not read `readers_of`, or what a file is made of, may not read it.
+    `digests` gets a hash of each file. Raises `CkptError` on a source that changed while it was read, on a folder that
+    another process changed, and on a full or failing disk; `out` is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote
 
         return write_remote.write_folder(files, out, stale, link, progress)
     folder = Path(os.path.realpath(out))
-    new = not folder.is_dir()
-    parent = folder.parent if new else folder
-    _check_space(files, out, parent, link)
-    temporary = _temporary(folder, parent, out)
-    try:
-        nbytes = sum(
-            _put(content, folder / name, temporary / name, link, fsync, progress) for name, content in files.items()
-        )
-        if new:
-            temporary.chmod(0o777 & ~_umask())
-            temporary.rename(folder)
-        else:
-            _move_in(temporary, folder, list(files), stale)
-    except OSError as error:
-        raise _failed(out, error) from error
-    finally:
-        _remove(temporary)
+    with failing(out):
+        for place in {folder.parent, folder}:
+            settle(place)
+        _check_files_space(files, out, folder if folder.is_dir() else folder.parent, link)
+        here = {name for name, content in files.items() if isinstance(content, Link) and _is_at(content, folder / name)}
+        new = {name: content for name, content in files.items() if name not in here}
+        change = Change(out, folder, tuple(new), tuple({*stale}.difference(files)), whole)
+        if not replace:
+            _check_absent(change)
+        writer = _Writer(link, fsync, progress, tuple(readers_of), digests)
+        _change(change, new, writer)
+    sources.forget(str(folder))
     if fsync:
-        write_file.sync_folder(parent)
-    return nbytes
+        confirm(out, folder.parent)
+    return writer.nbytes + sum(size(str(folder / name)) for name in here)
 
 
-def _temporary(folder: Path, parent: Path, out: str) -> Path:
-    import tempfile
-
-    try:
-        return Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", suffix=".tmp", dir=parent))
-    except OSError as error:
-        raise _failed(out, error) from error
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
+def _change(change: Change, files: Files, writer: _Writer) -> None:
+    with staged_folder(change.home, change.folder.name) as staging:
+        for name, content in files.items():
+            writer.add(name, content, staging / NEW, change.folder)
+        writer.finish(staging / NEW)
+        switch(staging, change, fsync=writer.fsync)
 
 
-def _check_space(files: Files, out: str, parent: Path, link: str) -> None:
+def _check_files_space(files: Files, out: str, place: Path, link: str) -> None:
     needed = 0
     for content in files.values():
         if not isinstance(content, Link):
             needed += sum(piece.nbytes for piece in content)
         elif link == "copy":
             needed += size(content.path)
-    free = write_file.free_at(parent)
-    if needed > free:
-        raise CkptError(f"{out}: needs {needed:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
+    check_space(out, place, needed)
 
 
-def _put(
-    content: Pieces | Link, place: Path, temporary: Path, link: str, fsync: bool, progress: Progress | None
-) -> int:
-    """Makes one file, called `temporary` until it is moved to its `place`. Returns its size in bytes."""
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    if not isinstance(content, Link):
-        return write_file.write(content, str(temporary), fsync=fsync, progress=progress)
-    source = content.path if is_url(content.path) else os.path.realpath(content.path)
-    nbytes = size(source)
-    if not is_url(source) and place.exists() and os.path.samefile(source, place):
-        return nbytes  # it is there already
-    if link == "copy":
-        return write_file.write([Piece(Span(source, 0, nbytes))], str(temporary), fsync=fsync, progress=progress)
+def _check_absent(change: Change) -> None:
+    there = [name for name in (*change.put, *change.remove) if os.path.lexists(change.folder / name)]
+    if there:
+        raise CkptError(
+            f"{change.out} holds files that would be replaced",
+            hint="pass --force to replace them, or name another folder",
+            problems=[Problem("exists", name) for name in there],
+        )
+
+
+def _is_at(content: Link, place: Path) -> bool:
+    """Whether the file is in its place already."""
+    return not is_url(content.path) and place.exists() and os.path.samefile(content.path, place)
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Makes the files of a new folder one after the other; `read` are the sources of all of them."""
+
+    link: str
+    fsync: bool
+    progress: Progress | None
+    readers_of: tuple[str, ...]
+    digests: MutableMapping[str, Digest] | None
+    read: set[str] = field(default_factory=set)
+    nbytes: int = 0
+
+    def add(self, name: str, content: Pieces | Link, new: Path, folder: Path) -> None:
+        """Makes the file of that name in `new`, which is to be moved to `folder`. Raises OSError and `CkptError`."""
+        place, replaced = new / name, folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        digest = None
+        if self.digests is not None and (self.link == "copy" or not isinstance(content, Link)):
+            digest = self.digests[name] = hashlib.blake2b()
+        if not isinstance(content, Link):
+            self._write(content, place, replaced, digest)
+            return
+        path = content.path if is_url(content.path) else os.path.realpath(content.path)
+        nbytes = size(path)
+        if self.link == "copy":
+            self._write([Piece(Span(path, 0, nbytes))], place, replaced, digest)
+            return
+        _take_over(content, path, place, self.link)
+        self.nbytes += nbytes
+
+    def _write(self, pieces: Pieces, place: Path, replaced: Path, digest: Digest | None) -> None:
+        descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+        try:
+            fill(descriptor, pieces, self.progress, digest)
+            read = set(sources.streamed)
+            self.read |= read
+            # what is made of no tensors, an index, says as much as all of them
+            modes.settle_file(descriptor, replaced, (*self.readers_of, *(read or self.read)))
+            if self.fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self.nbytes += sum(piece.nbytes for piece in pieces)
+
+    def finish(self, folder: Path) -> None:
+        """Gives the folder its bits, and flushes it and its subfolders. Raises OSError."""
+        folder.mkdir(exist_ok=True)
+        modes.settle_folder(folder, (*self.readers_of, *self.read))
+        if self.fsync:
+            for home, _, _ in os.walk(folder):
+                sync_folder(Path(home))
+
+
+def _take_over(content: Link, path: str, place: Path, link: str) -> None:
+    """Makes `place` of the file at `path` without copying its bytes. Raises `CkptError` where that cannot be."""
     try:
-        if is_url(source):
+        if is_url(path):
             raise OSError("it is no file of this machine")
-        _hard_link(source, temporary) if link == "hard" else _reflink(source, temporary)
+        _hard_link(path, place) if link == "hard" else _reflink(path, place)
     except OSError as error:
         raise CkptError(
             f"{content.path} cannot be linked ({link}): {error.strerror or error}",
             hint="--link copy works on every file system, and across two",
         ) from error
-    return nbytes
 
 
 def _hard_link(source: str, target: Path) -> None:
@@ -150,22 +207,3 @@ def _reflink(source: str, target: Path) -> None:
         raise OSError("not on this platform") from error
     with open(source, "rb") as old, open(target, "xb") as new:
         fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
-
-
-def _move_in(temporary: Path, folder: Path, names: list[str], stale: Collection[str]) -> None:
-    for name in {*stale}.difference(names[:-1]) | {names[-1]}:
-        (folder / name).unlink(missing_ok=True)
-    for name in names:
-        if (temporary / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(temporary / name, folder / name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _failed(out: str, error: OSError) -> CkptError:
-    return CkptError(f"{out}: {error.strerror or error}", hint="free some space or write elsewhere")

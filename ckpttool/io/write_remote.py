@@ -6,7 +6,6 @@ elsewhere (sftp, hdfs, …) the bytes go to a temporary sibling that is then ren
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,11 +13,14 @@ from typing import Any
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
 from ckpttool.io.files import size, sources_stay
+from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
+from ckpttool.io.remote.journal import replace, settle
 from ckpttool.io.remote.read import filesystem, forget, stat
+from ckpttool.io.temporary import temporary_name
 
 PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory
 
@@ -77,20 +79,33 @@ def _same(left: str, right: str) -> bool:
     return left.rstrip("/") == right.rstrip("/")
 
 
-def write(pieces: Pieces, out: str, progress: Progress | None = None) -> int:
+def write(pieces: Pieces, out: str, progress: Progress | None = None, *, replace: bool = True) -> int:
     """Writes `pieces` to the URL, which appears complete or not at all; returns its size in bytes.
 
-    Raises `CkptError` on a source that changed while it was read, and where the store refuses; `out` is then as it was.
+    Without `replace`, what came there meanwhile stays. Raises `CkptError` on a source that changed while it was read,
+    and where the store refuses; `out` is then as it was.
     """
     nbytes = sum(piece.nbytes for piece in pieces)
-    with _appearing(out, nbytes) as file, sources_stay():
-        for data in stream(pieces):
-            with answered(out):
-                file.write(data)
-            if progress is not None:
-                progress(len(data))
+    with _appearing(out, nbytes) as file:
+        with sources_stay():
+            for data in stream(pieces):
+                with answered(out), uninterrupted(insisting=True):
+                    file.write(data)
+                if progress is not None:
+                    progress(len(data))
+        if not replace:
+            _check_absent(out)
     forget(out)
     return nbytes
+
+
+def _check_absent(url: str) -> None:
+    forget(url)
+    if stat(url) is not None:
+        raise CkptError(
+            f"{url} exists: another process has written it meanwhile",
+            hint="pass --force to overwrite it, or name another file",
+        )
 
 
 @contextmanager
@@ -98,19 +113,21 @@ def _appearing(url: str, nbytes: int) -> Iterator[Any]:
     """A file of about `nbytes` that is at the URL once the block ends, and never where the block raises."""
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
-    place = path if at_close else join(fs._parent(path), f".{name(path)[:50]}.{secrets.token_hex(4)}.tmp")
+    place = path if at_close else join(fs._parent(path), temporary_name(name(path)))
     with answered(url):
         if not at_close:
+            settle(parent(url))
             fs.makedirs(fs._parent(path), exist_ok=True)
         file = fs.open(place, "wb", block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
     try:
         yield file
-        with answered(url):
+        with answered(url), uninterrupted(insisting=True):
             file.close()
             if place != path:
                 fs.mv(place, path)
     except BaseException:
-        _abandon(fs, file, None if at_close else place)
+        with uninterrupted(insisting=True):
+            _abandon(fs, file, None if at_close else place)
         raise
 
 
@@ -132,24 +149,26 @@ def write_folder(files: Files, out: str, stale: Collection[str], link: str, prog
     """Writes `files` into the folder `out`, a URL, the last one last, and returns their size in bytes.
 
     Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
-    the one that makes it complete are removed, and the new ones moved in. Raises `CkptError`, and removes what it
-    wrote, on a source that changed while it was read and where the store refuses.
+    the one that makes it complete are removed, and the new ones moved in, under a journal. Raises `CkptError`, and
+    removes what it wrote, on a source that changed while it was read and where the store refuses.
     """
     if link != "copy" and any(isinstance(content, Link) for content in files.values()):
         raise CkptError(f"{out}: nothing in it can be linked ({link})", hint="--link copy works everywhere")
+    settle(out)
     replaced = {*stale, *(own for own in files if stat(join(out, own)) is not None)}
-    home = join(out, f".{secrets.token_hex(4)}.tmp") if replaced else out
+    home = join(out, temporary_name("new")) if replaced else out
     written: list[str] = []
     try:
         nbytes = 0
         for own, content in files.items():
             nbytes += _put(content, join(home, own), progress)
             written.append(join(home, own))
-        if replaced:
-            _move_in(home, out, list(files), stale)
     except BaseException:
-        _remove(written)
+        with uninterrupted(insisting=True):
+            _remove(written)
         raise
+    if replaced:
+        replace(home, out, list(files), {*stale}.difference(files))
     forget(out)
     return nbytes
 
@@ -165,17 +184,6 @@ def _put(content: Pieces | Link, url: str, progress: Progress | None) -> int:
                 fs.cp_file(path, place)
             return nbytes
     return write([Piece(Span(content.path, 0, nbytes))], url, progress)
-
-
-def _move_in(home: str, out: str, names: list[str], stale: Collection[str]) -> None:
-    """The last of `names` makes the folder complete: its old self goes first, the new one comes last."""
-    fs, _ = filesystem(out)
-    with answered(out):
-        for own in {*stale}.difference(names[:-1]) | {names[-1]}:
-            if stat(join(out, own)) is not None:
-                fs.rm_file(filesystem(join(out, own))[1])
-        for own in names:
-            fs.mv(filesystem(join(home, own))[1], filesystem(join(out, own))[1])
 
 
 def _remove(urls: Iterable[str]) -> None:

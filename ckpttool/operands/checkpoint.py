@@ -32,8 +32,16 @@ def open_operand(operand: str) -> Checkpoint:
     except KeyError:
         have = ", ".join(s.path or "(root)" for s in checkpoint.sections) or "none"
         raise CkptError(f"{path} has no section {picked!r}", hint=f"its sections are: {have}") from None
+    unreached = tuple(found for found in checkpoint.unreached if f"{found.path}.".startswith(f"{picked}."))
     return replace(
-        checkpoint, source=operand, sections=(replace(section, path=""),), others=(), globals=(), container=None
+        checkpoint,
+        source=operand,
+        sections=(replace(section, path=""),),
+        others=(),
+        globals=(),
+        container=None,
+        unreached=unreached,
+        beside=(),
     )
 
 
@@ -62,9 +70,10 @@ def model_section(checkpoint: Checkpoint) -> Section:
             f"{checkpoint.source} holds several state dicts: {', '.join(s.path or '(root)' for s in found)}",
             hint=f"pick one: {checkpoint.source}::{found[0].path}",
         )
-    have = ", ".join(f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections)
-    have = have or "; ".join(checkpoint.notes) or "no tensors at all"
-    raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {have}")
+    have = [f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections]
+    have += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
+    what = ", ".join(have) or "; ".join(checkpoint.notes) or "no tensors at all"
+    raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {what}")
 
 
 def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from ckpttool.checkpoint import Checkpoint, Span
+from ckpttool.errors import Problem, Refused
 from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, companions, locate
 from ckpttool.formats.table import FORMATS, Format, format_for
 from ckpttool.io.files import is_dir, size
-from ckpttool.io.paths import is_url, parent
+from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
@@ -33,11 +35,20 @@ class Target:
 
         From folder to folder the files beside the weights go along. Raises `Refused` on what the format cannot hold.
         """
+        alone = self.folder is None or not _is_folder(checkpoint)
+        if alone and checkpoint.beside:
+            problems = [
+                Problem("a file of the folder, which the output has no place for", n) for n in checkpoint.beside
+            ]
+            dropped = " ".join(f"--drop {quote(name)}" for name in checkpoint.beside)
+            raise Refused("not everything would be written", hint=f"leave it out: {dropped}", problems=problems)
         if self.folder is None:
             return {name_of(self.path): self.format.layout(checkpoint)}
         files: dict[str, Pieces | Link] = {}
         if _is_folder(checkpoint) and not _same(checkpoint.source, self.folder):
-            for name, path in companions(checkpoint.source).items():
+            found = companions(checkpoint.source)
+            found |= {name: join(checkpoint.source, name) for name in checkpoint.beside}
+            for name, path in found.items():
                 files[name] = [Piece(Span(path, 0, size(path)))]
         if self.format.folder:
             return files | dict(self.format.layout_files(checkpoint, self.name, max_shard_size))

@@ -67,6 +67,10 @@ class Inspection:
             ],
             "metadata": dict(checkpoint.metadata),
             "notes": list(self.notes),
+            "unreached": [
+                {"path": found.path, "bytes": found.storage.nbytes, "referred": found.is_referred}
+                for found in checkpoint.unreached
+            ],
         }
 
     @property
@@ -80,13 +84,14 @@ class Inspection:
         return {
             "path": section.path,
             "kind": section.kind,
-            "tensors": len(section.tensors),
+            "tensors": len(section.all_tensors()),
             "bytes": section.nbytes,
             "wrappers": list(self.wrappers[section.path]),
         }
 
     def _tensors(self, section: Section) -> list[dict[str, Any]]:
         aliases = self.aliases[section.path]
+        inside = {entry.key: extra.key for extra in section.extras for entry in extra.inside()}
         return [
             {
                 "section": section.path,
@@ -95,9 +100,10 @@ class Inspection:
                 "shape": list(entry.shape),
                 "bytes": entry.nbytes,
                 "alias_of": aliases.get(entry.key),
+                **({"inside": inside[entry.key]} if entry.key in inside else {}),
                 **self._statistics(section, entry.key),
             }
-            for entry in section.tensors
+            for entry in section.all_tensors()
         ]
 
     def _statistics(self, section: Section, key: str) -> dict[str, Any]:

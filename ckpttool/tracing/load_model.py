@@ -23,6 +23,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
 from ckpttool.tracing.once import prints_once
 from ckpttool.words import a
 
@@ -224,6 +225,7 @@ def _from_file(path: Path) -> ModuleType:
     if stamp in _LOADED:
         return _LOADED[stamp]
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_ckpttool_{path.stem}"
+    sources.note_read(str(path))
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise CkptError(f"{path} is not a Python file", hint=_FORM)

@@ -180,7 +180,8 @@ def _run(instance: nn.Module, real: bool) -> tuple[Saved, Reads]:
 
 
 def _is_saved(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
+    """Whether the entry is a tensor of the model, and no extra state; a buffer may be called ``my_extra_state``."""
+    return isinstance(value, torch.Tensor) and key.rpartition(".")[2] != "_extra_state"
 
 
 def _serialized(

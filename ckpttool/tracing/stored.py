@@ -67,7 +67,7 @@ def stored(section: Section, real: bool) -> Stored:
     unknown: list[Problem] = []
     entries: tuple[TensorEntry | ExtraEntry, ...] = (*section.tensors, *section.extras)
     for entry in entries:
-        is_weight = isinstance(entry, TensorEntry) and not entry.key.endswith("_extra_state")
+        is_weight = isinstance(entry, TensorEntry) and entry.key.rpartition(".")[2] != "_extra_state"
         try:
             state[entry.key] = (weights if is_weight else others).entry(entry)
         except NotMade as reason:

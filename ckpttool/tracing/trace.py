@@ -17,6 +17,7 @@ from ckpttool.names import LoadedTensor, Names
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
 from ckpttool.tracing.meta_twin import beside_real
+from ckpttool.tracing.nested import nested_problems
 from ckpttool.tracing.overwritten import lost_problems
 from ckpttool.tracing.roundtrip import problems, settled
 from ckpttool.tracing.runtime import check_memory, fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
@@ -48,8 +49,20 @@ def trace(model: LoadedModel) -> Names:
         roundtrips=not wrong,
         roundtrip_problems=tuple(wrong),
         modules=None if metadata is None else tuple(metadata),
-        notes=(*notes, *(str(problem) for problem in found if problem.kind == "unknown")),
+        notes=(
+            *notes,
+            *(str(problem) for problem in found if problem.kind == "unknown"),
+            *(f"as a part of another model: {problem}" for problem in _nested(model, saved)),
+        ),
     )
+
+
+def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
+    """Asked only where hooks touch the keys: without them a module's path is all that is put before them."""
+    if not any(key.hook is not None for key in saved.serialized):
+        return ()
+    as_saved = replace(model, materialize=saved.real)  # hooks that read values cannot run on meta
+    return nested_problems(as_saved, [*(key.key for key in saved.serialized), *saved.extra_state])
 
 
 def _given_back(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:

@@ -67,7 +67,8 @@ def test_lightning_checkpoints(tmp_path):
 
 
 def inspected(path: Path) -> str:
-    return subprocess.run([CKPTTOOL, "inspect", str(path)], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([CKPTTOOL, "inspect", str(path)], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def test_files_of_deepspeed_are_told_with_the_way_to_gather_them(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
 from ckpttool.io.pieces import Crc, Piece
 from ckpttool.io.ranges import CHUNK, same_bytes
 from ckpttool.io.write_file import preflight, write
@@ -170,6 +171,7 @@ def test_spans_are_compared_chunk_by_chunk(tmp_path: Path, source: Path) -> None
         if at is not None:
             changed[at] ^= 1
         other.write_bytes(b"-" + changed)
+        sources.forget(str(other))
         spans = Span(str(source), 0, len(data)), Span(str(other), 1, len(data))
         assert same_bytes(*spans) == (at is None)
     assert not same_bytes(Span(str(source), 0, 3), Span(str(source), 0, 4))

@@ -66,7 +66,9 @@ def test_the_object_of_the_contract() -> None:
         "others": ["epoch"],
         "metadata": {},
         "flat_parameters": [],
+        "adapters": [],
         "notes": [],
+        "unreached": [],
     }
 
 

@@ -40,7 +40,7 @@ class Packed(torch.Tensor):
     def __tensor_unflatten__(inner: dict, context: None, size: object, stride: object) -> Packed:
         return Packed(inner["values_"], inner["scale"])
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return "Packed(...)"
 
     @classmethod
@@ -343,10 +343,10 @@ class Bare(nn.Module):
         super().__init__()
         self.net = nn.Linear(2, 2)
 
-    def state_dict(self) -> dict:  # type: ignore[override]
+    def state_dict(self) -> dict:
         return self.net.state_dict()
 
-    def load_state_dict(self, d: dict) -> object:  # type: ignore[override]
+    def load_state_dict(self, d: dict) -> object:
         return self.net.load_state_dict(d)
 
 
@@ -359,6 +359,13 @@ def bare_signatures() -> nn.Module:
 def buffer_called_extra_state() -> nn.Module:
     model = nn.Linear(2, 2)
     model.register_buffer("_extra_state", torch.ones(2))
+    return model
+
+
+@pattern
+def buffer_with_such_an_ending() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("my_extra_state", torch.ones(2))
     return model
 
 

@@ -5,21 +5,23 @@ Only names and shapes count here, so that nothing is computed. `PAIRS` are check
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 import real_models
 from real_models import SIZES
 
 WIDTH, HIDDEN, VOCAB, HEADS, LAYERS = 32, 48, 64, 4, 2
-_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Holder(nn.Module):
     """Modules, parameters and buffers under these names."""
 
-    def __init__(self, **children: nn.Module | nn.Parameter) -> None:
+    def __init__(self, **children: nn.Module | torch.Tensor) -> None:
         super().__init__()
         for name, child in children.items():
             setattr(self, name, child)
@@ -89,8 +91,7 @@ def tune_llama() -> nn.Module:
 
 def phi3() -> nn.Module:
     """Llama with query, key and value in one tensor, gate and up in another."""
-    ids = {"pad_token_id": 0}
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, num_key_value_heads=2, **ids))
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, num_key_value_heads=2, pad_token_id=0))
 
 
 # GPT-2
@@ -179,7 +180,7 @@ def timm_vit() -> nn.Module:
         patch_embed=Holder(proj=nn.Conv2d(3, WIDTH, 4, 4)),
         blocks=layers(_VitBlock),
         norm=nn.LayerNorm(WIDTH),
-        head=nn.Linear(WIDTH, 5),
+        head=nn.Linear(WIDTH, 2),
     )
 
 
@@ -192,7 +193,6 @@ def vit() -> nn.Module:
             intermediate_size=HIDDEN,
             image_size=16,
             patch_size=4,
-            num_labels=5,
         )
     )
 
@@ -294,7 +294,9 @@ def whisper() -> nn.Module:
             max_target_positions=12,
             num_mel_bins=8,
             decoder_start_token_id=1,
-            **_IDS,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
         )
     )
 
@@ -304,22 +306,16 @@ def wav2vec2() -> nn.Module:
     return real_models.wav2vec2()
 
 
-class OldWeightNorm(nn.Module):
-    """The same, as `torch.nn.utils.weight_norm` wrote it before there were parametrizations."""
-
-    _OLD = (("parametrizations.weight.original0", "weight_g"), ("parametrizations.weight.original1", "weight_v"))
-
-    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        found: dict[str, torch.Tensor] = {}
-        for key, value in wav2vec2().state_dict().items():
-            for new, old in self._OLD:
-                key = key.replace(new, old)
-            found[key] = value
-        return found
-
-
 def old_wav2vec2() -> nn.Module:
-    return OldWeightNorm()
+    """The same, with the weight norm that torch had before there were parametrizations."""
+    model = wav2vec2()
+    for module in list(model.modules()):
+        if isinstance(module, nn.Conv1d) and is_parametrized(module):
+            remove_parametrizations(module, "weight")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                nn.utils.weight_norm(module, dim=2)
+    return model
 
 
 # Small ones

@@ -184,13 +184,20 @@ def torchs_answer(operand: str, path: Path) -> str:
 
 
 def loses(operand: str, path: Path) -> bool:
-    """Whether the file has other values under names that the model ties: it loads, and one of them is gone."""
+    """Whether the file has other values under names that the model ties: it loads, and one of them is gone.
+
+    Tensors of two kinds are taken for other ones: they are not compared.
+    """
     state, saved = torch.load(path, weights_only=False), build(operand, 7).state_dict()
     first: dict[tuple[object, ...], Any] = {}
     for key, value in saved.items():
         if isinstance(value, torch.Tensor) and key in state and value.layout == torch.strided and value.numel():
             kept = first.setdefault((value.data_ptr(), value.shape, value.stride()), state[key])
-            if kept.dtype != state[key].dtype or not torch.equal(kept, state[key]):
+            if (
+                type(kept) is not type(state[key])
+                or kept.dtype != state[key].dtype
+                or not torch.equal(kept, state[key])
+            ):
                 return True
     return False
 

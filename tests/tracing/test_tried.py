@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
+import loading_zoo
 from ckpttool.errors import CkptError
 from ckpttool.tracing import runtime
 from ckpttool.tracing.load_model import LoadedModel
@@ -59,7 +62,7 @@ class Overlaps(nn.Module):
         self.register_buffer("columns", whole[:, ::2])
 
 
-def model(cls: type[nn.Module]) -> LoadedModel:
+def model(cls: Callable[[], nn.Module]) -> LoadedModel:
     def make(real: bool) -> nn.Module:
         with torch.device("cpu" if real else "meta"):
             return cls()
@@ -122,3 +125,9 @@ def test_a_constructor_that_cannot_be_looked_at_is_said(monkeypatch: pytest.Monk
     assert trace(model(Reads)).notes == (
         "on the meta device alone: whether its constructor makes other tensors for real was not looked at",
     )
+
+
+def test_a_buffer_whose_name_ends_as_an_extra_state_does() -> None:
+    names = trace(model(loading_zoo.buffer_with_such_an_ending))
+    assert [s.key for s in names.serialized] == ["weight", "bias", "my_extra_state"]
+    assert (names.extra_state, names.not_serialized, names.roundtrips) == ((), (), True)

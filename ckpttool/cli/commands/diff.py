@@ -9,8 +9,10 @@ from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import All, Format, Reports, emit, write_report
+from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.errors import CkptError
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument, option
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
@@ -24,6 +26,7 @@ def command(
         str | None, option("--suggest", metavar="FILE", help="Write the rules that would mend it to FILE (TOML).")
     ] = None,
     all: All = False,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> int:
@@ -39,11 +42,13 @@ def command(
         raise CkptError("nothing to compare: these are more than two checkpoints", hint="ckpttool diff LEFT RIGHT")
     if suggest is not None and (len(operands or ()) < 2 or options.model is not None):
         raise CkptError("--suggest needs two checkpoints and no model", hint="ckpttool diff LEFT RIGHT --suggest FILE")
+    read = [path for operand in operands or () for path in files_of(split(operand)[0])]
+    check_texts(report or (), read, force=force)
     left, right = [*(operands or []), None, None][:2]
     result = api.diff_by(left, right, options)
     if suggest is not None:
         result = _written(result, suggest)
-    emit(lambda: document(result, all=all), result.to_json, format, report)
+    emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
     return 0 if result.identical else 1
 
 
@@ -56,5 +61,5 @@ def _written(result: Diff, path: str) -> Diff:
         return replace(result, notes=(*result.notes, note))
     if os.path.exists(path) and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules:
         raise CkptError(f"{path} is there, and has other content", hint="give another FILE, or remove it first")
-    write_report(path, result.rules)
+    write_text(path, result.rules, force=True)  # what is there is the same
     return by_file(result, path)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
 from ckpttool.options import Argument, OptimizerOptions, option
 
 
@@ -16,11 +16,13 @@ def command(
     name: Annotated[str, Argument("NAME", "The tensor's name in any form.")],
     model: Annotated[str, option("--model", metavar="MODEL", help="The model that has the tensor.")],
     options: OptimizerOptions,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
     """One tensor: all its names, and the hook that renames it."""
     from ckpttool.report.documents.names import explained
 
+    check_texts(report or (), (), force=force)
     found = api.explain_by(name, replace(options, model=model))
-    emit(lambda: explained(found), found.to_json, format, report)
+    emit(lambda: explained(found), found.to_json, format, report, force=force)

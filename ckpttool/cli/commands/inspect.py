@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from ckpttool import api
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument, option
 
 
@@ -15,6 +17,7 @@ def command(
         bool, option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
     ] = False,
     all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
@@ -25,5 +28,6 @@ def command(
     """
     from ckpttool.report.documents.inspection import document
 
+    check_texts(report or (), files_of(split(ckpt)[0]), force=force)
     inspection = api.inspect(ckpt, stats=stats)
-    emit(lambda: document(inspection, all=all), inspection.to_json, format, report)
+    emit(lambda: document(inspection, all=all), inspection.to_json, format, report, force=force)

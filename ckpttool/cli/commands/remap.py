@@ -7,10 +7,12 @@ from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Reports, emit, write_report
+from ckpttool.cli.output import Format, Reports, check_texts, emit, write_text
 from ckpttool.cli.progress import bar
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
+from ckpttool.io.files import files_of
+from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument
 
 
@@ -32,9 +34,10 @@ def command(
     out = options.target(ckpt)
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
+    check_texts((options.save_plan, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)
     done = api.remap_by(ckpt, options, bar)
     data = {**done.to_json(ckpt, out or ""), **({"plan": done.plan.to_json()} if options.dry_run else {})}
     if options.save_plan is not None:
-        write_report(options.save_plan, json.render(done.plan.to_json()))
+        write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
     shown = partial(document, done, ckpt, out, dry_run=options.dry_run, verified=options.verify)
-    emit(shown, lambda: data, format, report)
+    emit(shown, lambda: data, format, report, force=options.force)

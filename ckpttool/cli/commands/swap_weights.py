@@ -7,10 +7,11 @@ from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Reports, emit
+from ckpttool.cli.output import Format, Reports, check_texts, emit
 from ckpttool.cli.progress import bar
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
+from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument
 
@@ -33,7 +34,9 @@ def command(
     out = options.target(split(program)[0])
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT")
+    read = [path for operand in (program, new) for path in files_of(split(operand)[0])]
+    check_texts(report or (), read, force=options.force, out=out)
     swapped = api.swap_weights_by(program, new, options, bar)
     data = swapped.to_json(program, new, out or "")
     shown = partial(document, swapped, program, new, out, dry_run=options.dry_run, verified=options.verify)
-    emit(shown, lambda: data, format, report)
+    emit(shown, lambda: data, format, report, force=options.force)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import All, Format, Reports, emit, write_report
+from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.options import Argument, OptimizerOptions, option
 
 
@@ -17,6 +17,7 @@ def command(
     options: OptimizerOptions,
     out: Annotated[str | None, option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")] = None,
     all: All = False,
+    force: Force = False,
     format: Format = "text",
     report: Reports = None,
 ) -> None:
@@ -28,8 +29,9 @@ def command(
     from ckpttool.report.documents.names import document
     from ckpttool.report.renderers import json
 
+    check_texts((out, *(report or ())), (), force=force)
     names = api.trace_by(replace(options, model=model))
     data = names.to_json()
     if out is not None:
-        write_report(out, json.render(data))
-    emit(lambda: document(names, all=all, written=out), lambda: data, format, report)
+        write_text(out, json.render(data), force=force)
+    emit(lambda: document(names, all=all, written=out), lambda: data, format, report, force=force)

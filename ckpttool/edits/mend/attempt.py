@@ -51,11 +51,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A command that works, and the answer to the question once it has run. `drops`: it leaves tensors out."""
+    """A command that works, and the answer to the question once it has run.
+
+    `drops`: it leaves tensors out; `infers`: its rules are what names and shapes suggest.
+    """
 
     command: str
     after: Diff
     drops: bool = False
+    infers: bool = False
 
     @property
     def left_to_do(self) -> int:
@@ -92,7 +96,7 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
         except CkptError:
             continue
         line = command("remap", (operand(source.source, source.format),), replace(options, out=out))
-        return Attempt(line, after, drops=bool(options.drop))
+        return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
     return None
 
 

@@ -8,27 +8,30 @@ from dataclasses import replace
 from ckpttool.edits.mend import ways
 from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap, try_swap
 from ckpttool.edits.mend.remains import sentences
+from ckpttool.edits.mend.with_a_model import with_a_model
+from ckpttool.edits.rules.mend import PART, needs_file, with_rules
 from ckpttool.edits.swap.options import SwapOptions
+from ckpttool.edits.swap.swap import Misfit
 from ckpttool.errors import CkptError
 from ckpttool.queries.diff.result import Diff
 from ckpttool.words import plural
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
 DROPPED = "what --drop leaves out has no place on the right: it is not in the output"
-PART = "the command mends a part"
+INFERRED = (
+    "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
+)
 OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
 
 
 def answered(question: Question, diff: Diff) -> Diff:
-    """`diff`, the answer, with commands that mend it. Suggested rules mend what nothing else mends whole."""
+    """`diff`, the answer, with commands that mend it. Suggested rules in a file mend what nothing else mends whole."""
     done = mended(question, diff)
     if question.left is None or question.right is None or diff.inferred is None:
         return done
-    from ckpttool.edits.rules.mend import with_rules  # with a TOML reader
-
     ruled = with_rules(diff, question.left, question.right, question.options.comparison is not None)
-    if ruled.fix and (not done.fix or PART in done.notes):
-        return ruled
+    if needs_file(ruled) and (not done.fix or PART in done.notes):
+        return replace(ruled, notes=(*ruled.notes, INFERRED))
     more = tuple(note for note in ruled.notes if note not in done.notes)
     return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
 
@@ -49,19 +52,15 @@ def mended(question: Question, diff: Diff) -> Diff:
     best = _best(question, diff)
     best = None if swaps and best and best.drops else best  # the program takes what only a remap would drop
     found = [*swaps, *([best] if best else [])]
-    unknown = () if found else _with_a_model(question, diff)
+    swappable = bool(best and best.infers) and is_about_a_program(question)  # the program's own model knows better
+    unknown = with_a_model(question, diff) if swappable or not found else ()
     notes += [OWN_NAMES] if swaps else []
+    notes += [INFERRED] if best and best.infers else []
     notes += [DROPPED] if best and best.drops else []
     if not unknown and not swaps and not any(attempt.after.identical for attempt in found):
         notes += [PART] if best else []
         notes += sentences(question.left, diff, best.after if best else diff)
-    return replace(diff, fix=(*(attempt.command for attempt in found), *unknown), notes=(*diff.notes, *notes))
-
-
-def _with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
-    from ckpttool.edits.mend.with_a_model import with_a_model
-
-    return with_a_model(question, diff)
+    return replace(diff, fix=(*unknown, *(attempt.command for attempt in found)), notes=(*diff.notes, *notes))
 
 
 def _best(question: Question, diff: Diff) -> Attempt | None:
@@ -94,17 +93,21 @@ def _loses(attempt: Attempt) -> bool:
     return attempt.drops and any(entry.status == "missing" for entry in attempt.after.entries)
 
 
+def is_about_a_program(question: Question) -> bool:
+    """Whether one of two checkpoints is an exported program."""
+    sides = (question.left, question.right)
+    return all(side is not None for side in sides) and any(side is not None and side.format == "pt2" for side in sides)
+
+
 def _swap(question: Question) -> tuple[list[Attempt], list[str]]:
     """The swap that works, where one side is a program; else why none does."""
     left, right = question.left, question.right
-    if left is None or right is None or "pt2" not in (left.format, right.format):
+    if left is None or right is None or not is_about_a_program(question):
         return [], []
     program, weights = (right, left) if right.format == "pt2" else (left, right)
     asked = question.options
     options = SwapOptions(model=asked.model, model_kwargs=asked.model_kwargs, materialize=asked.materialize)
     found = try_swap(question, program, weights, options)
-    from ckpttool.edits.swap.swap import Misfit
-
     for _ in range(2):  # constants, and then another dtype
         if isinstance(found, Misfit) and found.advice in ("constants", "cast"):
             constants, cast = options.constants or found.advice == "constants", found.advice == "cast"

@@ -7,14 +7,18 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.mend.attempt import Question
+from ckpttool.edits.mend.model_alone import saved_by
 from ckpttool.edits.mend.patterns import common_way, drops
 from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.rules.mend import renames
 from ckpttool.errors import CkptError
 from ckpttool.naming.forms import read
 from ckpttool.naming.name_tables import Relation
 from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.diff.run import run
 
 Way = tuple[str, RemapOptions]  # the word for the output's name, and what is asked for
 
@@ -32,6 +36,8 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     yield from _without(question.left, diff, by_model, RemapOptions())
     for names in (tables.serialized_names, tables.runtime_names):
         yield from _part(question.left, set(names.values()), by_model, RemapOptions(to="serialized"))
+    right = saved_by(question.names)
+    yield from _by_inference(question.left, right, run(question.left, right, DiffOptions()))
 
 
 def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
@@ -50,6 +56,15 @@ def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
     for options in (*base, RemapOptions()):
         yield from _without(left, diff, options)
     yield from _part(left, set(model_section(right).by_key()), *base[-1:])
+    yield from _by_inference(left, right, diff)
+
+
+def _by_inference(left: Checkpoint, right: Checkpoint, diff: Diff) -> Iterator[Way]:
+    """Rules for names that are likely the same tensors', by their order, their trees and their shapes."""
+    found = renames(diff, left, right)
+    if found is not None:
+        rules, patterns = found
+        yield "renamed", RemapOptions(rule=rules, drop=patterns or None)
 
 
 def _by_model(question: Question, to: str) -> RemapOptions:

@@ -24,7 +24,7 @@ def with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
     if left is None or right is None or question.model is not None:
         return ()
     source = operand(left.source, left.format)
-    if left.format == "rank_files":
+    if left.format == "rank_files" or _lacks_second_names(diff):
         return (_remap(source, "serialized"),)
     hidden = _hidden_on(model_section(left), model_section(right), diff)
     if hidden is None:
@@ -34,6 +34,12 @@ def with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
         options = SwapOptions(model=_MODEL, out=next(outputs(program.source, "swapped")))
         return (command("swap-weights", (program.source, operand(weights.source, weights.format)), options),)
     return (_remap(source, "exported" if hidden == "left" else "serialized"),)
+
+
+def _lacks_second_names(diff: Diff) -> bool:
+    """Whether all that the left lacks are second names of tensors that it has: the model ties them."""
+    lacking = any(entry.status == "alias" and not entry.left for entry in diff.entries)
+    return lacking and {entry.status for entry in diff.entries} <= {"same", "alias", "extra_state"}
 
 
 def _remap(source: str, to: str) -> str:

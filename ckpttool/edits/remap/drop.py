@@ -37,16 +37,22 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
         if tensors or extras or section.kind == "state_dict":
             sections.append(replace(section, tensors=tensors, extras=extras))
     others = tuple(path for path in checkpoint.others if not hit("", path))
+    unreached = tuple(found for found in checkpoint.unreached if not hit("", found.path))
+    beside = tuple(name for name in checkpoint.beside if not hit("", name))
     if idle:
         raise Refused(
             f"{len(idle)} of {len(patterns)} --drop patterns match nothing",
             hint=f"`ckpttool inspect {checkpoint.source}` lists what is there",
             problems=[Problem("matches nothing", text) for text in patterns if text in idle],
         )
-    return replace(checkpoint, sections=tuple(sections), others=others), dropped
+    left = replace(checkpoint, sections=tuple(sections), others=others, unreached=unreached, beside=beside)
+    return left, dropped
 
 
 def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:
     """`checkpoint` without the sections and other contents at these dotted paths."""
     sections = tuple(section for section in checkpoint.sections if section.path not in paths)
-    return replace(checkpoint, sections=sections, others=tuple(p for p in checkpoint.others if p not in paths))
+    others = tuple(path for path in checkpoint.others if path not in paths)
+    unreached = tuple(found for found in checkpoint.unreached if found.path not in paths)
+    beside = tuple(name for name in checkpoint.beside if name not in paths)
+    return replace(checkpoint, sections=sections, others=others, unreached=unreached, beside=beside)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ckpttool.errors import CkptError
+from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import LINKS
 from ckpttool.names import FSDP_FLAT
 from ckpttool.naming import model_form
@@ -112,7 +113,7 @@ def _needs_model(word: str | None) -> bool:
 
 
 def _is_rank_file(out: str) -> bool:
-    return RANK in out and out.endswith(".pt")
+    return RANK in name_of(out) and out.endswith(".pt")
 
 
 # What excludes what, the error, and its hint; the first that holds is said.

@@ -100,7 +100,8 @@ def with_optimizers(done: Remap, wanted: Wanted) -> Remap:
 
 def by_plan(source: Checkpoint, plan: Plan) -> Remap:
     """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents."""
-    paths = {*source.others, *(section.path for section in source.sections)}
+    paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
+    paths.update(found.path for found in source.unreached)
     whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
     return Remap(apply(rest, without(source, [d.key for d in whole])), plan)

@@ -14,6 +14,7 @@ from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.suggestions import known
 from ckpttool.words import plural, shell
 
+PART = "the command mends a part"
 _FEW = 3  # rules that are shown as options; more of them go into a file
 _SHOWN = 5  # keys that a note names
 
@@ -26,12 +27,25 @@ def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = F
     found = _suggestion(diff, left, right)
     if found is None:
         return diff
-    diff = replace(diff, rules=found.text(), notes=(*diff.notes, *_undone(found)))
+    diff = replace(diff, rules=found.text(), notes=(*diff.notes, *_undone(found, _other_dtypes(diff, left, right))))
     if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
         return diff
     options, out = _options(found), beside(diff.left, "renamed")
     fix = (shell("ckpttool", "remap", diff.left, *options, "-o", out),) if options else _with_file(diff, values)
     return replace(diff, fix=fix)
+
+
+def renames(diff: Diff, left: Checkpoint, right: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The suggested rules and the patterns that they drop, where these are few and say all of it."""
+    found = _suggestion(diff, left, right)
+    if found is None or not found.plain or len(found.plain) > _FEW:
+        return None
+    return found.plain, found.drops
+
+
+def needs_file(diff: Diff) -> bool:
+    """Whether the commands carry the rules out by way of a file."""
+    return any("--suggest" in line for line in diff.fix)
 
 
 def by_file(diff: Diff, rules: str) -> Diff:
@@ -70,15 +84,24 @@ def _with_file(diff: Diff, values: bool) -> tuple[str, ...]:
     )
 
 
-def _undone(found: Suggestion) -> list[str]:
-    notes = []
+def _other_dtypes(diff: Diff, left: Checkpoint, right: Checkpoint) -> bool:
+    """Whether names are not all in which the two differ."""
+    have, want = model_section(left).by_key(), model_section(right).by_key()
+    pairs = () if diff.inferred is None else diff.inferred.pairs
+    both = ([*((have, key) for key in pair.left), *((want, key) for key in pair.right)] for pair in pairs)
+    dtypes = [{getattr(side[key], "dtype", "") for side, key in own} for own in both]
+    return any(len(own) > 1 for own in dtypes) or any(entry.status in ("dtype", "value") for entry in diff.entries)
+
+
+def _undone(found: Suggestion, dtypes: bool) -> list[str]:
+    notes = ["the suggested rules leave dtypes and values as they are, and some differ"] if dtypes else []
     if found.remaining:
         keys = _named(found.remaining)
         notes.append(f"the suggested rules do not make {plural(len(found.remaining), 'key')} of the right: {keys}")
     if found.left_over:
         keys = _named(found.left_over)
         notes.append(f"the suggested rules leave {plural(len(found.left_over), 'key')} of the left as they are: {keys}")
-    return notes
+    return [PART, *notes] if notes else []
 
 
 def _named(keys: Sequence[str]) -> str:

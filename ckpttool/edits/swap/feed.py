@@ -14,6 +14,7 @@ from ckpttool.names import RUNTIME, Names
 from ckpttool.naming.forms import over, read
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.wrappers import chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,15 @@ def feed_by_keys(target: Section, weights: Section) -> Feed:
     sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in found.names.items()}
     _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
     spare = _other_names(found, weights)
-    problems = [problem for problem in _left_over(found) if problem.key not in spare]
-    return Feed(sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(found))
+    counters = _counters(found, weights)
+    problems = [problem for problem in _left_over(found) if problem.key not in spare | counters]
+    ignored = [entry.key for entry in weights.extras] + sorted(counters)
+    return Feed(sources, RUNTIME, problems, ignored, _variants(found))
+
+
+def _counters(found: Match, weights: Section) -> set[str]:
+    """Keys of an AveragedModel's counters, which the module in it has not."""
+    return set(chain.counters([entry.key for entry in weights.tensors])).intersection(found.unmatched)
 
 
 def _other_names(found: Match, weights: Section) -> set[str]:
@@ -74,9 +82,10 @@ def feed_by_model(target: Section, weights: Section, names: Names, form: str | N
         values = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
     _share(values, relation.first)
     fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
-    feed = Feed(
-        {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}, reading.form, _left_over(reading.match)
-    )
+    counters = _counters(reading.match, weights)
+    left = [problem for problem in _left_over(reading.match) if problem.key not in counters]
+    fed = {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}
+    feed = Feed(fed, reading.form, left, sorted(counters))
     feed.twins.extend(_variants(reading.match))
     feed.problems.extend(
         Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched

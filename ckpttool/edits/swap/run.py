@@ -11,7 +11,6 @@ from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.pt2.archive import read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import write_file
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import operand_of
@@ -27,9 +26,10 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
     path, picked = split(program)
     name = picked if options.name is None else options.name
     target = None if options.dry_run else options.target(path)
+    fsync = not options.no_fsync
+    writer = Writer(path, options.force, options.in_place, fsync, options.verify, progress=progress)
     if target is not None:
-        sources = [path, split(weights.source)[0]]
-        write_file.preflight(target, sources, force=options.force, in_place=options.in_place)
+        writer.check_file(target, split(weights.source)[0])
     found = sniff(path)
     if found != "pt2":
         raise CkptError(
@@ -47,7 +47,6 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
     )
     if target is not None:
         expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
-        writer = Writer(options.force, not options.no_fsync, progress=progress)
         writer.file(FORMATS["pt2"].layout(swapped.program), target)
         if options.verify:
             prove(target, expected, read_program(target, name))

@@ -58,6 +58,11 @@ class Record(NamedTuple):
     end: int
     central: bytes
 
+    @property
+    def has_crc(self) -> bool:
+        """False for a record whose CRC was not computed (`torch.serialization.set_crc32_options`): it is 0 then."""
+        return self.crc != 0 or not self.nbytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
@@ -104,7 +109,7 @@ def _read(path: str, base: int, length: int | None) -> Archive:
 
 
 def read_record(archive: Archive, record: Record, limit: int) -> bytes:
-    """The record's data, decompressed, its CRC-32 checked.
+    """The record's data, decompressed, its CRC-32 checked where it has one.
 
     Raises `CkptError` where it holds more than `limit` bytes, is compressed by a method other than deflate, or is
     damaged.
@@ -119,7 +124,7 @@ def read_record(archive: Archive, record: Record, limit: int) -> bytes:
         raise _corrupt(archive.path, f"record {record.name} is compressed by method {record.method}, not deflate")
     if len(data) != record.size:
         raise _corrupt(archive.path, f"record {record.name} has {len(data)} bytes, its directory says {record.size}")
-    if zlib.crc32(data) != record.crc:
+    if record.has_crc and zlib.crc32(data) != record.crc:
         raise _corrupt(archive.path, f"record {record.name} is damaged: its CRC-32 does not match")
     return data
 

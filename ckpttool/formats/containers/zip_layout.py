@@ -24,7 +24,7 @@ _CRC_AT, _SIZES_AT, _LENGTHS_AT, _OFFSET_AT = 16, 20, 28, 42  # in a central dir
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRecord:
-    """A record to write, stored without compression. A `crc` of None is computed while the data is written."""
+    """A record to write, stored without compression. A `crc` of None (or 0: none) is computed while it is written."""
 
     name: str
     data: bytes | Span | Lazy
@@ -42,8 +42,11 @@ def layout_archive(
     """The pieces of an archive of `entries`, in their order: `Record`s are kept from `source`, `NewRecord`s are new.
 
     A kept record's data and CRC are copied as they are; where its header need not change either, neighbours are copied
-    as one span. New records are laid out as torch's own writer does it, data at multiples of `alignment` bytes.
+    as one span. New records are laid out as torch's own writer does it, data at multiples of `alignment` bytes. A CRC
+    that `source` left out is computed.
     """
+    if source is not None:
+        entries = [_with_crc(source, entry) for entry in entries]
     if source is not None and tuple(entries) == source.records:
         return [Piece(Span(source.path, source.base, source.length))]
     layout = _Layout(alignment)
@@ -56,6 +59,12 @@ def layout_archive(
             raise ValueError("a kept record needs the archive that it is kept from")
     layout.finish()
     return layout.pieces
+
+
+def _with_crc(source: Archive, entry: Record | NewRecord) -> Record | NewRecord:
+    if isinstance(entry, Record) and not entry.has_crc and entry.method == za.STORED:
+        return NewRecord(entry.name, source.span(entry))
+    return entry
 
 
 @dataclass(slots=True)
@@ -80,10 +89,10 @@ class _Layout:
     def add(self, record: NewRecord) -> None:
         start, size, name = self.cursor, record.nbytes, record.name.encode()
         flags = za.UTF8 | (za.HAS_DESCRIPTOR if size else 0)  # torch writes no descriptor behind an empty record
-        known = zlib.crc32(record.data) if record.crc is None and isinstance(record.data, bytes) else record.crc
+        known = zlib.crc32(record.data) if not record.crc and isinstance(record.data, bytes) else record.crc
         fixed = za.LOCAL.pack(za.LOCAL_SIGNATURE, 0, flags, za.STORED, 0, 0, 0, 0, 0, 0, 0)
         header = _local_header(fixed, name, b"", start, size, self.alignment)
-        late = Crc() if known is None else None
+        late = Crc() if not known and size and not isinstance(record.data, bytes) else None
         crc = known or 0
         descriptor = _descriptor(start, size, size, crc) if size else b""
         if isinstance(record.data, bytes):

@@ -10,8 +10,8 @@ from typing import Any
 
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.dcp.metadata import Path
+from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor
-from ckpttool.formats.torch.tree import pairs_of
 
 _MAX_DEPTH = 200
 _MAX_HOLES = 10_000  # places of a list that nothing was saved for

@@ -52,11 +52,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """A tensor in one or more chunks that cover it without overlapping."""
+    """A tensor in one or more chunks that cover it without overlapping.
+
+    `more` are the properties that torch has added in later versions, kept as they are: since 2.15 its strides, or None.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    more: tuple[tuple[int, ...] | None, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +151,7 @@ def _tensor(key: str, node: Any, places: Mapping[tuple[str, Any], Place], budget
     problem = cover_problem(shape, list(boxes))
     if problem:
         raise ValueError(problem)
-    return TensorItem(dtype, shape, chunks)
+    return TensorItem(dtype, shape, chunks, _more(state["properties"].state))
 
 
 def _box(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -252,6 +256,17 @@ def _dtype(properties: Any) -> str:
     return dtype.name
 
 
+_PROPERTIES = 5  # dtype, layout, requires_grad, memory format, pinned: what every version of torch keeps
+
+
+def _more(state: Any) -> tuple[tuple[int, ...] | None, ...]:
+    """The properties behind those that every version of torch keeps."""
+    found = state[_PROPERTIES:] if type(state) is tuple else ()
+    if len(found) > 1:
+        raise ValueError("its properties are those of a newer torch: pip install -U ckpttool")
+    return tuple(None if sizes is None else _sizes(sizes) for sizes in found)
+
+
 def _sizes(node: Any) -> tuple[int, ...]:
     is_size = type(node) is Call and type(node.func) is Global and node.func == Global("torch", "Size")
     sizes = node.args[0] if is_size and node.args else node.args if is_size else node
@@ -308,7 +323,7 @@ class _Nodes:
     def item(self, item: Item) -> Call:
         if isinstance(item, BytesItem):
             return Call(self.name(_MODULE, "BytesStorageMetadata"), (), "NEWOBJ")
-        properties = (self.name("torch", item.dtype), self.layout, False, self.format, False)
+        properties = (self.name("torch", item.dtype), self.layout, False, self.format, False, *item.more)
         return self.made(
             _MODULE,
             "TensorStorageMetadata",

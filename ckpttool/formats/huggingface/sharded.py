@@ -76,6 +76,9 @@ def read(path: str) -> Checkpoint:
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
         notes=_size_notes(index, tensors),
+        unreached=tuple(
+            replace(found, path=f"{name}: {found.path}") for name, shard in shards.items() for found in shard.unreached
+        ),
     )
 
 
@@ -220,7 +223,7 @@ def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -
     """The text of the index, in the style of the source's; what it says beside sizes and places is kept."""
     old: Mapping[str, Any] = source.index if source is not None else {}
     metadata = dict(old.get("metadata", {}))
-    if source is None or total_size != _source_size(source):
+    if source is None or total_size != _source_size(source) or _size_notes(old, _tensors(source)):
         metadata.pop("total_parameters", None)
         metadata["total_size"] = total_size
     else:
@@ -234,7 +237,11 @@ def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -
 
 
 def _source_size(source: Shards) -> int:
-    return _total_size(entry for shard in source.shards.values() for entry in shard.sections[0].tensors)
+    return _total_size(_tensors(source))
+
+
+def _tensors(source: Shards) -> list[TensorEntry]:
+    return [entry for shard in source.shards.values() for entry in shard.sections[0].tensors]
 
 
 _STYLES = [(indent, ascii, end) for indent in (2, 4, None) for ascii in (True, False) for end in ("\n", "")]

@@ -85,7 +85,7 @@ def _complete(archive: Archive, record: str, homes: dict[Storage, Home]) -> tupl
         raise damaged(archive.path, f"its record {record} is no tensor")
     whole = entry_of(record, pickle.root, storages)
     homes.update((storage, Home(record, inner, key)) for key, storage in storages.found.items())
-    return whole, payload_of(record, pickle.root)
+    return whole, payload_of(record, pickle.root, whole.payload)
 
 
 def _view(fqn: str, whole: TensorEntry, geometry: list[Any], payload: Payload) -> TensorEntry:

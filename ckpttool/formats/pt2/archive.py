@@ -13,14 +13,14 @@ from dataclasses import replace
 from functools import partial
 from shlex import quote
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry, Unreached
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
 from ckpttool.formats.pt2 import aotinductor as pt2_compiled
 from ckpttool.formats.pt2 import since_2_9 as pt2_raw
 from ckpttool.formats.pt2 import until_2_8 as pt2_nested
-from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, root_of
+from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, RecordOf, root_of
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
 from ckpttool.io.pieces import Pieces
@@ -43,16 +43,32 @@ def read(path: str) -> Checkpoint:
     """
     archive = read_archive(path)
     found = _programs(archive)
-    if len(found) == 1:
-        return _checkpoint(path, archive, _read(archive, found, next(iter(found))))
     programs = [_read(archive, found, name) for name in found]
+    left = _unreached(archive, programs)
+    if len(found) == 1:
+        return replace(_checkpoint(path, archive, programs[0]), unreached=left)
     sections = tuple(
         replace(section, path=".".join(filter(None, (program.name, section.path))))
         for program in programs
         for section in program.sections
     )
     notes = (f"{len(found)} programs: {', '.join(found)}", *(note for program in programs for note in program.notes))
-    return Checkpoint(path, FORMAT, archive.length, sections, notes=notes)
+    return Checkpoint(path, FORMAT, archive.length, sections, notes=notes, unreached=left)
+
+
+def _unreached(archive: Archive, programs: Sequence[Program]) -> tuple[Unreached, ...]:
+    """The storages of the file that no program's entries refer to."""
+    used = {home.record for program in programs for home in program.homes.values()}
+    for entry in (entry for p in programs for section in p.sections for entry in section.by_key().values()):
+        if isinstance(entry.payload, Payload):
+            used.add(entry.payload.record)
+        elif isinstance(entry.payload, RecordOf):
+            used.add(entry.payload.record.name)
+    root = root_of(archive)
+    kept = (f"{root}data/weights/", f"{root}data/constants/")
+    left = [r for r in archive.records if r.name.startswith(kept) and not r.name.endswith(".json")]
+    own = [Unreached(r.name, Storage(archive.span(r)), False) for r in left if r.name not in used and r.nbytes]
+    return (*(found for program in programs for found in program.unreached), *own)
 
 
 def read_program(path: str, name: str | None = None) -> Checkpoint:

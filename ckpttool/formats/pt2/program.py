@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Section, Storage
+from ckpttool.checkpoint import Checkpoint, Comparable, Section, Storage, Unreached
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.formats.containers import json_text
-from ckpttool.formats.containers.zip_archive import Archive, read_record
+from ckpttool.formats.containers.zip_archive import Archive, Record, read_archive, read_record
+from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.tensors import Carried
 from ckpttool.json_schema import AnyKind, check
 from ckpttool.limits import limits
 
@@ -24,12 +27,35 @@ class Payload:
     """What the file says of one tensor beyond its geometry: the record that holds it, and its role.
 
     `alone`: the record is a torch file of this tensor and nothing else, which another one can take the place of.
+    `source` can tell the content of a tensor that is no strided block of bytes.
     """
 
     record: str
     is_param: bool
     requires_grad: bool
     alone: bool = False
+    source: Comparable | None = None
+
+    def content(self) -> bytes | None:
+        """See `checkpoint.Comparable`."""
+        return None if self.source is None else self.source.content()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordOf:
+    """The payload of what a record of its own holds: a pickled tensor or object."""
+
+    archive: Archive
+    record: Record
+
+    def content(self) -> bytes | None:
+        """See `checkpoint.Comparable`. That of the object, where the record is a torch file; else that of the bytes."""
+        try:
+            inner = read_archive(self.archive.path, self.archive.base + self.record.data, self.record.nbytes)
+            _, pickle, storages = torch_zip.open_tree(inner)
+        except CkptError:
+            return content_of_storage(Storage(self.archive.span(self.record)))
+        return Carried(pickle.root, storages).content()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +80,9 @@ class Program:
     """The file itself, `Checkpoint.container` of this format.
 
     `layout` says which torch wrote it, `model` is the record of the graph (empty for compiled code), `sections` are the
-    state dict and the constants as the file holds them. `shared` are records that other programs use too, with these.
-    `compiled` is True where the program is code that AOTInductor compiled.
+    state dict and the constants as the file holds them, `unreached` storages that these do not refer to. `shared` are
+    records that other programs use too, with these. `compiled` is True where the program is code that AOTInductor
+    compiled.
     """
 
     archive: Archive
@@ -66,6 +93,7 @@ class Program:
     homes: Mapping[Storage, Home] = field(default_factory=dict)
     shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unreached: tuple[Unreached, ...] = ()
 
     @property
     def compiled(self) -> bool:

@@ -17,6 +17,7 @@ from ckpttool.formats.pt2.program import (
     Home,
     Payload,
     Program,
+    RecordOf,
     compressed,
     damaged,
     program_sections,
@@ -76,7 +77,7 @@ def _payloads(
             if record is None:
                 raise damaged(archive.path, f"the record {meta['path_name']} of {fqn} is missing")
             if meta["tensor_meta"] is None:
-                objects.append(ExtraEntry(fqn, meta["path_name"]))
+                objects.append(ExtraEntry(fqn, RecordOf(archive, record)))
             else:
                 tensors.append(_tensor(archive, record, fqn, meta, storages))
     except ValueError as error:
@@ -97,7 +98,8 @@ def _tensor(
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
     pickled = meta["use_pickle"]
-    payload = Payload(record.name, meta["is_param"], tensor["requires_grad"], pickled)
+    source = RecordOf(archive, record) if pickled else None
+    payload = Payload(record.name, meta["is_param"], tensor["requires_grad"], pickled, source)
     layout = "subclass" if pickled else _LAYOUTS.get(tensor["layout"], "unknown")
     reach = element_reach(shape, stride, offset) * itemsize(dtype)
     if layout == "strided" and reach and not record.nbytes:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, Section, Storage, TensorEntry
+from ckpttool.checkpoint import Comparable, ExtraEntry, Section, Storage, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import Pickle
 from ckpttool.formats.containers.zip_archive import STORED, Archive, read_archive
 from ckpttool.formats.pt2.program import CONSTANTS, Home, Inner, Payload, Program, compressed, damaged, program_sections
 from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.rebuild import is_parameter
-from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
-from ckpttool.formats.torch.tree import pairs_of
+from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
+from ckpttool.formats.torch.tree import extra_of
 
 GRAPH = "serialized_exported_program.json"  # of torch up to 2.7
 UP_TO_2_7, IN_2_8 = "torch<=2.7", "torch 2.8"
@@ -37,15 +38,17 @@ def read_2_8(archive: Archive, root: str, name: str) -> Program:
 
 def _read(archive: Archive, name: str, layout: str, model: str, records: list[str]) -> Program:
     homes: dict[Storage, Home] = {}
-    weights = Section("", "state_dict", *_entries(archive, records[0], homes))
+    left: list[Unreached] = []
+    weights = Section("", "state_dict", *_entries(archive, records[0], homes, left))
     empty: tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]] = ((), ())
     present = records[1] in archive.by_name  # torch 2.1 wrote no constants
-    constants = Section(CONSTANTS, "other", *(_entries(archive, records[1], homes) if present else empty))
-    return Program(archive, name, layout, model, program_sections(weights, constants), homes)
+    constants = Section(CONSTANTS, "other", *(_entries(archive, records[1], homes, left) if present else empty))
+    sections = program_sections(weights, constants)
+    return Program(archive, name, layout, model, sections, homes, unreached=tuple(left))
 
 
 def _entries(
-    archive: Archive, record: str, homes: dict[Storage, Home]
+    archive: Archive, record: str, homes: dict[Storage, Home], left: list[Unreached]
 ) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
     """The tensors and the other objects of the dict that the record holds."""
     pickle, storages, inner = open_record(archive, record)
@@ -53,7 +56,9 @@ def _entries(
     if pairs is None or not all(type(key) is str for key in pairs):
         raise damaged(archive.path, f"its record {record} is no state dict")
     tensors = tuple(_tensor(key, node, storages, record) for key, node in pairs.items() if is_tensor(node))
-    objects = tuple(ExtraEntry(key, Carried(node, storages)) for key, node in pairs.items() if not is_tensor(node))
+    objects = tuple(extra_of(key, node, storages) for key, node in pairs.items() if not is_tensor(node))
+    for found in torch_zip.unreached_in(inner.archive, inner.folder, pickle.root, storages):
+        left.append(replace(found, path=f"{record}: {found.path}"))
     homes.update((storage, Home(record, inner, key)) for key, storage in storages.found.items())
     return tensors, objects
 
@@ -61,12 +66,13 @@ def _entries(
 def _tensor(key: str, node: Any, storages: Storages, record: str) -> TensorEntry:
     """The entry of a tensor's node; its payload says whether the node makes a Parameter."""
     entry = entry_of(key, node, storages)
-    return replace(entry, payload=payload_of(record, node))
+    return replace(entry, payload=payload_of(record, node, entry.payload))
 
 
-def payload_of(record: str, node: Any) -> Payload:
+def payload_of(record: str, node: Any, source: object) -> Payload:
     """What the node of a tensor says of its role."""
-    return Payload(record, is_parameter(node), is_parameter(node) and node.args[1] is True)
+    content = source if isinstance(source, Comparable) else None
+    return Payload(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=content)
 
 
 def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Inner]:

@@ -90,6 +90,11 @@ def read(pattern: str) -> Checkpoint:
         others=ranks[0].others,
         globals=tuple(sorted({name for rank in ranks for name in rank.globals})),
         notes=(*notes, *merge.notes),
+        unreached=tuple(
+            replace(found, path=f"rank {number}: {found.path}")
+            for number, rank in enumerate(ranks)
+            for found in rank.unreached
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, 
 from ckpttool.formats.recognise_file import LEGACY_START
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor
 from ckpttool.formats.torch.tree import find_sections
+from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.zip_file import Container, foreign
 from ckpttool.io.files import Source, opened
 from ckpttool.limits import limits
@@ -38,6 +39,7 @@ def read(path: str) -> Checkpoint:
         storages.get(key, size)  # those of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)
     tree = find_sections(pickles.tree.root, storages)
+    tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
     return Checkpoint(
         source=path,
         format="torch_legacy",
@@ -46,7 +48,8 @@ def read(path: str) -> Checkpoint:
         others=tuple(tree.others),
         globals=foreign(pickles.tree.globals),
         container=Container(None, "", pickles.tree, tree),
-        notes=(f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else (),
+        notes=(*tree.notes, *((f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ())),
+        unreached=tree.unreached,
     )
 
 

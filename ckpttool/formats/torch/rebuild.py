@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
-from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.tensors import HOLDS, Carried, Storages, malformed, typed_storage
 
 
@@ -130,6 +130,8 @@ def _copy(node: Any, moved: Callable[[Persistent], Persistent], done: dict[int, 
     elif kind is dict:
         made = done[id(node)] = {}
         made.update((copy(key), copy(value)) for key, value in node.items())
+    elif kind is PickledSet:
+        made = PickledSet(copy(node.items), node.frozen)
     else:
         made = done[id(node)] = Call(copy(node.func), copy(node.args), node.how, copy(node.kwargs))
         made.items, made.pairs, made.state = copy(node.items), copy(node.pairs), copy(node.state)

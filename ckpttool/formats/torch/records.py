@@ -22,12 +22,12 @@ def dumped(root: Any, protocol: int) -> tuple[bytes, dict[str, None]]:
 
 
 def changed_records(
-    archive: Archive, folder: str, root: Any, protocol: int, rebuilder: Rebuilder
+    archive: Archive, folder: str, root: Any, protocol: int, rebuilder: Rebuilder, orphans: Sequence[str] = ()
 ) -> tuple[Entries, dict[str, None]]:
     """The records of `archive` with another pickle, and the keys of its storages in the order of that pickle.
 
     A way there and back gives the same file: where storages are new, or would not stand in the order of their numbers
-    as they did, all are numbered again.
+    as they did, all are numbered again. `orphans` are the keys of storages that no pickle refers to and that stay.
     """
     data, keys = dumped(root, protocol)
     missing = [key for key in keys if key not in rebuilder.taken]
@@ -36,13 +36,14 @@ def changed_records(
     old = [key for record in archive.records if (key := key_of(record, folder)) is not None]
     in_order = list(keys) == _first_numbers(len(keys))
     if set(keys) <= set(old) and (in_order or old != _first_numbers(len(old))):
-        return _kept(archive, folder, data, keys), keys
-    numbers = dict(zip(keys, _first_numbers(len(keys))))
+        return _kept(archive, folder, data, {*keys, *orphans}), keys
+    whole = [*keys, *orphans]
+    numbers = dict(zip(whole, _first_numbers(len(whole))))
     data, _ = dumped(renumbered(root, numbers), protocol)
     entries = _kept(archive, folder, data, ())
     at = _place_of_storages(archive, entries, folder)
     entries[at:at] = [_moved(archive, folder, key, number, rebuilder) for key, number in numbers.items()]
-    return entries, dict.fromkeys(numbers.values())
+    return entries, dict.fromkeys(numbers[key] for key in keys)
 
 
 def key_of(record: Record | NewRecord, folder: str) -> str | None:

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent
+from ckpttool.evaluate.compare import content_of_storage, fingerprint
+from ckpttool.expression import Expression, Op, Ref
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
+from ckpttool.formats.torch.content import content_of
 
 MAX_DIMS = 64  # torch's own limit
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
@@ -25,11 +28,13 @@ class Storages:
     """The storages of one file by their key in its pickle: `find(key, nbytes)` looks one up, once.
 
     `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
+    `reached` are the keys of the storages that these tensors are made of.
     """
 
     find: Callable[[str, int], Storage]
     found: dict[str, Storage] = field(default_factory=dict)
     carried: dict[int, Carried] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
     parts_left: int = _MAX_PARTS
 
     def get(self, key: str, nbytes: int) -> Storage:
@@ -40,6 +45,14 @@ class Storages:
         elif nbytes > storage.nbytes:
             raise malformed(f"storage {key} is {storage.nbytes} bytes, not {nbytes}")
         return storage
+
+    def content(self, node: Any) -> bytes | None:
+        """A digest of what a storage or a dense tensor holds; None for any other node."""
+        if type(node) is Persistent:
+            dtype, storage = typed_storage(node, self)
+            return content_of_storage(storage) + dtype.encode()
+        entry = entry_of("", node, self) if is_tensor(node) else None
+        return None if entry is None or entry.storage is None else repr(fingerprint(entry)).encode()
 
 
 class Geometry(NamedTuple):
@@ -76,6 +89,26 @@ class Carried:
         now = (entry.dtype, entry.shape, entry.stride, entry.offset, entry.storage, entry.layout, entry.packed_bytes)
         return self.geometry == now
 
+    def content(self) -> bytes | None:
+        """See `checkpoint.Comparable`. A Parameter's is that of the tensor in it."""
+        return content_of(_bare(self.node), self.storages.content)
+
+    def resolved(self, entry: TensorEntry) -> TensorEntry:
+        """See `checkpoint.Resolvable`."""
+        if entry.layout not in _FLAGS or not self.describes(entry):
+            return entry
+        from ckpttool.evaluate import with_torch  # values that are to be computed
+
+        node = _bare(self.node)
+        is_v3 = node.func.name == "_rebuild_tensor_v3"
+        dtype, storage = typed_storage(node.args[0], self.storages)
+        view = _view(_dtype(node.args[6]) if is_v3 else dtype, storage, node.args[1:4])
+        flags = node.args[7 if is_v3 else 6]
+        value: Expression = Ref(entry.key)
+        for flag in _FLAGS:
+            value = Op(_FLAGS[flag], (value,)) if flags.get(flag) else value
+        return with_torch.entry_of(entry.key, value, {entry.key: TensorEntry(entry.key, *view)})
+
 
 def malformed(message: str) -> CkptError:
     """The error of a file whose pickle is sound but not what torch.save writes; `message` says where."""
@@ -90,6 +123,17 @@ def is_tensor(node: Any) -> bool:
     return type(node) is Call and type(node.func) is Global and node.func.name in _REBUILD and is_torch(node.func)
 
 
+_FLAGS = {"conj": "aten.conj_physical.default", "neg": "aten.neg.default"}
+
+
+def _bare(node: Any) -> Any:
+    """The node of the tensor inside a Parameter."""
+    for _ in range(_MAX_WRAPPERS):
+        if is_tensor(node) and node.func.name == "_rebuild_parameter":
+            node = node.args[0]
+    return node
+
+
 def is_torch(name: Global) -> bool:
     """Whether the name is of torch itself, whose classes are taken for what they are called."""
     return name.module == "torch" or name.module.startswith("torch.")
@@ -100,6 +144,9 @@ def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
     carried = storages.carried.get(id(node))
     if carried is None:
         carried = storages.carried[id(node)] = Carried(node, storages, _geometry_of(key, node, storages))
+        if carried.geometry is not None and carried.geometry.storage is None:
+            references = (part for part in _parts(node, storages) if type(part) is Persistent)
+            storages.reached.update(map(storage_key, references))
     assert carried.geometry is not None
     return TensorEntry(key, *carried.geometry, payload=carried)
 
@@ -136,6 +183,7 @@ HOLDS: dict[type, Callable[[Any], Any]] = {
     list: lambda node: node,
     dict: lambda node: [*node.keys(), *node.values()],
     Persistent: lambda node: (node.id,),
+    PickledSet: lambda node: node.items,
     Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state),
 }
 
@@ -174,7 +222,7 @@ def _view(dtype: str, storage: Storage, args: Any) -> Geometry:
 def _flagged(view: Geometry, metadata: Any) -> Geometry:
     """A lazily conjugated or negated tensor: its bytes are not its values."""
     flags = metadata[0] if metadata else {}
-    for flag in ("conj", "neg"):
+    for flag in _FLAGS:
         if flags.get(flag):
             return view.packed(flag)
     return view
@@ -298,6 +346,7 @@ def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
     if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
         raise malformed(f"a storage of class {kind}")
     dtype = "uint8" if kind == "UntypedStorage" else dtypes.BY_STORAGE[kind].name
+    storages.reached.add(key)
     return dtype, storages.get(key, numel * dtypes.itemsize(dtype))
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Call, Global, loads
 from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
-from ckpttool.formats.torch.zip_file import check_byteorder, find_storage
+from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, unreached_in
 from ckpttool.io.pieces import Pieces
 from ckpttool.limits import limits
 
@@ -40,10 +40,18 @@ def read(path: str) -> Checkpoint:
     storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
     reader = _Reader(_Code(archive, folder), storages)
     tensors = tuple(reader.tensors(root))
-    constants = sum(record.name.startswith(folder + "constants/") for record in archive.records)
-    left = reader.attributes + constants
+    constants = [record for record in archive.records if record.name.startswith(folder + "constants/")]
+    left = reader.attributes + len(constants)
     notes = (f"{left} more tensors are plain attributes or constants of its code",) if left else ()
-    return Checkpoint(path, "torchscript", archive.length, (Section("", "state_dict", tensors),), notes=notes)
+    others = tuple(Unreached(r.name.removeprefix(folder), Storage(archive.span(r))) for r in constants)
+    return Checkpoint(
+        path,
+        "torchscript",
+        archive.length,
+        (Section("", "state_dict", tensors),),
+        notes=notes,
+        unreached=(*unreached_in(archive, folder, root, storages), *others),
+    )
 
 
 def layout(checkpoint: Checkpoint) -> Pieces:

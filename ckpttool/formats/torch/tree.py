@@ -5,12 +5,16 @@ A place in the tree is a tuple of steps from the root. Changes copy the nodes on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool import dtypes
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
+from ckpttool.expression import Special
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.torch.mappings import is_mapping, metadata_of, pairs_of, text_of
+from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed
 from ckpttool.optimizer_state import looks_flat
@@ -43,8 +47,12 @@ class Tree:
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
     of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
+    barren: set[int] = field(default_factory=set)  # ids of containers inside which there is no tensor to be listed
+    notes: list[str] = field(default_factory=list)
+    unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
 
 
 def find_sections(root: Any, storages: Storages) -> Tree:
@@ -61,13 +69,14 @@ def find_sections(root: Any, storages: Storages) -> Tree:
 def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
     """Finds the sections and tensors in `node`; False where there are none. `foreign`: inside a pickled object."""
     if is_tensor(node):
-        key = _free(".".join(path), tree.loose_steps)
-        tree.loose.append(entry_of(key, node, tree.storages))
-        tree.loose_steps[key] = steps
+        _add_loose(tree, ".".join(path), node, steps)
         return True
     if len(steps) > _MAX_DEPTH or id(node) in tree.seen or not isinstance(node, (dict, list, tuple, Call)):
         return False
     tree.seen.add(id(node))
+    if is_module(node):
+        _add_module(tree, node, path, steps)
+        return True
     if _is_optimizer(node):
         _add_optimizer(tree, node, path, steps)
         return True
@@ -102,14 +111,15 @@ def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[
     pairs = pairs_of(node)
     if pairs is not None:
         for key, value in pairs.items():
-            yield (*path, str(key)), (*steps, ("item", key)), value
+            yield (*path, text_of(key) or str(key)), (*steps, ("item", key)), value
     if isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
             yield (*path, str(index)), (*steps, ("item", index)), value
     elif isinstance(node, Call):
-        if pairs is None:
-            for index, value in enumerate(node.args):
-                yield (*path, str(index)), (*steps, ("arg", index)), value
+        for index, value in enumerate(() if is_mapping(node) and pairs is not None else node.args):
+            yield (*path, str(index)), (*steps, ("arg", index)), value
+        for name, value in (node.kwargs or {}).items():
+            yield (*path, str(name)), (*steps, ("kwarg", name)), value
         for index, value in enumerate(node.items or ()):
             yield (*path, str(index)), (*steps, ("element", index)), value
         if node.state is not ABSENT:
@@ -117,33 +127,6 @@ def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[
 
 
 # State dicts
-
-_MAPPINGS = frozenset(
-    Global(module, name)
-    for module, name in (
-        ("collections", "OrderedDict"),
-        ("collections", "defaultdict"),
-        ("collections", "Counter"),
-        ("builtins", "dict"),
-        ("__builtin__", "dict"),
-    )
-)
-
-
-def pairs_of(node: Any) -> dict[Any, Any] | None:
-    """The keys and values of a mapping; None for a node that is none."""
-    if type(node) is dict:
-        return node
-    if type(node) is Call and (node.pairs is not None or (type(node.func) is Global and node.func in _MAPPINGS)):
-        return {} if node.pairs is None else node.pairs
-    return None
-
-
-def metadata_of(node: Any) -> dict[Any, Any] | None:
-    """The ``_metadata`` attribute of a state dict: module path -> its payload; None where it has none."""
-    if type(node) is Call and type(node.state) is dict and "_metadata" in node.state:
-        return pairs_of(node.state["_metadata"])
-    return None
 
 
 def _is_optimizer(node: Any) -> bool:
@@ -154,15 +137,36 @@ def _is_optimizer(node: Any) -> bool:
 
 
 def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
-    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no mapping of tensors."""
+    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no mapping of tensors.
+
+    A configuration with a tensor among its settings is none, and the states of random generators are none.
+    """
     pairs = pairs_of(node)
-    if pairs is None or not all(type(key) is str for key in pairs):
+    names = [text_of(key) for key in pairs or ()]
+    if pairs is None or None in names or len(set(names)) < len(names):
         return False
     if metadata_of(node) is not None:
         return True
-    if foreign or not any(is_tensor(value) for value in pairs.values()):
+    tensors = [value for value in pairs.values() if is_tensor(value)]
+    if foreign or not tensors or _is_settings(pairs, len(tensors)):
         return False
-    return not any(_holds_tensors(tree, value) for key, value in pairs.items() if not key.endswith("_extra_state"))
+    if all(_is_random_state(entry_of("", value, tree.storages)) for value in tensors):
+        return False
+    named = zip(names, pairs.values())
+    return not any(_holds_tensors(tree, value) for name, value in named if not str(name).endswith("_extra_state"))
+
+
+_RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
+
+
+def _is_random_state(entry: TensorEntry) -> bool:
+    return entry.dtype == "uint8" and entry.shape in _RANDOM_STATES
+
+
+def _is_settings(pairs: Mapping[Any, Any], tensors: int) -> bool:
+    """Whether most of the values are what a state dict holds rarely: plain numbers, words and nothing."""
+    plain = sum(type(value) in (bool, int, float, str, type(None)) for value in pairs.values())
+    return plain > tensors
 
 
 def _holds_tensors(tree: Tree, node: Any) -> bool:
@@ -177,14 +181,57 @@ def _holds_tensors(tree: Tree, node: Any) -> bool:
 def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
     tensors, extras = [], []
     for key, value in (pairs_of(node) or {}).items():
+        name = str(text_of(key))
         if is_tensor(value):
-            tensors.append(entry_of(key, value, tree.storages))
+            tensors.append(entry_of(name, value, tree.storages))
         else:
-            extras.append(ExtraEntry(key, Carried(value, tree.storages), _plain(tree, value)))
+            extras.append(_extra(tree, name, value))
     name = _free(".".join(path), tree.places)
     modules = metadata_of(node)
     section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
     tree.places[name] = Place(section, steps, node)
+
+
+def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
+    """What stands under a key of a state dict and is no tensor, with the tensors inside it."""
+    inner = Tree(tree.storages, barren=tree.barren)
+    _walk_tensors(inner, node, (), ())
+    value = _plain(tree, node)
+    outline = _outline(tree, node) if value is None else value
+    return ExtraEntry(key, Carried(node, tree.storages), value, tuple(inner.loose), outline)
+
+
+def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
+    """The entry of an object that stands alone, with the tensors inside it."""
+    return _extra(Tree(storages), key, node)
+
+
+def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
+    """The state dict of a pickled module, and the tensors that the module holds beside: they are in no state dict."""
+    slots = list(slots_of(node, steps))
+    saved = [slot for slot in slots if slot.is_persistent]
+    inner = Tree(tree.storages, seen=tree.seen, listed={id(slot.node) for slot in slots})
+    for slot in slots:
+        if not slot.is_persistent:
+            _add_loose(inner, slot.key, slot.node, slot.steps)
+    for child_path, child_steps, child in _named_children(node, (), steps):
+        _walk_tensors(inner, child, child_path, child_steps)
+    for entry in inner.loose:
+        way = [step for step in (*path, *entry.key.split(".")) if step not in SLOTS]
+        key = _free(".".join(way), tree.loose_steps)
+        tree.loose.append(replace(entry, key=key))
+        tree.loose_steps[key] = inner.loose_steps[entry.key]
+    name = _free(".".join(path), tree.places)
+    tensors = tuple(entry_of(slot.key, slot.node, tree.storages) for slot in saved)
+    section = Section(name, "state_dict", tensors)
+    tree.places[name] = Place(section, steps, node, {slot.key: slot.steps for slot in saved})
+    tree.notes.append(f"{name or 'the file'} is a pickled module ({class_of(node)}): read as its state dict, never run")
+
+
+def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
+    key = _free(key, tree.loose_steps)
+    tree.loose.append(entry_of(key, node, tree.storages))
+    tree.loose_steps[key] = steps
 
 
 def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
@@ -200,13 +247,19 @@ def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -
 def _walk_tensors(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
     """Finds all tensors below `node`, whatever they stand in."""
     if is_tensor(node):
-        key = _free(".".join(path), tree.loose_steps)
-        tree.loose.append(entry_of(key, node, tree.storages))
-        tree.loose_steps[key] = steps
-    elif len(steps) <= _MAX_DEPTH and id(node) not in tree.seen and isinstance(node, (dict, list, tuple, Call)):
-        tree.seen.add(id(node))
-        for child_path, child_steps, child in _named_children(node, path, steps):
-            _walk_tensors(tree, child, child_path, child_steps)
+        if id(node) not in tree.listed:
+            _add_loose(tree, ".".join(path), node, steps)
+        return
+    if not isinstance(node, (dict, list, tuple, Call)) or id(node) in tree.seen or id(node) in tree.barren:
+        return
+    if len(steps) > _MAX_DEPTH:
+        return
+    tree.seen.add(id(node))
+    found = len(tree.loose)
+    for child_path, child_steps, child in _named_children(node, path, steps):
+        _walk_tensors(tree, child, child_path, child_steps)
+    if found == len(tree.loose):
+        tree.barren.add(id(node))
 
 
 _PLAIN_DEPTH = 16
@@ -214,6 +267,28 @@ _PLAIN_DEPTH = 16
 
 def _plain(tree: Tree, node: Any) -> object:
     """The Python value of a node that is numbers, strings, and lists and dicts of such; None for any other."""
+    return _converted(tree, node, lambda leaf: None, {list: list, tuple: list})
+
+
+def _outline(tree: Tree, node: Any) -> object:
+    """See `ExtraEntry.outline`."""
+
+    def leaf(node: Any) -> object:
+        if is_tensor(node):
+            return entry_of("", node, tree.storages)
+        is_dtype = type(node) is Global and node.module == "torch" and node.name in dtypes.BY_NAME
+        return Special("dtype", node.name) if is_dtype else None
+
+    return _converted(tree, node, leaf, {list: list, tuple: tuple})
+
+
+def _converted(
+    tree: Tree, node: Any, leaf: Callable[[Any], object], kinds: Mapping[type, Callable[..., Any]]
+) -> object:
+    """`node` with plain values as they are and `leaf` of all others; None where there is a part that is neither.
+
+    `kinds` says what becomes of lists and tuples.
+    """
 
     def convert(node: Any, depth: int) -> object:
         tree.plain_left -= 1
@@ -221,12 +296,15 @@ def _plain(tree: Tree, node: Any) -> object:
             raise ValueError
         if node is None or type(node) in (bool, int, float, str):
             return node
-        if type(node) in (list, tuple):
-            return [convert(part, depth + 1) for part in node]
+        if type(node) in kinds:
+            return kinds[type(node)](convert(part, depth + 1) for part in node)
         pairs = pairs_of(node)
-        if pairs is None or not all(type(key) is str for key in pairs):
+        if pairs is not None and all(type(key) is str for key in pairs):
+            return {key: convert(value, depth + 1) for key, value in pairs.items()}
+        found = leaf(node)
+        if found is None:
             raise ValueError
-        return {key: convert(value, depth + 1) for key, value in pairs.items()}
+        return found
 
     try:
         return convert(node, 0)
@@ -280,6 +358,7 @@ def _edit(node: Any, trie: Mapping[Step, Any]) -> Any:
         raise malformed("a change below what holds nothing")
     made = clone(node)
     made.args = tuple(sequence("arg", node.args))
+    made.kwargs = None if node.kwargs is None else {k: changed(("kwarg", k), v) for k, v in node.kwargs.items()}
     made.items = None if node.items is None else sequence("element", node.items)
     made.pairs = None if node.pairs is None else mapping(node.pairs)
     if node.state is not ABSENT:

@@ -8,10 +8,11 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.optimizer_mapping import node_of
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages
-from ckpttool.formats.torch.tree import REMOVE, Place, Steps, Tree, clone, edited, metadata_of, pairs_of
+from ckpttool.formats.torch.tree import REMOVE, Place, Steps, Tree, clone, edited
 from ckpttool.optimizer_state import kept
 
 _HINT = "leave it out with --drop PATTERN"
@@ -29,6 +30,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
     unknown = [Problem("the file has no such section", path or "(root)") for path in now if path not in tree.places]
     if unknown:
         raise Refused("sections cannot be added to this file", hint="write them to a new file", problems=unknown)
+    _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}
     for path, place in tree.places.items():
         section = now.get(path)
@@ -37,11 +39,28 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
         elif section.mapping is not place.section.mapping:
             edits[place.steps] = node_of(section.mapping, nodes.of)
         elif section is not place.section:
-            change = _state_dict_edits if section.kind == "state_dict" else _tensor_edits
+            change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
             edits.update(change(section, place, nodes))
     kept = set(checkpoint.others)
     edits.update((steps, REMOVE) for path, steps in tree.others.items() if path not in kept)
     return edited(root, edits) if edits else root
+
+
+def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
+    """Raises `Refused` where a storage is to be left out that something in the tree refers to."""
+    kept = {found.path for found in checkpoint.unreached}
+    held = [found.path for found in tree.unreached if found.is_referred and found.path not in kept]
+    inside = [path for path in held if _is_carried(checkpoint, path)]
+    if inside:
+        problems = [Problem("what holds it stays, and cannot be written without it", path) for path in inside]
+        raise Refused("a storage cannot be left out of what holds it", hint=_HINT, problems=problems)
+
+
+def _is_carried(checkpoint: Checkpoint, path: str) -> bool:
+    """Whether what stands at `path`, or around it, is still part of the checkpoint."""
+    have = {*checkpoint.others, *(section.path for section in checkpoint.sections)}
+    steps = path.split(".")
+    return not have or any(".".join(steps[:length]) in have for length in range(len(steps) + 1))
 
 
 def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
@@ -141,7 +160,8 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, 
         Problem("cannot be renamed here", entry.key) for entry in section.tensors if entry.key not in place.tensors
     ]
     if moved:
-        raise Refused("only the keys of state dicts can be renamed", hint=_HINT, problems=moved)
+        what = "take the module's state dict alone: CKPT::SECTION" if section.kind == "state_dict" else _HINT
+        raise Refused("only the keys of state dicts can be renamed", hint=what, problems=moved)
     now = {entry.key: entry for entry in section.tensors}
     edits: dict[Steps, Any] = {}
     for entry in place.section.tensors:
@@ -198,5 +218,5 @@ def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> S
         return section.tensors
     tensors = {entry.key for entry in place.section.tensors}
     queues: dict[bool, Iterator[TensorEntry | ExtraEntry]] = {True: iter(section.tensors), False: iter(section.extras)}
-    ordered = [next(queues[key in tensors], None) for key in was]
+    ordered = [next(queues[text_of(key) in tensors], None) for key in was]
     return [entry for entry in (*ordered, *queues[True], *queues[False]) if entry is not None]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage
+from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
@@ -20,6 +20,7 @@ from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
 from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
 from ckpttool.formats.torch.tree import Tree, find_sections
+from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Pieces
 from ckpttool.limits import limits
@@ -54,6 +55,7 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
     """The index of an archive that torch.save wrote; `source` is what the user calls it."""
     folder, pickle, storages = open_tree(archive)
     tree = find_sections(pickle.root, storages)
+    tree.unreached = unreached_in(archive, folder, pickle.root, storages)
     return Checkpoint(
         source=source,
         format="torch_zip",
@@ -62,7 +64,19 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
         others=tuple(tree.others),
         globals=foreign(pickle.globals),
         container=Container(archive, folder, pickle, tree),
+        notes=tuple(tree.notes),
+        unreached=tree.unreached,
     )
+
+
+def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> tuple[Unreached, ...]:
+    """The storages of the archive that belong to no tensor that was read from them."""
+    keys = [key for record in archive.records if (key := key_of(record, folder)) is not None]
+
+    def find(key: str) -> Storage:
+        return find_storage(archive, folder, key, archive.by_name[f"{folder}data/{key}"].nbytes)
+
+    return unreached(root, storages, keys, find)
 
 
 def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
@@ -160,9 +174,10 @@ def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
     root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
     if archive is None:
         return new_archive(root, pickle.protocol, rebuilder)
-    if root is pickle.root:
+    if root is pickle.root and checkpoint.unreached == container.tree.unreached:
         return layout_archive(archive, archive.records)
-    entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder)
+    orphans = [found.path.removeprefix("data/") for found in checkpoint.unreached if not found.is_referred]
+    entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder, orphans)
     return layout_archive(archive, _without_version(entries, folder, keys), _alignment(archive, folder))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -13,8 +13,10 @@ from ckpttool.naming.inference.links import Links
 from ckpttool.naming.inference.order import Order
 from ckpttool.naming.inference.orientation import straight, turned
 from ckpttool.naming.inference.parts import Fused, fused
+from ckpttool.naming.inference.trees import fit, fits, inserted, ties
 from ckpttool.naming.inference.values import (
     NUMBER,
+    SAME_NAME,
     Ambiguous,
     Group,
     Inference,
@@ -74,7 +76,7 @@ class _Search:
         self.links.pair(mine, theirs)
         if mine in self.left and theirs in self.right:
             if self._transposed(mine, theirs):
-                self._take(Pair((mine,), (theirs,), "the same name"))
+                self._take(Pair((mine,), (theirs,), SAME_NAME))
             elif self.left[mine].shape == self.right[theirs].shape:
                 del self.left[mine], self.right[theirs]
 
@@ -120,8 +122,8 @@ class _Search:
                     contradict = self.links.contradict(group.template, other.template)
                     if not contradict and self._hangs(own, prefix, len(group.template) - depth):
                         found[own, prefix].append((group, other))
-        ranked = sorted(found, key=lambda at: (-_fits(found[at]), len(at[0]) + len(at[1])))
-        if not ranked or not _fits(found[ranked[0]]) or _ties(ranked, found):
+        ranked = sorted(found, key=lambda at: (-fits(found[at]), len(at[0]) + len(at[1])))
+        if not ranked or not fits(found[ranked[0]]) or ties(ranked, found):
             return False
         return self._hang(*ranked[0], found[ranked[0]])
 
@@ -138,9 +140,9 @@ class _Search:
         for mine, theirs in trees:
             for at in mine.members.keys() & theirs.members.keys():
                 one, other = mine.members[at], theirs.members[at]
-                if _fit(one, other) and one.key in self.left and other.key in self.right:
+                if fit(one, other) and one.key in self.left and other.key in self.right:
                     way = "left" if one.shape != other.shape else ""
-                    evidence = f"the same name below {below}" if below else "the same name"
+                    evidence = f"{SAME_NAME} below {below}" if below else SAME_NAME
                     self._take(Pair((one.key,), (other.key,), evidence, way))
         if len(trees) > 1:
             self.links.tree(left, right)
@@ -149,8 +151,9 @@ class _Search:
     def by_name(self) -> bool:
         """Names that differ by one segment: a module that holds another, or a hook that hides it."""
         return self._unique(
-            lambda a, b: bool(_inserted(a.template, b.template)),
-            lambda a, b: f"the same name but for the segment `{_inserted(a.template, b.template)}`",
+            lambda a, b: bool(inserted(a.template, b.template)),
+            lambda a, b: f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`",
+            sure=True,  # also where other layers have the shorter name on both sides
         )
 
     def by_part(self) -> bool:
@@ -257,12 +260,13 @@ class _Search:
         why: Callable[[Group, Group], str],
         weak: bool = False,
         kinds: bool = True,
+        sure: bool = False,
     ) -> bool:
         """Pairs the groups of a class that are linked with each other, and with no other group."""
         taken = False
         for lefts, rights in self._classes(kinds):
             may = self._agree if weak else self._may
-            links = [(a, b) for a, b in product(lefts, rights) if linked(a, b) and may(a, b)]
+            links = [(a, b) for a, b in product(lefts, rights) if linked(a, b) and (sure or may(a, b))]
             count, counts = Counter(a.template for a, _ in links), Counter(b.template for _, b in links)
             for a, b in links:
                 if count[a.template] == counts[b.template] == 1:
@@ -364,36 +368,3 @@ def _certain(group: Group) -> str:
 
 def _the_part(left: Group, right: Group) -> str:
     return f"both are the {_certain(left)} by name"
-
-
-def _inserted(one: Template, other: Template) -> str:
-    """The segment that the longer of two names has and the shorter has not; empty where they differ by more."""
-    short, long = sorted((one, other), key=len)
-    if len(long) - len(short) != 1:
-        return ""
-    return next((part for at, part in enumerate(long) if long[:at] + long[at + 1 :] == short), "")
-
-
-def _fit(left: Tensor, right: Tensor) -> bool:
-    """Whether the two have one shape, or one that is the other's transposed."""
-    return left.shape == right.shape or (len(left.shape) == 2 and left.shape == right.shape[::-1])
-
-
-def _fits(trees: Iterable[tuple[Group, Group]]) -> int:
-    return sum(
-        at in theirs.members and _fit(one, theirs.members[at])
-        for mine, theirs in trees
-        for at, one in mine.members.items()
-    )
-
-
-def _ties(
-    ranked: Sequence[tuple[Template, Template]], found: dict[tuple[Template, Template], list[tuple[Group, Group]]]
-) -> bool:
-    """Whether the second best explanation explains as much as the best, as shortly, and something else."""
-    if len(ranked) < 2:
-        return False
-    best, second = ranked[:2]
-    alike = _fits(found[best]) == _fits(found[second]) and sum(map(len, best)) == sum(map(len, second))
-    sides = ({(side, pair[side].template) for pair in found[at] for side in (0, 1)} for at in (best, second))
-    return alike and bool(set.intersection(*sides))

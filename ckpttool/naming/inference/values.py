@@ -9,6 +9,8 @@ from ckpttool.expression import Expression
 
 NUMBER = "#"  # a generalised layer number in a template; no file's segment is mistaken for it, see `template`
 
+SAME_NAME = "the same name"  # how evidence by names alone begins
+
 Template = tuple[str, ...]
 Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None where it has none
 
@@ -70,6 +72,7 @@ class Group:
 
     @property
     def first(self) -> Tensor:
+        """One of the tensors."""
         return next(iter(self.members.values()))
 
     @property
@@ -81,6 +84,7 @@ class Group:
 
 
 def is_floating(dtype: str) -> bool:
+    """Whether the dtype is one of floating-point numbers, by its name."""
     return "float" in dtype
 
 

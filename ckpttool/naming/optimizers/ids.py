@@ -84,7 +84,7 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
             f"{where}: nothing says which parameters the ids are",
             hint="pass --model MODEL (and --optimizer O where it does not take model.parameters() in their order)",
         )
-    return _by_saved_order(check(_by_position(state, names, where, beside), state, names), names, beside)
+    return _by_saved_order(check(_by_position(state, names, where, beside), state, names), state, names, beside)
 
 
 def assign(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> Owners:
@@ -126,11 +126,13 @@ def _by_position(state: OptimizerState, names: Names, where: str, beside: Sequen
         raise Refused(f"{error.message}; {doubt.message}", hint=doubt.hint, problems=problems) from error
 
 
-def _by_saved_order(found: Owners, names: Names, beside: Sequence[Section]) -> Owners:
+def _by_saved_order(found: Owners, state: OptimizerState, names: Names, beside: Sequence[Section]) -> Owners:
     """`found` by position: borne out by the order of the model's keys in the file, doubted, or assumed."""
     order = saved_order(beside, names, set(found.names.values()))
     if order is None or not order.differing:
         return replace(found, assumed=order is None)
+    if state.is_stateless and len([group for group in state.groups if group.params]) == 1:
+        return found
     return replace(found, doubt=_of_another_order(names, order))
 
 

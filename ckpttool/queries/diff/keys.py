@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.evaluate.compare import same_objects
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.names import Hook
 from ckpttool.naming.alignment import pairs
@@ -42,7 +43,7 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     names = (left.key,), (right.key,)
     if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
         if type(left) is type(right):
-            return Entry("extra_state", *names, "no tensor: carried, not compared")
+            return _compare_objects(left, right, values)
         return Entry("shape", *names, "a tensor on one side only")
     if left.shape != right.shape:
         reason = PLACEHOLDER if is_placeholder(left) else "another shape"
@@ -51,6 +52,25 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
         return Entry("dtype", *names, f"{left.dtype} instead of {right.dtype}")
     differs = None if values is None else values(left, right)
     return Entry("same", *names) if differs is None else Entry("value", *names, "other values", None, differs)
+
+
+def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None) -> Entry:
+    """What is no tensor under one key on both sides: by the tensors inside it, and with `values` by all it holds."""
+    names = (left.key,), (right.key,)
+    mine, theirs = ({part.key: part for part in entry.tensors} for entry in (left, right))
+    for key in {**mine, **theirs}:
+        if key not in mine or key not in theirs:
+            only = "left" if key in mine else "right"
+            return Entry("shape", *names, "other tensors inside it", None, f"{left.key}.{key}: only {only} has it")
+        found = compare_pair(mine[key], theirs[key], values)
+        if found.status != "same":
+            detail = ": ".join(filter(None, (f"{left.key}.{key}", found.detail)))
+            return Entry(found.status, *names, f"a tensor inside it: {found.reason}", None, detail)
+    if values is None:
+        return Entry("extra_state", *names, "no tensor: carried, not compared")
+    if same_objects(left, right):
+        return Entry("same", *names)
+    return Entry("value", *names, "no tensor, and another object")
 
 
 def renamed(left: Any, right: Any, reason: str, values: Values | None = None, hook: Hook | None = None) -> Entry:

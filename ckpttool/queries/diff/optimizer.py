@@ -154,6 +154,8 @@ def _by_key_order(left: SavedOptimizer, right: SavedOptimizer, state: OptimizerS
 
 def _elsewhere(mine: _Side, theirs: _Side) -> Astray | None:
     """Parameters that both sides have under one name and in different places."""
+    if mine.state.is_stateless and theirs.state.is_stateless:
+        return None
     place = {param: at for at, param in enumerate(theirs.state.params)}
     details = {
         param: f"number {at} on the left, {place[param]} on the right"

@@ -178,8 +178,13 @@ def _astray(state: OptimizerState, target: Parameters, known: Owners, verdict: O
     landed: Mapping[Param, Param] = dict(zip(target.fresh_optimizer.params, state.params))
     if verdict is not None and verdict.error is None:
         landed = {**landed, **{target.canonical[fqn]: param for fqn, param in verdict.landed.items()}}
-    owner: dict[Param, str] = {name: known.names[param] for name, param in landed.items()}
-    return Astray(_OF_ANOTHER, {name: f"here stands {other}" for name, other in owner.items() if other != name})
+    owner = {name: known.names[param] for name, param in landed.items()}
+    told = {str(name): f"here stands {other}" for name, other in owner.items() if other != name}
+    if state.is_stateless:  # then only the group matters
+        saved = {known.names[param]: index for index, group in enumerate(state.groups) for param in group.params}
+        wanted = {name: index for index, group in enumerate(target.groups) for name in group}
+        told = {name: text for name, text in told.items() if saved.get(name) != wanted[name]}
+    return Astray(_OF_ANOTHER, told)
 
 
 def _param(key: str, state: OptimizerState) -> Param:

@@ -31,6 +31,7 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.queries.diff.suggestions import suggestions
@@ -39,6 +40,12 @@ from ckpttool.words import shell
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
     from ckpttool.tracing.optimizer_loading import OptimizerVerdict
+
+
+FQN_MODIFIERS = (
+    "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
+    "the module has a method `_fqn_modifiers` (pytorch#146557)"
+)
 
 
 def run(
@@ -72,7 +79,8 @@ def _names(model: ModelOperand) -> Diff:
     lost = any(e.status == "not_serialized" and e.reason != NON_PERSISTENT for e in entries)
     identical = not lost and all(entry.status in HARMLESS for entry in entries)
     lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
-    notes = (*lossy, *names.notes)
+    renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
+    notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
     return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
 
 
@@ -194,12 +202,13 @@ def _checkpoints(
         return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
     mine, theirs = model_section(left), model_section(right)
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    entries = explained(entries, mine, theirs)
+    entries = (*explained(entries, mine, theirs), *compare_outside(left, right, values))
     harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
     adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
-    notes = (*hidden, *adapters, *differing_optimizers(left, right, names))
+    left_out = not_compared(left, right, (mine, theirs))
+    notes = (*hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
     inferred = suggestions(left, right, entries, values is not None) if names is None else None
     return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred)
 
@@ -215,6 +224,7 @@ def _optimizers(
     """Two saved optimizers."""
     saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
     entries, notes = compare_optimizers(*saved, names, values)
+    entries = (*entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
     fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model, entries)
     return Diff(left.source, right.source, identical, entries, fix, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckpttool.naming.inference.values import Inference, Pair, template
+from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table, shortened
@@ -105,10 +105,11 @@ def _right(entry: Entry) -> tuple[str, ...]:
 
 
 def _suggested(inferred: Inference) -> Table:
-    """A row for each kind of pair: the names with layer numbers as ranges, and what speaks for it."""
+    """A row for each kind of pair, with layer numbers as ranges, and what speaks for it; one for all with one name."""
     groups: dict[object, list[Pair]] = {}
     for pair in inferred.pairs:
-        kind = tuple(template(key)[0] for key in (*pair.left, *pair.right))
+        by_name = pair.evidence.startswith(SAME_NAME)  # which says all of the pair
+        kind = "" if by_name else tuple(template(key)[0] for key in (*pair.left, *pair.right))
         groups.setdefault((kind, pair.evidence, pair.transposed), []).append(pair)
     rows = tuple(
         (_joined(pair.left for pair in group), _joined(pair.right for pair in group), _evidence(group[0]))

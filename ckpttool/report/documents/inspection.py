@@ -21,7 +21,7 @@ _ROOT = "(root)"
 def document(inspection: Inspection, *, all: bool = False) -> Document:
     """The document; with `all` every tensor has a line of its own and no list is cut."""
     checkpoint = inspection.checkpoint
-    tensors = sum(len(section.tensors) for section in checkpoint.sections)
+    tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
     verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
     limit = None if all else _ROWS
     tables = (
@@ -47,13 +47,13 @@ def _sections(inspection: Inspection) -> Table:
     for section in inspection.checkpoint.sections:
         wrappers = Cell(", ".join(inspection.wrappers[section.path]), "warn")
         size = human_bytes(section.nbytes)
-        rows.append((section.path or _ROOT, section.kind, number(len(section.tensors)), size, wrappers))
+        rows.append((section.path or _ROOT, section.kind, number(len(section.all_tensors())), size, wrappers))
     return Table("Sections", (*columns, Column("wrappers seen", "warn")), tuple(rows))
 
 
 def _dtypes(inspection: Inspection) -> Table:
     columns = (Column("dtype", "dtype"), Column("tensors", "number"), Column("elements", "number"))
-    entries = [entry for section in inspection.checkpoint.sections for entry in section.tensors]
+    entries = [entry for section in inspection.checkpoint.sections for entry in section.all_tensors()]
     entries.sort(key=lambda entry: entry.dtype)
     rows: list[tuple[Inline, ...]] = []
     for dtype, found in groupby(entries, key=lambda entry: entry.dtype):
@@ -67,10 +67,10 @@ def _tensors(inspection: Inspection, all: bool) -> Table:
     """A line a group of alike tensors; the columns that would say nothing (one section, no groups) are left out."""
     sections = inspection.checkpoint.sections
     groups = [(section, group) for section in sections for group in _groups(section, all)]
-    many = len([section for section in sections if section.tensors]) > 1
+    many = len([section for section in sections if section.all_tensors()]) > 1
     counted = any(len(group.keys) > 1 for _, group in groups)
     columns = [Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number")]
-    entries = {section.path: {entry.key: entry for entry in section.tensors} for section in sections}
+    entries = {section.path: {entry.key: entry for entry in section.all_tensors()} for section in sections}
     rows: list[tuple[Inline, ...]] = []
     for section, group in groups:
         first = entries[section.path][group.keys[0]]
@@ -102,8 +102,9 @@ def _rounded(value: float | None) -> str:
 
 def _groups(section: Section, all: bool) -> list[Group]:
     if all:
-        return [Group(entry.key, (entry.key,)) for entry in section.tensors]
-    return collapse((entry.key, (entry.dtype, entry.shape, entry.layout, entry.nbytes)) for entry in section.tensors)
+        return [Group(entry.key, (entry.key,)) for entry in section.all_tensors()]
+    shown = ((entry.key, (entry.dtype, entry.shape, entry.layout, entry.nbytes)) for entry in section.all_tensors())
+    return collapse(shown)
 
 
 def _geometry(entry: TensorEntry) -> str:

@@ -20,7 +20,7 @@ from ckpttool.cli.app import main
 from ckpttool.naming.inference.search import infer
 from ckpttool.naming.inference.values import Inference, Side, Tensor
 from places import DOCS
-from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, phi3, plain, split_gpt
+from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
 
 torch.set_num_threads(1)
 PAGE = DOCS / "suggested-rules.md"
@@ -39,12 +39,13 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
     return status, json.loads(capsys.readouterr().out)
 
 
-def mended(found: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs the printed commands, in their order."""
+def mended(found: dict, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs the printed commands, in their order; the file that the last one writes."""
     for line in found["fix"]:
         words = shlex.split(line)
         assert main(words[1:]) == (1 if words[1] == "diff" else 0), capsys.readouterr().err
     capsys.readouterr()
+    return words[words.index("-o") + 1]
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
@@ -61,8 +62,7 @@ def test_the_printed_commands_make_the_names_and_shapes_of_the_right(
         torch.save(state, path) if ending == "pt" else save_file(state, path)
     status, found = asked(capsys, "diff", *map(str, paths))
     assert status == 1
-    mended(found, capsys)
-    status, after = asked(capsys, "diff", str(tmp_path / f"left.renamed.{ending}"), str(paths[1]))
+    status, after = asked(capsys, "diff", mended(found, capsys), str(paths[1]))
     if ending == "pt":
         assert (status, after["summary"].keys()) == (0, {"same"})
     else:
@@ -103,11 +103,11 @@ def test_the_page_shows_what_is_suggested(
 
 
 def inferred(left: State, right: State, ordered: bool = True) -> Inference:
-    sides = (
+    mine, theirs = (
         Side(tuple(Tensor(key, str(value.dtype)[6:], tuple(value.shape)) for key, value in state.items()), ordered)
         for state in (left, right)
     )
-    return infer(*sides, {key: key for key in left if key in right and left[key].shape == right[key].shape})
+    return infer(mine, theirs, {key: key for key in left if key in right and left[key].shape == right[key].shape})
 
 
 def zeros(**shapes: tuple[int, ...]) -> State:
@@ -122,7 +122,7 @@ def test_what_the_order_alone_would_tell_is_not_paired_where_the_file_keeps_none
     ]
     found = inferred(left, right, ordered=False)
     assert found.pairs == ()
-    assert [(set(one.left), set(one.right)) for one in found.ambiguous] == [(left.keys(), right.keys())]
+    assert [(set(one.left), set(one.right)) for one in found.ambiguous] == [(set(left), set(right))]
 
 
 def test_names_of_the_field_prevail_over_the_order() -> None:
@@ -200,8 +200,7 @@ def test_values_say_in_which_order_the_parts_are(tmp_path: Path, capsys: pytest.
     status, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
     assert status == 1
     assert found["suggested"][0]["evidence"] == "the same values, parts in this order"
-    mended(found, capsys)
-    assert torch.equal(torch.load(tmp_path / "left.renamed.pt")["layers.0.qkv.weight"], whole)
+    assert torch.equal(torch.load(mended(found, capsys))["layers.0.qkv.weight"], whole)
 
 
 def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
@@ -212,8 +211,7 @@ def test_a_square_weight_of_gpt2_is_transposed_as_the_others_are(
     save(lambda: model, tmp_path / "left.pt")
     save(split_gpt, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
-    mended(found, capsys)
-    made, have = torch.load(tmp_path / "left.renamed.pt"), model.state_dict()
+    made, have = torch.load(mended(found, capsys)), model.state_dict()
     assert torch.equal(made["blocks.1.attn.out.weight"], have["h.1.attn.c_proj.weight"].t())
     assert torch.equal(made["blocks.1.ff.down.weight"], have["h.1.mlp.c_proj.weight"].t())
     assert torch.equal(made["blocks.0.attn.k.weight"], have["h.0.attn.c_attn.weight"].t().chunk(3)[1])
@@ -230,11 +228,19 @@ def test_the_exit_status_does_not_rest_on_suggestions(tmp_path: Path, capsys: py
     assert found["suggested"]
 
 
-def test_few_renames_are_options_and_a_sibling_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_renames_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left, right = save(plain, tmp_path / "left.pt"), save(named, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", left, right)
+    (line,) = found["fix"]
+    assert shlex.split(line)[3:-2] == ["--rule", "0.{x*} => fc1.{x*}", "--rule", "2.{x*} => fc2.{x*}"]
+
+
+def test_a_prefix_with_a_sibling_is_selected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(lightning, tmp_path / "left.pt"), save(plain, tmp_path / "right.pt")
     _, found = asked(capsys, "diff", left, right)
     (line,) = found["fix"]
-    assert shlex.split(line)[3:-2] == ["--rule", "net.{x*} => {x*}", "--drop", "loss.{x*}"]
+    assert shlex.split(line)[3:-2] == ["--select", "net"]
+    assert "loss.weight" not in torch.load(mended(found, capsys))
 
 
 def test_what_remains_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

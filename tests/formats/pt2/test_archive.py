@@ -126,8 +126,9 @@ def bytes_of(span: Span) -> bytes:
 
 
 def tensor_of(entry: TensorEntry) -> torch.Tensor:
-    assert entry.span is not None
-    raw = bytearray(bytes_of(replace(entry.span, length=entry.storage.nbytes)))
+    assert entry.storage is not None
+    assert isinstance(entry.storage.data, Span)
+    raw = bytearray(bytes_of(entry.storage.data))
     flat = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype)) if raw else torch.empty(0)
     return flat.to(getattr(torch, entry.dtype)).as_strided(entry.shape, entry.stride, entry.offset)
 

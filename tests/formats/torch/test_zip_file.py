@@ -269,10 +269,8 @@ def test_a_state_dict_without_tensors_is_one(tmp_path: Path) -> None:
 def test_a_pickled_module(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     (section,) = read(saved(tmp_path, model)).sections
-    assert section.kind == "other"
-    keys = [entry.key for entry in section.tensors]
-    assert "_modules.0._parameters.weight" in keys
-    assert "_modules.1._buffers.running_mean" in keys
+    assert section.kind == "state_dict"
+    assert [entry.key for entry in section.tensors] == list(model.state_dict())
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), 1], (), {}, 3, {"epoch": 3}, None, {"a": {"b": []}}])

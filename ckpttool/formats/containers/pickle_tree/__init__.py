@@ -13,6 +13,7 @@ from ckpttool.formats.containers.pickle_tree.nodes import (
     Pickle,
     PickledSet,
 )
+from ckpttool.formats.containers.pickle_tree.opcodes import check_key
 from ckpttool.formats.containers.pickle_tree.reader import loads
 from ckpttool.formats.containers.pickle_tree.writer import dumps
 
@@ -24,6 +25,7 @@ __all__ = [
     "Persistent",
     "Pickle",
     "PickledSet",
+    "check_key",
     "dumps",
     "loads",
 ]

@@ -264,7 +264,7 @@ def _update(owner: Any, keys: list[Any], values: list[Any]) -> None:
         raise ValueError("a key without a value")
     for key in keys:
         if type(key) is not str:
-            _check_key(key)
+            check_key(key)
     if type(owner) is Call and owner.state is ABSENT:
         if owner.pairs is None:
             owner.pairs = {}
@@ -278,7 +278,7 @@ _ATOMS = frozenset((str, bytes, int, float, bool, type(None), Global, Persistent
 _LARGEST_KEY = 100
 
 
-def _check_key(key: Any) -> None:
+def check_key(key: Any) -> None:
     """Raises for a key that would be slow to hash: Python's ints and tuples let their writer choose how slow."""
     todo = [key]
     for _ in range(_LARGEST_KEY):

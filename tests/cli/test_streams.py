@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_torch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> None:
 
 
 def test_paths_in_the_metadata_that_are_no_strings(tmp_path: Path) -> None:
-    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    state: Any = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
     state._metadata = OrderedDict({1: {"version": 1}, **state._metadata, ("a", 2): {}})
     torch.save(state, tmp_path / "m.pt")
     assert main(["inspect", str(tmp_path / "m.pt")]) == 0
@@ -95,4 +96,4 @@ def test_paths_in_the_metadata_that_are_no_strings(tmp_path: Path) -> None:
     metadata = torch.load(tmp_path / "o.pt")._metadata
     assert list(metadata) == [1, "", "bn", ("a", 2)]
     assert main([*line, "--force", "--to", "ddp"]) == 0
-    assert list(torch.load(tmp_path / "o.pt")._metadata)[0] == 1
+    assert next(iter(torch.load(tmp_path / "o.pt")._metadata)) == 1

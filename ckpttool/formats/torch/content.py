@@ -1,0 +1,95 @@
+"""The whole content of an object in a pickle as one digest: equal where torch would load equal objects.
+
+What one file shares and another repeats, and how storages are numbered, makes no difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Persistent, PickledSet
+from ckpttool.formats.torch.mappings import pairs_of
+
+_MAX_DEPTH = 200
+
+Leaf = Callable[[Any], "bytes | None"]
+
+
+def content_of(node: Any, leaf: Leaf) -> bytes | None:
+    """The digest of the object that `node` makes; None where it holds itself, or is nested too deep.
+
+    `leaf` gives that of a node whose content lies outside of the pickle (a storage, a tensor), and None for all others.
+    """
+    try:
+        return _Digests(leaf).of(node, 0)
+    except (RecursionError, _Endless, CkptError):
+        return None
+
+
+class _Endless(Exception):
+    """The object holds itself."""
+
+
+class _Digests:
+    """A node's digest is made of those of its parts: each is looked at once, however often it is shared."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+        self.known: dict[int, bytes | None] = {}
+
+    def of(self, node: Any, depth: int) -> bytes:
+        kind = type(node)
+        if kind not in _INSIDE:
+            return _hashed([kind.__name__.encode(), repr(node).encode("utf-8", "surrogatepass")])
+        if id(node) not in self.known:
+            if depth > _MAX_DEPTH:
+                raise _Endless
+            self.known[id(node)] = None
+            known = self.leaf(node)
+            self.known[id(node)] = self._made(node, depth) if known is None else _hashed([b"leaf", known])
+        found = self.known[id(node)]
+        if found is None:
+            raise _Endless
+        return found
+
+    def _made(self, node: Any, depth: int) -> bytes:
+        if type(node) is Call:
+            pairs_of(node)  # puts the items of a dict where all dicts have them
+        name, parts = _INSIDE[type(node)](node)
+        digests = [self.of(part, depth + 1) for part in parts]
+        return _hashed([name, *(sorted(digests) if type(node) is PickledSet else digests)])
+
+
+def _words(*parts: object) -> bytes:
+    return repr(parts).encode()
+
+
+def _hashed(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _flat(pairs: dict[Any, Any] | None) -> list[Any]:
+    return [part for pair in (pairs or {}).items() for part in pair]
+
+
+def _of_call(node: Call) -> tuple[bytes, list[Any]]:
+    rest = [] if node.state is ABSENT else [node.state, node.setter]
+    items, pairs = node.items or [], _flat(node.pairs)
+    counts = _words("call", node.how, len(items), len(pairs), len(rest))
+    return counts, [node.func, node.args, node.kwargs, *items, *pairs, *rest]
+
+
+_INSIDE: dict[type, Callable[[Any], tuple[bytes, Iterable[Any]]]] = {
+    tuple: lambda node: (_words("tuple", len(node)), node),
+    list: lambda node: (_words("list", len(node)), node),
+    dict: lambda node: (_words("dict", len(node)), _flat(node)),
+    PickledSet: lambda node: (_words("set", node.frozen), node.items),
+    Persistent: lambda node: (_words("reference"), [node.id]),
+    Call: _of_call,
+}

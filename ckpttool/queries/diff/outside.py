@@ -1,0 +1,79 @@
+"""What two checkpoints hold beside their models: compared where both have it, and said where it was not looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
+from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import content_of_storage
+from ckpttool.queries.diff.keys import Values, compare_pair
+from ckpttool.queries.diff.result import Entry
+from ckpttool.words import plural
+
+_NAMED = 5  # keys that a note lists
+_NOT_UNDERSTOOD = "a storage of no tensor that is understood"
+
+
+def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
+    """Tensors outside of state dicts under one key on both sides, and all storages that are not understood."""
+    mine, theirs = _loose(left), _loose(right)
+    entries = [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
+    if left.format != right.format and "torchscript" in (left.format, right.format):
+        return tuple(entries)  # the constants of its code: what is no TorchScript archive has no place for them
+    return (*entries, *_storages(left.unreached, right.unreached))
+
+
+def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section | None, Section | None]) -> tuple[str, ...]:
+    """Sentences on what the comparison of the models left out: other state dicts, tensors that one side has."""
+    notes = []
+    for side, checkpoint, model, other in (("left", left, chosen[0], right), ("right", right, chosen[1], left)):
+        more = [s.path or "(root)" for s in checkpoint.sections if s.kind == "state_dict" and s.path != _path(model)]
+        if more:
+            notes.append(f"not compared: {_some(more)} of {side} ({checkpoint.source}::{more[0]} is one)")
+        alone = [key for key in _loose(checkpoint) if key not in _loose(other)]
+        if alone:
+            what = plural(len(alone), "tensor")
+            notes.append(f"not compared: {what} outside of state dicts that only {side} has: {_some(alone)}")
+    return tuple(notes)
+
+
+def _path(section: Section | None) -> str | None:
+    return None if section is None else section.path
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _loose(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """The tensors outside of state dicts and optimizers, by the dotted way to them."""
+    return {entry.key: entry for section in checkpoint.sections if section.kind == "other" for entry in section.tensors}
+
+
+def _storages(left: Iterable[Unreached], right: Iterable[Unreached]) -> list[Entry]:
+    """Nothing but their bytes tells such storages apart, so these are compared always."""
+    theirs: dict[bytes | None, list[Unreached]] = {}
+    for storage in right:
+        theirs.setdefault(_content(storage), []).append(storage)
+    entries, alone = [], []
+    for storage in left:
+        content = _content(storage)
+        same = theirs.get(content) if content is not None else None
+        if same:
+            entries.append(Entry("same", (storage.path,), (same.pop(0).path,)))
+        else:
+            alone.append(storage)
+    entries += [Entry("unexpected", (storage.path,), (), f"{_NOT_UNDERSTOOD}: only left has it") for storage in alone]
+    left_over = [storage for storages in theirs.values() for storage in storages]
+    return entries + [
+        Entry("missing", (), (storage.path,), f"{_NOT_UNDERSTOOD}: only right has it") for storage in left_over
+    ]
+
+
+def _content(storage: Unreached) -> bytes | None:
+    try:
+        return content_of_storage(storage.storage)
+    except CkptError:
+        return None

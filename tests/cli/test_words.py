@@ -1,0 +1,120 @@
+"""What is said beside the data: warnings on stderr and once, many problems on few lines, hints that name the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpttool.cli.app import main
+from ckpttool.cli.failures import problem_lines
+from ckpttool.errors import Problem
+from ckpttool.words import a
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+NOISY = """
+import warnings
+from torch import nn
+class Layer(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        warnings.warn(f"old {id(self)}")
+        print("a layer is made")
+def build(): return nn.Sequential(*[Layer() for _ in range(20)])
+def number(): return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("noisy.py").write_text(NOISY)
+    torch.save({"a.w": torch.ones(2)}, "a.pt")
+    torch.save({"a.w": torch.ones(3), "b.w": torch.ones(3)}, "b.pt")
+
+
+def test_warnings_go_to_stderr_in_text_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "a.pt", "b.pt"]) == 1
+    out, err = capsys.readouterr()
+    assert "warning:" not in out
+    assert err.startswith("warning: ")
+
+
+def test_code_that_says_a_thing_often_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "--model", "noisy.py:build"]) == 0
+    out, err = capsys.readouterr()
+    assert "a layer" not in out
+    said = err.splitlines()
+    assert said.count("a layer is made") == 1
+    (warned,) = [line for line in said if line.startswith("warning: UserWarning: old ")]
+    assert "more from there" in warned
+
+
+def test_many_problems_are_few_lines() -> None:
+    few = [Problem("gone", f"k{i}") for i in range(10)]
+    assert problem_lines(few) == list(map(str, few))
+    layers = [Problem("gone", f"layers.{i}.w") for i in range(100)]
+    assert problem_lines([*layers, Problem("odd", "x")]) == ["gone @ layers.{0-99}.w", "odd @ x"]
+    many = problem_lines([Problem("gone", f"k{i}") for i in range(42)])
+    assert (len(many), many[-1]) == (11, "... and 32 more (--format json)")
+
+
+def test_a_program_reads_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({f"k{i}": torch.ones(1) for i in range(42)}, "many.pt")
+    assert (
+        main(["remap", "many.pt", "--model", "noisy.py:build", "--to", "runtime", "--dry-run", "--format", "json"]) == 1
+    )
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["problems"]) == 42
+    assert "... and 32 more (--format json)" in err
+
+
+def test_a_group_of_several_shapes_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, size in (("c.pt", 2), ("d.pt", 3)):
+        torch.save({f"layers.{i}.w": torch.ones(size + i) for i in range(2)}, name)
+    main(["diff", "c.pt", "d.pt"])
+    assert "[2] instead of [3], [3] instead of [4]" in capsys.readouterr().out
+
+
+def test_a_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({f"layers.{i}.{leaf}": torch.ones(1) for i in range(30) for leaf in "ab"}, "deep.pt")
+    assert main(["remap", "deep.pt", "--to", "ddp", "--dry-run"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "layers.{0-29}.a module.layers.{0-29}.a" in lines
+    assert sum("layers" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["diff", "noisy.py:build", "a.pt"], "noisy.py:build is a MODEL, and stands where a checkpoint is to stand"),
+        (["diff", "--model", "a.pt", "b.pt"], "a.pt is no model"),
+        (["diff", "--model", "noisy.py", "a.pt"], "noisy.py:Layer, noisy.py:build, noisy.py:number"),
+        (["swap-weights", "a.pt", "b.pt", "-o", "o.pt2"], "PROGRAM is a .pt2, and comes first"),
+        (["trace", "noisy.py:number"], "gives an int, not an nn.Module"),
+        (["trace", "pkg/model.py:build"], "name it pkg.model:build"),
+    ],
+)
+def test_hints_name_the_place(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pkg").mkdir()
+    Path("pkg/__init__.py").touch()
+    Path("pkg/parts.py").write_text("from torch import nn\n")
+    Path("pkg/model.py").write_text("from .parts import nn\ndef build(): return nn.Linear(2, 2)\n")
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_program_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), "p.pt2")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), "w.pt")
+    assert main(["swap-weights", "w.pt", "p.pt2", "-o", "o.pt2"]) == 2
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert hint == "hint: the program comes first: ckpttool swap-weights p.pt2 w.pt -o o.pt2"
+    assert main(hint.partition("ckpttool ")[2].split()) == 0
+
+
+def test_articles() -> None:
+    assert (a(3), a({}), a(torch.ones(1))) == ("an int", "a dict", "a Tensor")

@@ -1,0 +1,203 @@
+"""Situations in which a printed command was once refused, or nothing was said: each with what mends it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import mend_models
+from ckpttool.cli.app import main
+from ckpttool.edits.mend.command import command, outputs
+from ckpttool.edits.mend.patterns import common_way, drops
+from ckpttool.edits.mend.run import DROPPED
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.rules.mend import PART
+from ckpttool.edits.rules.patterns import matches
+from ckpttool.tracing import trace as tracing
+from mend_models import hooked, net
+
+Ask = Callable[..., dict[str, Any]]
+MODELS = Path(mend_models.__file__)
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Asks a diff as JSON, in a folder where the models are ``model.py``."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(MODELS, "model.py")
+
+    def run(*args: str) -> dict[str, Any]:
+        capsys.readouterr()
+        main(["diff", *args, "--format", "json"])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+def saved(state: Any, name: str = "a.pt") -> str:
+    torch.save(state, name)
+    return name
+
+
+def ran(line: str) -> str:
+    words = shlex.split(line)
+    assert main(words[1:]) == 0
+    return words[words.index("-o") + 1]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return dict(model.state_dict())
+
+
+def inside(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + key: value for key, value in state.items()}
+
+
+def test_a_models_arguments_are_in_the_command(ask: Ask) -> None:
+    words = ("--model", "model.py:net", "--model-kwargs", json.dumps({"layers": 3}))
+    found = ask(*words, saved(inside("module.", state_of(net(layers=3)))))
+    assert "--model-kwargs" in found["fix"][0]
+    assert ask(*words, ran(found["fix"][0]))["identical"]
+
+
+def test_an_output_that_is_there_is_not_named_again(ask: Ask) -> None:
+    words = ("--model", "model.py:net", saved(inside("module.", state_of(net()))))
+    assert [ran(ask(*words)["fix"][0]) for _ in range(2)] == ["a.serialized.pt", "a.serialized2.pt"]
+
+
+def test_runtime_names_beside_a_loss(ask: Ask) -> None:
+    held = {key: value.detach() for key, value in hooked().named_parameters()}
+    found = ask("--model", "model.py:hooked", saved({**inside("net.", held), "loss.weight": torch.ones(2)}))
+    assert ask("--model", "model.py:hooked", ran(found["fix"][0]))["identical"]
+
+
+def test_what_is_absent_is_said_beside_the_part_that_is_mended(ask: Ask) -> None:
+    state = {key: value for key, value in net().state_dict().items() if "head" not in key}
+    found = ask("--model", "model.py:net", saved(inside("_orig_mod.", state)))
+    assert PART in found["notes"]
+    assert any("head.weight, head.bias" in note for note in found["notes"])
+    after = ask("--model", "model.py:net", ran(found["fix"][0]))
+    assert (after["summary"], after["fix"]) == ({"same": len(state), "missing": 2}, [])
+
+
+def test_extra_keys_are_dropped_by_few_patterns(ask: Ask) -> None:
+    more = {f"layers.{i}.fc.lora_A": torch.ones(1) for i in range(2)} | {"ema.decay": torch.ones(1)}
+    found = ask("--model", "model.py:net", saved({**net().state_dict(), **more}))
+    assert found["fix"][0].count("--drop") == 2
+    assert DROPPED in found["notes"]
+    assert ask("--model", "model.py:net", ran(found["fix"][0]))["identical"]
+
+
+def test_keys_of_another_tree_are_not_dropped_while_others_are_missing(ask: Ask) -> None:
+    tree = {key.replace("layers.", "transformer.h."): value for key, value in net().state_dict().items()}
+    assert not any("--drop" in line for line in ask("--model", "model.py:net", saved(tree))["fix"])
+
+
+@pytest.mark.parametrize("change", ["shape", "absent", "tree"])
+def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None:
+    state = state_of(net())
+    torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    damaged = {
+        "shape": {**state, "head.weight": torch.ones(11, 4)},
+        "absent": {key: value for key, value in state.items() if "head" not in key},
+        "tree": {key.replace("layers.", "transformer.h."): value for key, value in state.items()},
+    }[change]
+    for words in ((), ("--model", "model.py:net")):
+        found = ask(*words, saved(damaged), "p.pt2")
+        assert not any("swap-weights" in line or "--model MODEL" in line for line in found["fix"])
+        assert found["fix"] or found["notes"]
+
+
+def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
+    runtime = {key: value.detach() for key, value in hooked().named_parameters()}
+    left, right = saved(state_of(hooked())), saved(runtime, "b.pt")
+    for mine, theirs in ((left, right), (right, left)):
+        (line,) = ask(mine, theirs)["fix"]
+        assert "MODEL" not in line
+        assert ask(ran(line), theirs)["identical"]
+    torch.export.save(torch.export.export(hooked(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    assert ask(left, "p.pt2")["fix"][0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+    known = ask("--model", "model.py:hooked", left, right)["fix"]
+    assert "MODEL" not in " ".join(known)
+    assert ask(ran(known[0]), right)["identical"]
+
+
+def test_ties_in_safetensors(ask: Ask) -> None:
+    state = {key: value.clone() for key, value in mend_models.tied().state_dict().items()}
+    save_file(inside("module.", state), "a.safetensors")
+    out = ran(ask("--model", "model.py:tied", "a.safetensors")["fix"][0])
+    assert ask("--model", "model.py:tied", out)["identical"]
+
+
+def test_the_model_is_read_once(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    trace = tracing.trace
+
+    def counted(model: Any) -> Any:
+        traced.append(model)
+        return trace(model)
+
+    monkeypatch.setattr(tracing, "trace", counted)
+    found = ask("--model", "model.py:net", saved({"strange.weight": torch.ones(1), **state_of(net())}))
+    assert found["fix"]
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("train.pt", "train.new.pt"),
+        ("train.pt::model", "train.new.pt"),
+        ("rank_*.pt", "rank.new.pt"),
+        ("runs/model.bin", "runs/model.new.bin"),
+        ("model.pt2", "model.new.pt2"),
+        ("model.weights", "model.new.pt"),
+        ("memory://bucket/a.pt", "memory://bucket/a.new.pt"),
+        ("runs/step.dcp", "runs/step.new.dcp"),
+    ],
+)
+def test_an_output_stands_beside_its_source(source: str, name: str) -> None:
+    assert next(outputs(source, "new")) == name
+
+
+def test_a_folders_output_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "v1.0").mkdir()
+    assert list(outputs(str(tmp_path / "v1.0"), "new")) == [f"{tmp_path}/v1.0.new/"]
+
+
+def test_options_are_the_words_that_ask_for_them() -> None:
+    asked = RemapOptions(model="m.py:f", model_kwargs={"n": 2}, materialize=True, drop=("a.*", "b"), out="o.pt")
+    assert shlex.split(command("remap", ("a b.pt",), asked)) == [
+        *("ckpttool", "remap", "a b.pt", "--model", "m.py:f", "--model-kwargs", '{"n": 2}', "--materialize"),
+        *("--drop", "a.*", "--drop", "b", "-o", "o.pt"),
+    ]
+    assert "--model MODEL" in command("remap", ("CKPT",), RemapOptions(model=net))
+
+
+KEYS = ["a.0.w", "a.1.w", "a.0.lora_A.w", "b.lora_A", "odd[0].w", "x{y}.w", "c.d"]
+
+
+@pytest.mark.parametrize("gone", [KEYS[2:4], KEYS[4:6], ["c.d"], ["a.0.w"], KEYS[:2], [*KEYS[2:6], "a.1.w"]])
+def test_patterns_name_the_keys_that_go_and_no_others(gone: list[str]) -> None:
+    patterns = drops(gone, set(KEYS) - set(gone)) or ()
+    assert {key for key in KEYS if any(matches(text, key) for text in patterns)} == set(gone)
+
+
+def test_too_many_patterns_are_none() -> None:
+    assert drops([f"k{i}" for i in range(100)], {"m.k1"}) is None
+
+
+def test_the_common_way() -> None:
+    assert common_way({"net.a.w", "net.b.w", "loss.w"}, {"a.w", "b.w"}) == "net"
+    assert common_way({"a.w", "b.w"}, {"a.w", "b.w"}) == ""
+    assert common_way({"q.a.w", "x.y"}, {"a.w", "b.w"}) == ""

@@ -1,0 +1,34 @@
+"""What is no dense tensor is compared too: where values are asked for it counts as the same only where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from command import Run
+
+KINDS: dict[str, Callable[[float], Any]] = {
+    "sparse": lambda x: torch.tensor([[0.0, x], [0.0, 0.0]]).to_sparse(),
+    "sparse rows": lambda x: torch.tensor([[0.0, x], [0.0, 0.0]]).to_sparse_csr(),
+    "quantized": lambda x: torch.quantize_per_tensor(torch.tensor([x, 0.0]), 0.5, 0, torch.qint8),
+    "scale": lambda x: torch.quantize_per_tensor(torch.tensor([0.0]), x, 0, torch.qint8),
+    "conjugated": lambda x: torch.tensor([1 + x * 1j]).conj(),
+    "number": lambda x: x,
+    "set": lambda x: {x},
+    "not a number": lambda x: {"x": x, "nan": float("nan")},
+    "nested": lambda x: {"a": [torch.tensor([x])]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contents_are_compared(kind: str, tmp_path: Path, run: Run) -> None:
+    for name, value in (("one", 1.0), ("same", 1.0), ("other", 2.0)):
+        torch.save({"weight": torch.ones(2), "odd": KINDS[kind](value)}, tmp_path / f"{name}.pt")
+    same, other = (run("diff", tmp_path / "one.pt", tmp_path / f"{n}.pt", "--values") for n in ("same", "other"))
+    assert (same.status, other.status) == (0, 1)
+    assert "odd" in other.out
+    assert run("diff", tmp_path / "one.pt", tmp_path / "other.pt").status == 0  # values were not asked for

@@ -1,0 +1,186 @@
+"""Nothing is lost: whatever call fails and whenever the process dies, the output is the old or the new one.
+
+`make test` takes a few points of each scenario, always the same; `make faults` (CKPTTOOL_FAULTS=all) every one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from fault_driver import Scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+EVERY = os.environ.get("CKPTTOOL_FAULTS") == "all"
+POINTS = None if EVERY else 1  # of each mode
+
+STATE = {
+    "a.weight": torch.arange(40_000, dtype=torch.float32),
+    "a.bias": torch.ones(3, dtype=torch.bfloat16),
+    "b.weight": torch.zeros(2, 2),
+}
+OTHER = {"c": torch.ones(3)}
+RENAME = ("--rule", "a.{x} => z.{x}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make` fills the folder that the line is run in."""
+
+    make: Callable[[Path], object]
+    line: str
+    cwd: str = "."
+    look: str = ""
+    journal: bool = False
+    torch: bool = False
+
+
+def tensors(folder: Path) -> None:
+    save_file(STATE, folder / "in.safetensors")
+    (folder / "in.safetensors").chmod(0o640)
+
+
+def tensors_and_out(folder: Path) -> None:
+    tensors(folder)
+    save_file(OTHER, folder / "out.safetensors")
+
+
+def zipped(folder: Path) -> None:
+    torch.save({"model": STATE, "epoch": 3}, folder / "in.pt")
+
+
+def legacy(folder: Path) -> None:
+    torch.save(STATE, folder / "in.pt", _use_new_zipfile_serialization=False)
+
+
+def sharded(folder: Path, name: str = "in", state: dict[str, torch.Tensor] = STATE) -> None:
+    home = folder / name
+    home.mkdir()
+    shards = {f"model-{i + 1:05}-of-{len(state):05}.safetensors": key for i, key in enumerate(state)}
+    for shard, key in shards.items():
+        save_file({key: state[key]}, home / shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": {key: shard for shard, key in shards.items()}}
+    (home / "model.safetensors.index.json").write_text(json.dumps(index))
+    (home / "config.json").write_text("{}")
+
+
+def sharded_and_out(folder: Path) -> None:
+    sharded(folder)
+    sharded(folder, "out", {**OTHER, "d": torch.zeros(2), "e": torch.ones(1), "f": torch.ones(1)})
+    (folder / "out" / "config.json").unlink()
+    (folder / "out" / "logs").mkdir()
+    (folder / "out" / "logs" / "events").write_text("kept")
+    (folder / "out" / "link").symlink_to("logs/events")
+
+
+def distributed(folder: Path, name: str = "in", state: dict[str, torch.Tensor] = STATE) -> None:
+    dcp.save({"model": state, "step": 7}, checkpoint_id=folder / name, no_dist=True)
+
+
+def distributed_and_out(folder: Path) -> None:
+    distributed(folder)
+    distributed(folder, "out", OTHER)
+    (folder / "out" / "note.txt").write_text("kept")
+
+
+def model(folder: Path) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    torch.save(net.state_dict(), folder / "in.pt")
+    (folder / "net.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+    )
+
+
+def model_and_ranks(folder: Path) -> None:
+    model(folder)
+    for rank in range(3):
+        torch.save(OTHER, folder / f"rank_{rank}.pt")
+
+
+def program(folder: Path) -> None:
+    for name in ("tagger-torch-2.9.1.pt2", "weights-torch-2.9.1.pt"):
+        (folder / name).write_bytes((DATA / name).read_bytes())
+
+
+RANKS = "remap in.pt --model net.py:build --to fsdp-flat --world-size 2 -o rank_{rank}.pt"
+CASES = {
+    "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
+    "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),
+    "safetensors, in place": Case(tensors, "remap in.safetensors --in-place"),
+    "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
+    "with a report and a plan": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md --save-plan p.json"),
+    "torch zip, in place": Case(zipped, "remap in.pt --in-place"),
+    "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
+    "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
+    "program": Case(program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"),
+    "sharded, copied": Case(sharded, "remap in -o out/"),
+    "sharded, in place": Case(sharded, "remap in --in-place"),
+    "sharded, over another": Case(sharded_and_out, "remap in -o out --force"),
+    "sharded, here": Case(sharded, "remap . --in-place", "in", ".", journal=True),
+    "sharded afresh, here": Case(sharded, "remap . --in-place --max-shard-size 100KB", "in", ".", journal=True),
+    "to shards": Case(zipped, "remap in.pt::model -o out/ --max-shard-size 100KB"),
+    "dcp, copied": Case(distributed, "remap in -o out.dcp"),
+    "dcp, linked": Case(distributed, "remap in -o out.dcp --link hard"),
+    "dcp, in place": Case(distributed, "remap in --in-place"),
+    "dcp, here": Case(distributed, "remap . --in-place", "in", ".", journal=True),
+    "dcp, over another": Case(distributed_and_out, "remap in -o out --force"),
+    "dcp to safetensors": Case(distributed, "remap in::model -o out.safetensors"),
+    "ranks": Case(model, RANKS, look="rank_0.pt", journal=True, torch=True),
+    "ranks, over others": Case(model_and_ranks, f"{RANKS} --force", look="rank_0.pt", journal=True, torch=True),
+}
+
+
+def scenario(case: Case, template: Path) -> Scenario:
+    """The case, with all that the driver has to know."""
+    case.make(template)
+    rules = () if case.torch or case.line.startswith("swap-weights") else RENAME
+    once = "--in-place" in case.line
+    again = () if once or "--force" in case.line else ("--force",)
+    argv = [*case.line.split(), *rules]
+    apart = "--report" in case.line
+    return Scenario(str(template), argv, case.cwd, case.look, case.journal, case.torch, once, apart, again)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process saw that went through all cases."""
+    scenarios = {name: asdict(scenario(case, tmp_path_factory.mktemp("template"))) for name, case in CASES.items()}
+    # in memory where there is such a place: what is tested is the order of the calls, and not the disk
+    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "fault_driver.py")],
+        input=json.dumps({"scenarios": scenarios, "scratch": str(scratch), "points": POINTS}),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    shutil.rmtree(scratch)
+    assert done.returncode == 0
+    found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    total = sum(sum(row["points"].values()) for row in found.values())
+    killed = sum(sum(n for mode, n in row["points"].items() if "KILL" in mode) for row in found.values())
+    print(f"{total:,} points, {killed:,} of them kills, over {len(found)} cases")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_output_is_the_old_or_the_new_one(seen: dict[str, Any], name: str) -> None:
+    row = seen[name]
+    assert row["problems"][:5] == []
+    assert sum(row["points"].values()) >= 8
+    assert {"rename", "replace", "link", "renameat2"} & set(row["calls"])

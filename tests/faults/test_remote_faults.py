@@ -1,0 +1,159 @@
+"""Outputs behind URLs: each request that changes the store fails once, an upload is ended by a signal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpttool.cli.app import main
+from ckpttool.io.temporary import owner_of
+from remote_servers import s3_server
+
+pytestmark = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
+
+EVERY = os.environ.get("CKPTTOOL_FAULTS") == "all"
+CHANGES = frozenset(
+    f"{verb}_{what}"
+    for verb, what in [
+        ("put", "object"),
+        ("copy", "object"),
+        ("delete", "object"),
+        ("delete", "objects"),
+        ("create", "multipart_upload"),
+        ("upload", "part"),
+        ("complete", "multipart_upload"),
+    ]
+)
+RENAME = ["--rule", "a.{x} => z.{x}"]
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The file system of a store with the empty bucket ``bucket``."""
+    import fsspec
+
+    with s3_server() as url:
+        for name, value in (
+            ("AWS_ACCESS_KEY_ID", "me"),
+            ("AWS_SECRET_ACCESS_KEY", "x"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+            ("AWS_ENDPOINT_URL", url),
+        ):
+            monkeypatch.setenv(name, value)
+        fsspec.filesystem("s3").clear_instance_cache()
+        fs = fsspec.filesystem("s3")
+        if fs.exists("bucket"):  # the server keeps its buckets as long as the process lives
+            fs.rm("bucket", recursive=True)
+        fs.mkdir("bucket")
+        yield fs
+        fs.clear_instance_cache()
+
+
+class Failing:
+    """Counts the requests that change the store; number `at` fails, as a store that is overloaded answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from fsspec.asyn import sync_wrapper
+        from s3fs import S3FileSystem
+
+        self.at, self.seen = -1, 0
+        call = S3FileSystem._call_s3
+
+        async def failing(fs: Any, method: str, *args: Any, **how: Any) -> Any:
+            if method in CHANGES:
+                self.seen += 1
+                if self.seen - 1 == self.at:
+                    raise OSError(errno.EIO, "Slow Down")
+            return await call(fs, method, *args, **how)
+
+        monkeypatch.setattr(S3FileSystem, "_call_s3", failing)
+        monkeypatch.setattr(S3FileSystem, "call_s3", sync_wrapper(failing))
+
+
+def objects(fs: Any) -> dict[str, bytes]:
+    fs.invalidate_cache()
+    return {path: fs.cat_file(path) for path in fs.find("bucket", withdirs=False)}
+
+
+def whole(found: dict[str, bytes]) -> dict[str, bytes]:
+    """Without what is marked as temporary."""
+    return {path: data for path, data in found.items() if not any(map(owner_of, path.split("/")))}
+
+
+CASES = {
+    "file": ("in.safetensors", "s3://bucket/out.safetensors", (), ()),
+    "over another": ("in.safetensors", "s3://bucket/out.safetensors", ("old.safetensors",), ("--force",)),
+    "folder": ("in.safetensors", "s3://bucket/out/", (), ("--max-shard-size", "200KB")),
+    "folder, over another": ("in.safetensors", "s3://bucket/out/", ("old/",), ("--max-shard-size", "200KB", "--force")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_request_that_fails(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"a.w": torch.arange(100_000.0), "a.b": torch.ones(70_000)}, "in.safetensors")
+    save_file({"old": torch.ones(60_000), "older": torch.ones(60_000)}, "old.safetensors")
+    source, out, before, options = CASES[name]
+    line = ["remap", source, *RENAME, "-o", out, *options]
+
+    def start() -> dict[str, bytes]:
+        failing.at = -1
+        if bucket.exists("bucket/out") or bucket.exists("bucket/out.safetensors"):
+            bucket.rm(bucket.find("bucket"))
+        if before:
+            fill = ["remap", "old.safetensors", "--rule", "old => old", "-o", out, "--max-shard-size", "200KB"]
+            assert main(fill if out.endswith("/") else fill[:-2]) == 0
+        found = objects(bucket)
+        failing.seen = 0
+        return found
+
+    failing = Failing(monkeypatch)
+    old = start()
+    assert main(line) == 0
+    new, count = objects(bucket), failing.seen
+    assert count >= 1
+    for at in range(0, count, 1 if EVERY else max(1, count // 2)):
+        assert start() == old
+        failing.at = at
+        assert main(line) == 2, at
+        failing.at = -1
+        now = whole(objects(bucket))
+        marker = "model.safetensors.index.json"
+        complete = [path for path in now if path.endswith(marker)] if out.endswith("/") else list(now)
+        assert now in (old, new, {}) or not complete, (at, sorted(now))
+        main(["inspect", out])
+        assert whole(objects(bucket)) in (old, new, {}), at
+        assert main([*line, *([] if "--force" in line else ["--force"])]) == 0, at
+        assert objects(bucket) == new, at
+        assert not bucket.list_multipart_uploads("bucket")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_an_upload_that_a_signal_ends(bucket: Any, tmp_path: Path, number: signal.Signals) -> None:
+    save_file({"a.w": torch.zeros(25 << 20, dtype=torch.float32)}, tmp_path / "in.safetensors")
+    line = [sys.executable, "-m", "ckpttool", "remap", str(tmp_path / "in.safetensors"), *RENAME]
+    for wait in (0.0, 0.1, 0.3, 0.7) if EVERY else (0.05,):
+        process = subprocess.Popen(
+            [*line, "-o", "s3://bucket/out.safetensors", "--force"], stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 60
+        while not bucket.list_multipart_uploads("bucket") and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(wait)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode in (0, 128 + number), said
+        assert not bucket.list_multipart_uploads("bucket")
+        assert process.returncode == 0 or "Traceback" not in said

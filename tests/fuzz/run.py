@@ -1,0 +1,127 @@
+"""``make fuzz TIME=600``: every reader for its share of the time, then what each was given and how it took it.
+
+With atheris, where it is installed, inputs are led by the branches that they take; the rest is mutated at random. An
+input that a reader does not answer is kept in the folder ``found``: make a test of it, with its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+import traceback
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from mutate import mutated
+from targets import TARGETS, Target
+
+FOUND = Path("found")
+SLOW = 2.0  # seconds of the processor; an input that takes longer is kept too
+_WEIGHED = 100  # one input of so many is weighed: looking at memory makes it slow
+
+
+@dataclass
+class Tally:
+    """What a target was given, and its slowest and its largest input (seconds, bytes of memory)."""
+
+    inputs: int = 0
+    taken: int = 0
+    slowest: float = 0.0
+    largest: int = 0
+    faults: set[str] = field(default_factory=set)
+
+
+def fuzz(name: str, target: Target, seconds: float, seed: int) -> Tally:
+    """Mutates the target's inputs for so many seconds."""
+    chance, tally, seeds = random.Random(seed), Tally(), target.seeds()
+    for data in seeds:
+        target.run(data)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try_one(name, target, mutated(seeds, target.words, chance), tally)
+    return tally
+
+
+def try_one(name: str, target: Target, data: bytes, tally: Tally) -> None:
+    """Gives the target one input, and keeps it where it is not answered, or late."""
+    weighed = tally.inputs % _WEIGHED == 0
+    if weighed:
+        tracemalloc.start()
+    start = time.process_time()
+    try:
+        tally.taken += target.run(data)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        _keep(name, data, f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}"[:200], tally)
+    taken = time.process_time() - start
+    if weighed:
+        tally.largest = max(tally.largest, tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    elif taken > SLOW:
+        _keep(name, data, f"{taken:.1f} seconds", tally)
+    tally.slowest = max(tally.slowest, 0.0 if weighed else taken)
+    tally.inputs += 1
+
+
+def _keep(name: str, data: bytes, why: str, tally: Tally) -> None:
+    fault = why.partition(": ")[0]
+    if fault in tally.faults:
+        return
+    tally.faults.add(fault)
+    FOUND.mkdir(exist_ok=True)
+    path = FOUND / f"{name.replace(' ', '-')}-{sha256(data).hexdigest()[:12]}"
+    path.write_bytes(data)
+    print(f"{name}: {why}: kept as {path}", file=sys.stderr, flush=True)
+
+
+def guided(name: str, target: Target, seconds: float) -> None:
+    """Hands the target over to atheris, which ends the process."""
+    import atheris
+
+    folder = FOUND.parent / f".corpus-{name.replace(' ', '-')}"
+    folder.mkdir(exist_ok=True)
+    for number, data in enumerate(target.seeds()):
+        (folder / f"seed-{number}").write_bytes(data)
+    atheris.instrument_all()
+    options = [sys.argv[0], f"-max_total_time={int(seconds)}", "-max_len=65536", "-timeout=30", "-print_final_stats=1"]
+    atheris.Setup([*options, f"-artifact_prefix={name.replace(' ', '-')}-", str(folder)], target.run)
+    atheris.Fuzz()
+
+
+def main(args: Sequence[str]) -> int:
+    """Returns 1 where an input was not answered, or late."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--time", type=float, default=600, help="seconds in all")
+    parser.add_argument("--target", action="append", choices=sorted(TARGETS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--guided", action="store_true", help="one target, by atheris")
+    asked = parser.parse_args(args)
+    names = asked.target or list(TARGETS)
+    if asked.guided:
+        guided(names[0], TARGETS[names[0]], asked.time)
+    faults = 0
+    print(f"{'reader':<18}{'inputs':>12}{'taken':>10}{'slowest':>11}{'memory':>12}{'faults':>8}")
+    for name in names:
+        tally = fuzz(name, TARGETS[name], asked.time / (len(names) + 1), asked.seed)
+        faults += len(tally.faults)
+        memory = f"{tally.largest / 2**20:.1f} MiB"
+        times = f"{tally.slowest * 1000:.1f} ms"
+        print(
+            f"{name:<18}{tally.inputs:>12,}{tally.taken:>10,}{times:>11}{memory:>12}{len(tally.faults):>8}", flush=True
+        )
+    if asked.target is None:
+        seconds = asked.time / (len(names) + 1)
+        faults += subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("operators.py")), str(seconds), "0"]
+        ).returncode
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

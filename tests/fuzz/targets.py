@@ -1,0 +1,287 @@
+"""One target a reader: a function of bytes that gives a value or raises `CkptError`, and inputs to begin with."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save
+from torch import nn
+
+from ckpttool import expression as ex
+from ckpttool.cli.app import main
+from ckpttool.edits.rules import file as rules_file
+from ckpttool.edits.rules.patterns import matches, parse
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers import json_text, pickle_tree
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.dcp.metadata import parse as parse_metadata
+from ckpttool.formats.huggingface.index_file import read_index
+from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.limits import Limits, limited, raised
+from ckpttool.names import Names
+from ckpttool.naming.wrappers import chain
+from ckpttool.operands.model import ModelOperand
+from ckpttool.plan import Plan
+
+DATA = Path(__file__).parents[1] / "data"
+LIMITS = Limits(rules_seconds=1, json_bytes=1 << 20)
+_FOLDER = Path(tempfile.mkdtemp(prefix="ckpttool-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader, what to begin with, and words that its inputs are made of."""
+
+    read: Callable[[bytes], object]
+    seeds: Callable[[], list[bytes]]
+    words: tuple[bytes, ...] = ()
+
+    def run(self, data: bytes) -> bool:
+        """Whether the reader took the input; whatever else than a `CkptError` it raises is a fault of the reader."""
+        with limited(LIMITS):
+            try:
+                self.read(data)
+            except CkptError as error:
+                refused = error
+            else:
+                return True
+        assert refused.message
+        return False
+
+
+def _of_file(read: Callable[[str], object], name: str) -> Callable[[bytes], object]:
+    path = _FOLDER / name
+
+    def run(data: bytes) -> object:
+        path.write_bytes(data)
+        return read(str(path))
+
+    return run
+
+
+def _strict_json(data: bytes) -> object:
+    try:
+        return json_text.loads(data.decode())
+    except ValueError as error:
+        raise CkptError(str(error) or "no JSON", hint="") from None
+
+
+def _of_json(read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    return lambda data: read(_strict_json(data))
+
+
+def _rule(data: bytes) -> object:
+    rule, _, key = data.decode("utf-8", "replace").partition("\n")
+    try:
+        matches(rule.partition("=>")[0].strip(), key)
+    finally:
+        found = parse(rule).apply(key)
+    return found
+
+
+def _command_line(data: bytes) -> object:
+    """Whatever is typed ends with a status, one line `error:` where it failed, and never with a traceback."""
+    words = data.decode("utf-8", "replace").split("\0")[:12]
+    if any(word.startswith(("-o", "--output", "--report", "--save-plan", "--in-place", "--out")) for word in words):
+        return None  # a fuzzer does not write
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(words)
+    assert status in (0, 1, 2), status
+    assert "Traceback" not in err.getvalue()
+    assert "internal error" not in err.getvalue(), err.getvalue()
+    return status
+
+
+def _options(data: bytes) -> object:
+    text = data.decode("utf-8", "replace")
+    for read in (lambda: raised([text]), lambda: parse_size(text), lambda: chain.parse(text)):
+        try:
+            read()
+        except CkptError:
+            continue
+    return None
+
+
+# Inputs to begin with
+
+
+def _saved(value: object, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+@cache
+def _training() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "note": {"a": [1, None]}}
+
+
+def _torch_files() -> list[bytes]:
+    return [_saved(_training()), _saved({"w": torch.ones(2, 2)[0]}), _saved(torch.ones(3))]
+
+
+def _legacy_files() -> list[bytes]:
+    return [_saved(_training(), _use_new_zipfile_serialization=False), (DATA / "legacy-torch-2.5.1.pt").read_bytes()]
+
+
+def _pickles() -> list[bytes]:
+    with zipfile.ZipFile(io.BytesIO(_torch_files()[0])) as archive:
+        torchs = archive.read("archive/data.pkl")
+    values = [{"a": [1, 2.5, "x", b"y", (None, True)], 3: {1, 2}}, 2**70, frozenset([1])]
+    return [torchs, *(pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4))]
+
+
+def _safetensors() -> list[bytes]:
+    state = {"a": torch.ones(2, 3), "b.c": torch.zeros(1, dtype=torch.bfloat16), "e": torch.empty(0)}
+    return [save(state, {"format": "pt"}), save({})]
+
+
+def _programs() -> list[bytes]:
+    program = torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),))
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    return [buffer.getvalue(), *(path.read_bytes() for path in sorted(DATA.glob("tagger-*.pt2")))]
+
+
+def _scripts() -> list[bytes]:
+    return [(DATA / "script-torch-2.5.1.pt").read_bytes()]
+
+
+def _metadata() -> list[bytes]:
+    folder = Path(tempfile.mkdtemp(dir=_FOLDER)) / "dcp"
+    dcp.save({"w": torch.ones(4), "n": 3, "x": {"y": [torch.ones(2, 2)]}}, checkpoint_id=str(folder), no_dist=True)
+    return [(folder / ".metadata").read_bytes()]
+
+
+_PLAN = {
+    "schema": "ckpttool.plan/1",
+    "outputs": [
+        {"section": "", "key": "x", "from": {"op": "aten.cat.default", "args": [[{"ref": "a"}], 0], "kwargs": {}}},
+        {"section": "m", "key": "y", "from": {"ref": "a"}},
+        {"section": "", "key": "z", "from": {"op": "aten._to_copy.default", "kwargs": {"dtype": {"dtype": "int8"}}}},
+    ],
+    "dropped": [{"section": "", "key": "c", "reason": "r"}],
+    "modules": [{"section": "", "old": "m", "new": "n"}],
+}
+_INDEX = {"metadata": {"total_size": 8}, "weight_map": {"x": "a.safetensors"}}
+_RULES = """
+[[rule]]
+rename = ["a.{x*} => b.{x*}", 're:(.*)_old => \\1']
+[[rule]]
+split = "qkv.{x}"
+into = ["q.{x}", "k.{x}"]
+dim = -1
+sizes = [1, 2]
+[[rule]]
+join = ["g.{x}", "u.{x}"]
+into = "gu.{x}"
+[[rule]]
+reshape = "w"
+shape = [2, -1]
+from_shape = [-1]
+[[rule]]
+cast = "*.bias"
+dtype = "bfloat16"
+from = ["float32"]
+[[rule]]
+permute = "p"
+dims = [1, 0]
+[[rule]]
+transpose = "t"
+[[rule]]
+drop = "re:d.*"
+"""
+
+
+def _json(*values: object) -> Callable[[], list[bytes]]:
+    return lambda: [json.dumps(value).encode() for value in values]
+
+
+def _names() -> list[bytes]:
+    return [json.dumps(ModelOperand(lambda: nn.Sequential(nn.Linear(1, 1))).names().to_json()).encode()]
+
+
+def _commands() -> list[bytes]:
+    (_FOLDER / "c.pt").write_bytes(_saved({"w": torch.ones(2)}))
+    path = str(_FOLDER / "c.pt")
+    lines = [
+        ["inspect", path, "--format", "json"],
+        ["diff", path, path, "--all", "--values"],
+        ["remap", path, "--dry-run", "--rule", "w => v", "--drop", "x", "--limit", "json_bytes=3"],
+        ["explain", "w", "--model", "x.json"],
+        ["trace", "m.py:f", "--model-kwargs", "{}"],
+        ["swap-weights", path, path, "--dry-run"],
+    ]
+    return ["\0".join(line).encode() for line in lines]
+
+
+_JSON_WORDS = (
+    b"null",
+    b"true",
+    b"-1",
+    b"1e999",
+    b"{}",
+    b"[]",
+    b'""',
+    b'{"ref":"a"}',
+    b"9" * 30,
+    b'"\\ud800"',
+    b"[" * 50,
+)
+_RULE_WORDS = (b"{x*}", b"{x}", b" => ", b"re:", b"(a+)+", b"\\1", b".", b"*", b"[!", b"{0,9}", b"(?P<x>", b"a.a.a.a")
+_PICKLE_WORDS = (
+    b"(",
+    b"t.",
+    b"\x85",
+    b"}",
+    b"]",
+    b"ccollections\nOrderedDict\n",
+    b"R",
+    b"b",
+    b"\x8a\xff",
+    b"Q",
+    b"h\0",
+)
+_OPTION_WORDS = (b"--plan", b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
+
+TARGETS: dict[str, Target] = {
+    "json": Target(_strict_json, _json(_PLAN, [1, 2.5, None]), _JSON_WORDS),
+    "expression": Target(_of_json(ex.from_json), _json(_PLAN["outputs"][0]["from"]), _JSON_WORDS),
+    "plan": Target(_of_json(Plan.from_json), _json(_PLAN), _JSON_WORDS),
+    "names": Target(_of_json(lambda value: Names.from_json(value, "f")), _names, _JSON_WORDS),
+    "index": Target(_of_file(read_index, "x.index.json"), _json(_INDEX), _JSON_WORDS),
+    "rules": Target(_of_file(rules_file.read, "r.toml"), lambda: [_RULES.encode()], _RULE_WORDS),
+    "rule": Target(_rule, lambda: [b"a.{x*}.b => {x*}\na.c.b", b"re:(.*)_(\\d+) => \\2\nw_3"], _RULE_WORDS),
+    "options": Target(_options, lambda: [b"json_bytes=4G", b"5GB", b"fsdp/compile@layers.{i}"], _RULE_WORDS),
+    "pickle": Target(pickle_tree.loads, _pickles, _PICKLE_WORDS),
+    "dcp metadata": Target(lambda data: parse_metadata(data, "f"), _metadata, _PICKLE_WORDS),
+    "zip": Target(_of_file(read_archive, "a.zip"), _torch_files, (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"\xff" * 4)),
+    "safetensors": Target(_of_file(open_checkpoint, "s.safetensors"), _safetensors, _JSON_WORDS),
+    "torch": Target(_of_file(open_checkpoint, "t.pt"), _torch_files, _PICKLE_WORDS),
+    "torch before 1.6": Target(_of_file(open_checkpoint, "l.pt"), _legacy_files, _PICKLE_WORDS),
+    "torchscript": Target(_of_file(open_checkpoint, "script.pt"), _scripts, _PICKLE_WORDS),
+    "program": Target(_of_file(open_checkpoint, "p.pt2"), _programs, _JSON_WORDS),
+    "command line": Target(_command_line, _commands, _OPTION_WORDS),
+}

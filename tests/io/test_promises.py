@@ -1,0 +1,374 @@
+"""What is promised of every output: no source is written over, a change is noticed, one of two processes wins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpttool.checkpoint import Lazy, Span
+from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.io import journal, switch, temporary, write_folder
+from ckpttool.io.pieces import Piece
+from ckpttool.io.write_file import write
+
+STATE = {"a.weight": torch.arange(12.0), "b": torch.ones(2)}
+RENAME = ["--rule", "a.{x} => z.{x}"]
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    save_file(STATE, "in.safetensors")
+    return tmp_path / "in.safetensors"
+
+
+def names(folder: Path) -> set[str]:
+    return set(os.listdir(folder))
+
+
+# Nothing is written over unasked
+
+
+@pytest.mark.parametrize("option", ["--report=r.json", "--save-plan=r.json"])
+def test_reports_and_plans_replace_only_by_force(source: Path, option: str) -> None:
+    line = ["remap", source.name, *RENAME, "--dry-run", option]
+    Path("r.json").write_text("mine")
+    assert main(line) == 2
+    assert Path("r.json").read_text() == "mine"
+    assert main([*line, "--force"]) == 0
+    assert json.loads(Path("r.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect CKPT", "diff CKPT CKPT", "explain weight --model names.json", "trace names.json"]
+)
+def test_every_command_asks_before_a_report_is_replaced(
+    source: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    Path("net.py").write_text("import torch\nbuild = torch.nn.Linear\n")
+    assert (
+        main(["trace", "net.py:build", "--model-kwargs", '{"in_features": 2, "out_features": 2}', "-o", "names.json"])
+        == 0
+    )
+    Path("r.md").write_text("mine")
+    words = command.replace("CKPT", source.name).split()
+    capsys.readouterr()
+    assert main([*words, "--report", "r.md"]) == 2
+    assert "r.md exists\nhint: pass --force" in capsys.readouterr().err
+    assert main([*words, "--report", "r.md", "--force"]) == 0
+    assert Path("r.md").read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "remap in.json -o out.safetensors --rules rules.json --save-plan rules.json",
+        "remap in.json -o out.safetensors --rule b=>c --save-plan in.json",
+        "remap in.json -o out.safetensors --rule b=>c --report in.json",
+        "remap in.json -o out.safetensors --rule b=>c --report link.json",
+        "inspect in.json --report in.json",
+        "remap in.json -o out.safetensors --rule b=>c --report r.json --save-plan r.json",
+    ],
+)
+def test_a_source_is_never_written_over(source: Path, words: str) -> None:
+    os.rename(source, "in.json")
+    Path("link.json").symlink_to("in.json")
+    Path("rules.json").write_text('[[rule]]\nfrom = "b"\nto = "c"\n')
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    assert main([*(word.replace("=>", " => ") for word in words.split()), "--force"]) == 2
+    assert {path: path.read_bytes() for path in Path().iterdir() if path in before} == before
+
+
+def test_sources_behind_a_glob_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file(STATE, "in.safetensors")
+    shards = tmp_path / "llama"
+    assert main(["remap", "in.safetensors", "-o", "llama/", "--max-shard-size", "20B", *RENAME]) == 0
+    before = {path: path.read_bytes() for path in shards.iterdir()}
+    shard = next(str(path) for path in before if path.suffix == ".safetensors")
+    assert main(["remap", "llama", "-o", shard, "--rule", "b => c", "--force"]) == 2
+    assert {path: path.read_bytes() for path in shards.iterdir()} == before
+
+
+def test_of_two_processes_one_succeeds(source: Path) -> None:
+    line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "--no-fsync", "-o"]
+    for out in ("out.safetensors", "new/"):
+        both = [subprocess.Popen([*line, out], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+        said = [process.communicate()[1] for process in both]
+        assert sorted(process.returncode for process in both) == [0, 2, 2], said
+    assert names(source.parent) == {"in.safetensors", "out.safetensors", "new"}
+
+
+def test_what_comes_meanwhile_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def late() -> Iterator[bytes]:
+        out.write_bytes(b"other")
+        yield b"x"
+
+    with pytest.raises(CkptError, match="meanwhile"):
+        write([Piece(Lazy(1, lambda: list(late())))], str(out), replace=False)
+    assert out.read_bytes() == b"other"
+    assert names(tmp_path) == {"out"}
+
+
+def test_files_that_come_into_a_folder_meanwhile_stay(tmp_path: Path) -> None:
+    (tmp_path / "index").write_text("old")
+
+    def late() -> list[bytes]:
+        (tmp_path / "log").write_text("late")
+        return [b"x"]
+
+    write_folder.write_folder({"index": [Piece(Lazy(1, late))]}, str(tmp_path))
+    assert names(tmp_path) == {"index", "log"}
+
+
+def test_a_folder_that_another_process_changed_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "index").write_text("old")
+
+    def other() -> list[bytes]:
+        (tmp_path / "index").write_text("theirs")
+        return [b"x"]
+
+    with pytest.raises(CkptError, match="another process"):
+        write_folder.write_folder({"index": [Piece(Lazy(1, other))]}, str(tmp_path))
+    assert (tmp_path / "index").read_text() == "theirs"
+    assert names(tmp_path) == {"index"}
+
+
+# Sources
+
+
+@pytest.mark.parametrize("keep_times", [False, True])
+def test_a_source_that_changes_while_it_is_read_is_noticed(source: Path, keep_times: bool) -> None:
+    """Same size, same inode; and with its modification time put back, which leaves the time of the last change."""
+    checkpoint = open_checkpoint(str(source))
+    before = source.stat()
+
+    def change() -> list[bytes]:
+        with source.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\1\2\3\4")
+        if keep_times:
+            os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return [b"x"]
+
+    span = Span(str(source), 0, checkpoint.nbytes)
+    with pytest.raises(CkptError, match="was changed while it was read"):
+        write([Piece(span), Piece(Lazy(1, change))], "out")
+    assert names(source.parent) == {"in.safetensors"}
+
+
+def test_verify_notices_a_disk_that_holds_other_bytes(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    puts = switch.put
+
+    def damaging(staged: Path, place: Path, *, replace: bool) -> None:
+        with staged.open("r+b") as file:
+            file.seek(9)
+            file.write(b" ")
+        puts(staged, place, replace=replace)
+
+    monkeypatch.setattr("ckpttool.io.write_file.put", damaging)
+    assert main(["remap", source.name, *RENAME, "-o", "out.safetensors", "--verify"]) == 2
+    assert "what was written is not what the disk holds" in capsys.readouterr().err
+
+
+# Signals and litter
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_clean_up(source: Path, number: signal.Signals) -> None:
+    with source.open("r+b") as file:  # large, and sparse
+        header = json.dumps({"a.w": {"dtype": "U8", "shape": [1 << 32], "data_offsets": [0, 1 << 32]}}).encode()
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 32))
+    line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "-o", "out.safetensors"]
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while names(source.parent) == {"in.safetensors"} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number, said
+    assert names(source.parent) == {"in.safetensors"}
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom ckpttool.io.interrupts import *\n"
+    code += "with ended_by_signals(), uninterrupted():\n    signal.raise_signal(signal.SIGHUP)\nprint('on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "on\n", done.stderr
+
+
+def test_whose_a_temporary_name_is() -> None:
+    name = temporary.temporary_name("model.pt")
+    own = temporary.owner_of(name)
+    assert own == temporary.me()
+    assert temporary.is_dead(name, 0)  # this process is not writing it
+    assert temporary.owner_of(".model.pt.tmp") is None
+    assert temporary.owner_of(name.replace(".ckpttool.tmp", ".tmp")) is None
+    now = time.time()
+    for parts, dead in (
+        (("00000000", "00000000", 1, 1, 1), False),  # of another machine
+        ((temporary.me().host, "00000000", 1, 1, 1), True),  # before this machine was started anew
+        ((temporary.me().host, temporary.me().boot, temporary.me().space, os.getppid(), 1), True),  # a reused number
+        ((temporary.me().host, temporary.me().boot, temporary.me().space + 1, 1, 1), False),  # of another container
+    ):
+        other = f".x.{temporary.Owner(*parts)}-00000000.ckpttool.tmp"
+        assert temporary.is_dead(other, now) == dead
+        assert temporary.is_dead(other, now - 90_000)
+
+
+def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, source: Path) -> None:
+    dead = f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
+    alive = f".x.{temporary.Owner('00000000', '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
+    for name in (dead, alive, ".x.tmp", "y.ckpttool.tmp"):
+        (tmp_path / name).write_text("")
+    assert main(["inspect", source.name]) == 0
+    assert names(tmp_path) == {alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors"}
+
+
+@pytest.mark.parametrize("put", ["../out", "/etc/x", "a/../../b"])
+def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, put: str) -> None:
+    dead = tmp_path / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
+    (dead / "new").mkdir(parents=True)
+    (dead / temporary.JOURNAL).write_text(json.dumps({"put": [put], "remove": []}))
+    with pytest.raises(CkptError, match="leads out"):
+        journal.settle(tmp_path)
+
+
+# The disk confirms
+
+
+def test_a_folder_that_cannot_be_flushed_after_the_switch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(switch, "sync_folder", failing)
+    with pytest.raises(CkptError, match="is written and complete, but the disk does not confirm"):
+        write([Piece(b"x")], "out")
+    assert Path("out").read_bytes() == b"x"
+
+
+def test_all_is_flushed_before_the_switch_and_the_folder_after_it(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this order: the file, its new name, the folder. And with --no-fsync none of it."""
+    done: list[str] = []
+
+    def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **how: object) -> object:
+            folder = name == "fsync" and isinstance(args[0], int) and stat.S_ISDIR(os.fstat(args[0]).st_mode)
+            done.append("folder" if folder else name)
+            return call(*args, **how)
+
+        return wrapped
+
+    for name in ("fsync", "link", "replace"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    assert main(["remap", source.name, *RENAME, "-o", "one.safetensors"]) == 0
+    assert done == ["fsync", "link", "folder"]
+    done.clear()
+    assert main(["remap", source.name, *RENAME, "--in-place"]) == 0
+    assert done == ["fsync", "replace", "folder"]
+    done.clear()
+    assert main(["remap", source.name, "-o", "m/", "--max-shard-size", "20B", "--rule", "b => c"]) == 0
+    assert done.count("fsync") == len(os.listdir("m"))
+    assert done[-2:] == ["folder", "folder"]
+    done.clear()
+    assert main(["remap", source.name, "-o", "two.safetensors", "--rule", "b => c", "--no-fsync"]) == 0
+    assert done == ["link"]
+
+
+# Who may read
+
+
+@pytest.mark.parametrize(
+    ("mode", "umask", "expected"), [(0o600, 0o022, 0o600), (0o644, 0o027, 0o640), (0o664, 0, 0o664), (0o400, 0, 0o600)]
+)
+def test_an_output_is_not_more_readable_than_its_source(source: Path, mode: int, umask: int, expected: int) -> None:
+    source.chmod(mode)
+    before = os.umask(umask)
+    try:
+        assert main(["remap", source.name, *RENAME, "-o", "out.safetensors"]) == 0
+        assert main(["remap", source.name, *RENAME, "-o", "out/"]) == 0
+        Path("old.safetensors").write_bytes(b"")
+        Path("old.safetensors").chmod(0o666)
+        assert main(["remap", source.name, *RENAME, "-o", "old.safetensors", "--force"]) == 0
+    finally:
+        os.umask(before)
+    for out in ("out.safetensors", "out/model.safetensors"):
+        assert stat.S_IMODE(os.stat(out).st_mode) == expected, out
+    assert stat.S_IMODE(os.stat("old.safetensors").st_mode) & 0o077 & ~mode == 0
+    assert stat.S_IMODE(os.stat("out").st_mode) & 0o044 & ~mode == 0
+
+
+def test_links_to_nothing_and_in_circles(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out.safetensors").symlink_to("elsewhere.safetensors")
+    Path("loop.safetensors").symlink_to("loop.safetensors")
+    assert main(["remap", source.name, *RENAME, "-o", "out.safetensors"]) == 2
+    assert "a link to what is not there: elsewhere.safetensors" in capsys.readouterr().err
+    for force in ([], ["--force"]):
+        assert main(["remap", source.name, *RENAME, "-o", "loop.safetensors", *force]) == 2
+    assert not Path("elsewhere.safetensors").exists()
+    assert main(["remap", source.name, *RENAME, "-o", "out.safetensors", "--force"]) == 0
+    assert set(load_file("elsewhere.safetensors")) == {"z.weight", "b"}
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can make files of others")
+def test_a_link_of_another_user_in_a_folder_of_all(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = source.parent / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    Path("precious.safetensors").write_text("mine")
+    (shared / "out.safetensors").symlink_to(source.parent / "precious.safetensors")
+    os.chown(shared / "out.safetensors", 12_345, 12_345, follow_symlinks=False)
+    assert main(["remap", source.name, *RENAME, "-o", "shared/out.safetensors", "--force"]) == 2
+    assert "another user" in capsys.readouterr().err
+    assert Path("precious.safetensors").read_text() == "mine"
+
+
+# Ranks
+
+
+def test_ranks_are_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(3, 2)\n")
+    torch.save(torch.nn.Linear(3, 2).state_dict(), "in.pt")
+    line = ["remap", "in.pt", "--model", "net.py:build", "--to", "fsdp-flat", "--world-size"]
+    assert main([*line, "3", "-o", "rank_{rank}.pt", "--verify"]) == 0
+    before = {path: path.read_bytes() for path in Path().glob("rank_*.pt")}
+    assert main([*line, "2", "-o", "rank_{rank}.pt"]) == 2
+    assert {path: path.read_bytes() for path in Path().glob("rank_*.pt")} == before
+    assert main([*line, "2", "-o", "rank_{rank}.pt", "--force"]) == 0
+    assert {path.name for path in Path().glob("rank_*")} == {"rank_0.pt", "rank_1.pt"}
+    again = ["remap", "rank_*.pt", *line[2:], "2", "-o", "rank_{rank}.pt", "--force"]
+    before = {path: path.read_bytes() for path in Path().glob("rank_*.pt")}
+    assert main(again) == 2
+    assert {path: path.read_bytes() for path in Path().glob("rank_*.pt")} == before
+
+
+def test_nothing_is_put_off_outside_of_the_main_thread(source: Path) -> None:
+    statuses: list[int] = []
+    thread = threading.Thread(
+        target=lambda: statuses.append(main(["remap", source.name, *RENAME, "-o", "o.safetensors"]))
+    )
+    thread.start()
+    thread.join()
+    assert statuses == [0]

@@ -1,0 +1,211 @@
+"""Scenarios under faults: a line runs in forked processes, each with one fault, and what it leaves is judged.
+
+Run as a program (``python fault_driver.py``), that imports torch only where a scenario needs it.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ckpttool.cli.app import main
+from ckpttool.io.temporary import owner_of
+from fault_injector import MODES, Injector
+
+ROOT = Path(__file__).resolve().parents[2]
+Snapshot = dict[str, tuple[int, bytes]]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`argv` is run in a copy of `template`; `journal`: the state may be mixed until the next command has run.
+
+    `once`: what is done cannot be done again. `apart`: there are several outputs, each for itself. `again` are words
+    that let the line run on a finished output: ``--force``.
+    """
+
+    template: str
+    argv: list[str]
+    cwd: str = "."
+    look: str = ""
+    journal: bool = False
+    torch: bool = False
+    once: bool = False
+    apart: bool = False
+    again: tuple[str, ...] = ("--force",)
+
+
+def snapshot(folder: Path) -> Snapshot:
+    """Mode and bytes of every file, without what is marked as temporary."""
+    found: Snapshot = {}
+    for path in sorted(folder.rglob("*")):
+        own = path.relative_to(folder)
+        if not any(owner_of(part) for part in own.parts):
+            is_file = path.is_file() and not path.is_symlink()
+            found[str(own)] = (path.lstat().st_mode, path.read_bytes() if is_file else b"")
+    return found
+
+
+def litter(folder: Path) -> list[str]:
+    """What is marked as temporary, and left."""
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if owner_of(path.name)]
+
+
+def run(work: Path, argv: list[str], cwd: str, injector: Injector | None) -> tuple[int, str, list[str]]:
+    """Exit status (negative: the signal), stderr and the calls of one command line in a process of its own."""
+    log, calls = work.parent / "stderr", work.parent / "calls"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.chdir(work / cwd)
+            for number, path in ((1, os.devnull), (2, str(log))):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            if injector is not None:
+                injector.install()
+            status = main(argv)
+            if injector is not None and injector.at < 0:
+                calls.write_text("\n".join(injector.calls))
+            os._exit(status)
+        finally:
+            os._exit(99)
+    _, ended = os.waitpid(child, 0)
+    seen = calls.read_text().split("\n") if injector is not None and injector.at < 0 and calls.exists() else []
+    return os.waitstatus_to_exitcode(ended), log.read_text(), seen
+
+
+class Judge:
+    """Runs the scenario again and again and keeps what was wrong."""
+
+    def __init__(self, scenario: Scenario, scratch: Path) -> None:
+        self.scenario, self.scratch = scenario, scratch
+        self.work = scratch / "work"
+        self.problems: list[str] = []
+        self.points: Counter[str] = Counter()
+        self._warm_up()
+        self.old = self._fresh()
+        status, said, self.calls = run(self.work, scenario.argv, scenario.cwd, Injector())
+        assert status == 0, said
+        self.new = snapshot(self.work)
+        assert self.new != self.old
+        assert not litter(self.work)
+
+    def _warm_up(self) -> None:
+        """Runs the line in this process, so that those that are forked find all imported."""
+        self._fresh()
+        before = os.getcwd()
+        os.chdir(self.work / self.scenario.cwd)
+        with redirect_stdout(io.StringIO()):
+            main(self.scenario.argv)
+        os.chdir(before)
+        gc.freeze()
+
+    def _fresh(self) -> Snapshot:
+        shutil.rmtree(self.work, ignore_errors=True)
+        shutil.copytree(self.scenario.template, self.work, symlinks=True)
+        return snapshot(self.work)
+
+    def point(self, mode: str, at: int) -> None:
+        """One run with one fault, and all that has to be true after it."""
+        self._fresh()
+        self.points[mode] += 1
+        status, said, _ = run(self.work, self.scenario.argv, self.scenario.cwd, Injector(mode, at))
+        where = f"{mode} at {at} ({self.calls[at]}): "
+
+        def expect(true: bool, what: str) -> None:
+            if not true:
+                self.problems.append(where + what + f" [status {status}: {said.strip()[:300]}]")
+
+        expect("internal error" not in said and "Traceback" not in said, "an internal error")
+        now = snapshot(self.work)
+        if mode.startswith("KILL"):
+            expect(status == -9, "not killed")
+        else:
+            expect(status in (0, 2, 128 + 15, 128 + 2, 128 + 1), "an odd status")
+            expect(status != 0 or now == self.new, "done, and not complete")
+            expect(self._as_it_was(said, now), "said to be as it was, and is not")
+            if mode != "all EIO":
+                expect(status != 0 or not litter(self.work) or self.calls[at] in _CLEANING, "done, with litter")
+        if self.scenario.journal and now not in (self.old, self.new):
+            expect(mode.startswith("KILL") or mode == "all EIO", "half done by a process that lives")
+            run(self.work, ["inspect", self.scenario.look], self.scenario.cwd, None)
+            now = snapshot(self.work)
+        expect(self._is_whole(now), f"neither old nor new: {_difference(now, self.old, self.new)}")
+        again = [] if now == self.old else list(self.scenario.again)
+        status, said, _ = run(self.work, [*self.scenario.argv, *again], self.scenario.cwd, None)
+        # the line may find that its journal was finished first, so that there is nothing left to do
+        expect(status in (0, 1, 2), f"does not run again: {said.strip()}")
+        expect(snapshot(self.work) == self.new, "run again, and not complete")
+        expect(not litter(self.work), f"litter: {litter(self.work)}")
+
+    def _is_whole(self, now: Snapshot) -> bool:
+        """All files are the old ones, or all the new; of outputs that are written apart, each is one or the other."""
+        if not self.scenario.apart:
+            return now in (self.old, self.new)
+        names = {*now, *self.old, *self.new}
+        return all(now.get(name) in (self.old.get(name), self.new.get(name)) for name in names)
+
+    def _as_it_was(self, said: str, now: Snapshot) -> bool:
+        """Whether what is said to be as it was, is."""
+        if "it is as it was" not in said or now == self.old:
+            return True
+        name = said.removeprefix("error: ").partition(":")[0]
+        return self.scenario.apart and now.get(name) == self.old.get(name)
+
+
+_CLEANING = ("unlink", "rmdir", "remove")
+
+
+def _difference(now: Snapshot, *others: Snapshot) -> str:
+    return " / ".join(str([n for n in {**now, **other} if now.get(n) != other.get(n)]) for other in others)
+
+
+def drive(scenario: Scenario, scratch: Path, points: int | None, choose: Callable[[int, int], int]) -> Judge:
+    """`points` of each mode, spread over the calls; all of them without a number."""
+    judge = Judge(scenario, scratch)
+    for row, mode in enumerate(MODES):
+        numbers = [i for i, call in enumerate(judge.calls) if mode != "short" or call == "write"]
+        if points is not None and len(numbers) > points:
+            step = len(numbers) / points
+            numbers = [numbers[choose(int(i * step), row) % len(numbers)] for i in range(points)]
+        for at in dict.fromkeys(numbers):
+            judge.point(mode, at)
+    return judge
+
+
+def _preload() -> None:
+    """Imports what the forked processes would each import again."""
+    for path in sorted((ROOT / "ckpttool").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if not name.startswith(("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.with_torch", "ckpttool.__")):
+            import_module(name)
+
+
+def _main() -> None:
+    """Reads scenarios by name, and prints a line for each as it is done."""
+    asked: dict[str, Any] = json.loads(sys.stdin.read())
+    _preload()
+    for name, words in sorted(asked["scenarios"].items(), key=lambda row: row[1]["torch"]):
+        scenario = Scenario(**words)
+        if scenario.torch:
+            import torch
+
+            torch.set_num_threads(1)
+        judge = drive(scenario, Path(asked["scratch"]), asked["points"], lambda at, row: at + row)
+        seen = {"name": name, "problems": judge.problems, "points": judge.points, "calls": judge.calls}
+        print(f"{name}: {judge.points.total()} points", *judge.problems, sep="\n  ", file=sys.stderr)
+        print(json.dumps(seen), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

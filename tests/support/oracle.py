@@ -1,0 +1,197 @@
+"""What torch reads of a file, beside what ckpttool's index says of it: every tensor, bit for bit, and every storage.
+
+Foreign classes of a pickle are stood in for by empty ones, so that files load without the packages that wrote them, and
+without running any of their code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ckpttool.checkpoint import Checkpoint, TensorEntry
+from ckpttool.evaluate import with_torch
+from ckpttool.evaluate.compare import content_of_storage
+from ckpttool.formats.open import open_checkpoint
+
+Print = tuple[str, tuple[int, ...], str]  # dtype, shape, hash of the elements
+
+_ALLOWED = ("torch", "collections", "builtins", "__builtin__", "copyreg", "_codecs", "numpy")
+
+
+class StandIn:
+    """An object of a class that is not there: it keeps all that its pickle gives it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
+        made = super().__new__(cls)
+        made.__dict__.update(args=args, kwargs=kwargs)
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state=state)
+
+    def append(self, item: Any) -> None:
+        self.__dict__.setdefault("items", []).append(item)
+
+    def extend(self, items: Any) -> None:
+        self.__dict__.setdefault("items", []).extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__.setdefault("pairs", []).append((key, value))
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        base = module.partition(".")[0]
+        if (base == "torch" and name.startswith("_")) or module in ("collections", "copyreg", "_codecs", "torch"):
+            return super().find_class(module, name)
+        if base == "torch" and (name.endswith("Storage") or module == "torch.serialization"):
+            return super().find_class(module, name)
+        if module in ("builtins", "__builtin__") and name in ("set", "frozenset", "slice", "complex", "dict", "object"):
+            return super().find_class("builtins", name)
+        return type(name, (StandIn,), {"__module__": module})
+
+
+def _pickling() -> ModuleType:
+    made = ModuleType("stand_ins")
+    made.__dict__.update(vars(pickle), Unpickler=_Unpickler, load=lambda file, **how: _Unpickler(file, **how).load())
+    return made
+
+
+def load(path: str) -> Any:
+    """What torch.load gives, with stand-ins for foreign classes."""
+    with torch.serialization.warnings.catch_warnings():
+        torch.serialization.warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_pickling(), encoding="latin1")
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside `value`, each object once."""
+    todo, seen, kept = [value], set[int](), []
+    while todo:
+        part = todo.pop()
+        if id(part) in seen or isinstance(part, (str, bytes, int, float, type(None), type)):
+            continue
+        seen.add(id(part))
+        kept.append(part)
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif isinstance(part, Mapping):
+            todo += [*part.keys(), *part.values(), getattr(part, "__dict__", None)]
+        elif isinstance(part, (list, tuple, set, frozenset)):
+            todo += part
+        else:
+            todo.append(getattr(part, "__dict__", None))
+
+
+def fingerprint(tensor: torch.Tensor) -> Print:
+    """Dtype, shape and bytes of a dense tensor."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = with_torch.to_bytes(dense)
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashlib.sha256(data).hexdigest()
+
+
+def fingerprint_of(entry: TensorEntry) -> Print:
+    """The same of what the index says."""
+    return fingerprint(with_torch.load(entry))
+
+
+def disagreements(path: str) -> list[str]:
+    """In which tensors and storages ckpttool and torch do not agree about the file; none where all is right."""
+    checkpoint = open_checkpoint(path)
+    loaded = _loaded(checkpoint, path)
+    entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
+    dense = {fingerprint_of(entry): entry.key for entry in entries if entry.storage is not None}
+    packed = sum(entry.storage is None for entry in entries)
+    theirs = {fingerprint(tensor): tensor for tensor in tensors_of(loaded) if _is_dense(tensor)}
+    named = {content_of_storage(found.storage) for found in checkpoint.unreached}
+    found = [
+        f"torch has {mark[0]} {list(mark[1])}, the index has not"
+        for mark, tensor in theirs.items()
+        if mark not in dense and hashlib.blake2b(with_torch.to_bytes(_whole(tensor))).digest() not in named
+    ]
+    found += [f"{dense[mark]}: torch has no such tensor" for mark in dense.keys() - theirs.keys()]
+    if packed + len(named) < sum(not _is_dense(tensor) for tensor in tensors_of(loaded)):
+        found.append("packed tensors are missing")
+    return found + _by_key(checkpoint, loaded) + _unaccounted(checkpoint, path)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage that the tensor looks at."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def _loaded(checkpoint: Checkpoint, path: str) -> Any:
+    if checkpoint.format == "safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    if checkpoint.format == "torchscript":
+        return torch.jit.load(path, map_location="cpu").state_dict()
+    return load(path)
+
+
+def _by_key(checkpoint: Checkpoint, loaded: Any) -> list[str]:
+    """State dicts are compared under their keys too, in their order."""
+    found = []
+    for section in checkpoint.sections:
+        value = loaded
+        for step in filter(None, section.path.split(".")):
+            value = value[step] if isinstance(value, Mapping) and step in value else None
+        if section.kind == "state_dict" and isinstance(value, Mapping):
+            keys = [key for key, part in value.items() if isinstance(part, torch.Tensor)]
+            if keys != [entry.key for entry in section.tensors]:
+                found.append(f"section {section.path}: other keys than torch has")
+            for entry in section.tensors:
+                if entry.storage is not None and fingerprint_of(entry) != fingerprint(value[entry.key]):
+                    found.append(f"{section.path}::{entry.key}: other values than torch has")
+    return found
+
+
+def _unaccounted(checkpoint: Checkpoint, path: str) -> list[str]:
+    """Storages in the file that are neither a tensor's nor named. Packed tensors account for those in their bytes."""
+    stored = _storages(checkpoint, path)
+    entries = [entry for section in checkpoint.sections for entry in section.all_tensors()]
+    storages = {id(entry.storage): entry.storage for entry in entries if entry.storage is not None}
+    storages |= {id(found.storage): found.storage for found in checkpoint.unreached}
+    known = set(map(content_of_storage, storages.values()))
+    left = [name for name, content in stored.items() if content not in known]
+    packed = [entry for entry in entries if entry.storage is None]
+    return [] if packed and len(left) <= 4 * len(packed) else [f"storage {name} is not accounted for" for name in left]
+
+
+def _storages(checkpoint: Checkpoint, path: str) -> dict[str, bytes]:
+    """Name -> content of each storage in the file, as it lies there."""
+    if checkpoint.format in ("torch_zip", "torchscript"):
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if "/data/" in name or "/constants/" in name]
+            return {name: hashlib.blake2b(archive.read(name)).digest() for name in names}
+    if checkpoint.format == "torch_legacy":
+        return _legacy_storages(path)
+    return {}
+
+
+def _legacy_storages(path: str) -> dict[str, bytes]:
+    """Every storage that torch makes while it loads the file."""
+    made: dict[int, torch.UntypedStorage] = {}
+
+    def keep(storage: Any, location: str) -> Any:
+        made[id(storage)] = storage
+        return storage
+
+    with torch.serialization.warnings.catch_warnings():
+        torch.serialization.warnings.simplefilter("ignore")
+        torch.load(path, map_location=keep, weights_only=False, pickle_module=_pickling(), encoding="latin1")
+    return {str(number): hashlib.blake2b(bytes(s)).digest() for number, s in enumerate(made.values())}

