@@ -191,7 +191,7 @@ def test_swapped_program_computes_what_the_trained_model_computes(
 
 
 def test_trace_of_70_billion_parameters_stays_small(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ckpttool", "trace", "-o", str(tmp_path / "names.json")]
+    command = [sys.executable, "-m", "ckpttool", "trace", "--force", "-o", str(tmp_path / "names.json")]
     _, small = run_measured([*command, f"{MODELS}:llama"], tmp_path)
     _, peak = run_measured([*command, f"{MODELS}:llama_70b"], tmp_path)
     names = json.loads((tmp_path / "names.json").read_text())

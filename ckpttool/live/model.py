@@ -47,7 +47,7 @@ def module_target(module: nn.Module) -> Target:
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise Refused(
-            f"{plural(len(lazy), 'parameter')} of the module not initialised yet",
+            f"{plural(len(lazy), 'parameter')} of the module {'is' if len(lazy) == 1 else 'are'} not initialised yet",
             hint="run the module once on an example, then swap",
             problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
         )

@@ -37,8 +37,9 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_entries_are_loaded_as_they_lie(tmp_path: Path, dtype: torch.dtype) -> None:
     whole = (torch.arange(24).reshape(4, 6) % 2).to(dtype)
-    for view in (whole, whole.t(), whole[1:3, ::2], whole[2, 3], whole[:0], whole[:1].expand(5, 6)):
-        entry = stored(view, tmp_path)
+    views = (whole, whole.t(), whole[1:3, ::2], whole[2, 3], whole[:0], whole[:1].expand(5, 6))
+    for number, view in enumerate(views):
+        entry = stored(view, tmp_path, f"x{number}")
         assert same(with_torch.load(entry), view)
         assert bytes(with_torch.to_bytes(with_torch.load(entry))) == bytes(with_torch.to_bytes(view))
 

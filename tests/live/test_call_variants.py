@@ -149,7 +149,7 @@ def test_an_attribute_keeps_its_kind() -> None:
         (lambda m: swap_module(m, "gate", cast(Any, torch.ones(1))), "gate: a Tensor is no nn.Module"),
         (lambda m: swap_attribute(m, "gate.none", 1), "gate has no attribute 'none'"),
         (lambda m: swap_attribute(m, "gate.proj", 1), "gate.proj is a submodule"),
-        (lambda m: swap_attribute(m, "gate.shift", 1), "gate.shift is a tensor, the new value a int"),
+        (lambda m: swap_attribute(m, "gate.shift", 1), "gate.shift is a tensor, the new value an int"),
         (lambda m: swap_attribute(m, "gate.shift", torch.ones(5)), "gate.shift has the shape [4], the new value [5]"),
         (
             lambda m: swap_attribute(m, "gate.shift", lambda t: t.double()),

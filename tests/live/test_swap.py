@@ -223,7 +223,7 @@ def test_the_model_says_what_hooks_renamed() -> None:
 @pytest.mark.parametrize(
     ("target", "state", "says"),
     [
-        (object(), {}, "a object holds no weights that can be swapped"),
+        (object(), {}, "an object holds no weights that can be swapped"),
         (nn.Linear(1, 1), [1], "a list is no state dict"),
         (nn.Linear(1, 1), {1: torch.ones(1)}, "the state dict has a key that is no string: 1"),
         (nn.LazyLinear(1), {}, "2 parameters of the module are not initialised yet"),

@@ -32,6 +32,9 @@ class WebServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files, self.ranges, self.sent = files, ranges, 0
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing: a client that has enough of an answer may hang up."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"

@@ -239,9 +239,9 @@ def test_one_rank_twice(runs: dict[int, Path], run: Run, tmp_path: Path) -> None
 
 def test_names_in_the_wrong_order(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     pattern = copy_as(tmp_path, {f"r{1 - rank}.pt": runs[2] / f"flat_rank_{rank}.pt" for rank in (0, 1)})
-    status, out, _ = run("remap", pattern, *MODEL, "-o", tmp_path / "full.pt")
+    status, _, err = run("remap", pattern, *MODEL, "-o", tmp_path / "full.pt")
     assert status == 0
-    assert f"{tmp_path / 'r0.pt'} was saved by rank 1, whatever its name says" in " ".join(out.split())
+    assert f"{tmp_path / 'r0.pt'} was saved by rank 1, whatever its name says" in " ".join(err.split())
     same(torch.load(tmp_path / "full.pt")["model"], torch.load(runs[2] / "flat_full.pt")["model"])
 
 

@@ -191,7 +191,9 @@ def test_records_that_move_across_four_gibibytes(tmp_path: Path) -> None:
             if isinstance(piece.data, bytes):
                 out.write(piece.data)
                 continue
-            assert isinstance(piece.data, Span)
+            if isinstance(piece.data, Lazy):  # a checksum that is known by now
+                out.writelines(piece.data.produce())
+                continue
             file.seek(piece.data.offset)
             out.write(file.read(min(ends, piece.nbytes)))
             if piece.nbytes > ends:
