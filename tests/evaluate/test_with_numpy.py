@@ -90,7 +90,8 @@ def test_views_are_gathered_as_torch_gathers_them(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     dtype = data.draw(st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]]))
-    size, path = itemsize(dtype), tmp_path_factory.getbasetemp() / f"elements-of-{size}"
+    size = itemsize(dtype)
+    path = tmp_path_factory.getbasetemp() / f"elements-of-{size}"
     if not path.exists():  # files that are read stay as they are
         path.write_bytes(random.Random(7).randbytes(200 * size))
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
