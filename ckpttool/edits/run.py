@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.ranks.recognise import put_together
-from ckpttool.edits.remap.optimizer import Wanted
+from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
@@ -104,7 +104,7 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
     return done
 
 
-def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, Wanted]:
+def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, OptimizerRequest]:
     """What is asked of the model's section, and of the optimizers."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     steps = _rule_steps(options, rules)
@@ -124,7 +124,7 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
     renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
-    return asked, Wanted(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
+    return asked, OptimizerRequest(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
 
 
 def _renaming(steps: tuple[RuleStep, ...]) -> tuple[Renaming, ...]:
@@ -153,7 +153,7 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
     return read(options.rules, reverse=options.reverse, rules=rules)
 
 
-def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Wanted) -> bool:
+def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:
     """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
     has_model = any(section.kind == "state_dict" for section in source.sections)
     about_keys = (options.to, options.from_, options.like, options.to_model if has_model else None, options.select)

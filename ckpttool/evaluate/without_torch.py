@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from ckpttool.checkpoint import ExtraEntry, TensorEntry, contiguous_stride
-from ckpttool.evaluate.parts import joined, window
+from ckpttool.evaluate.parts import concatenated, window
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.limits import limits
 
@@ -83,7 +83,7 @@ def _reshape(entry: TensorEntry | None, shape: tuple[Argument, ...]) -> TensorEn
 def _clone(entry: TensorEntry | None) -> TensorEntry | None:
     if entry is None or not entry.is_contiguous:
         return None
-    storage = joined([window(entry, 0, entry.numel)])
+    storage = concatenated([window(entry, 0, entry.numel)])
     return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
 
 
@@ -98,5 +98,5 @@ def _cat(entries: list[TensorEntry | None], dim: int) -> TensorEntry | None:
     if len(alike) > 1 or prod(head) != 1:
         return None
     shape = (*head, sum(part.shape[dim] for part in parts), *tail)
-    storage = joined([window(part, 0, part.numel) for part in parts])
+    storage = concatenated([window(part, 0, part.numel) for part in parts])
     return replace(first, shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)

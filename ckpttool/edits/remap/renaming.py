@@ -11,7 +11,7 @@ from ckpttool.edits.remap.by_model import NO_COUNTER
 from ckpttool.edits.remap.draft import Draft, renamed
 from ckpttool.edits.remap.narrow import select
 from ckpttool.edits.rules.patterns import Rule, rename
-from ckpttool.naming.alignment import pairs
+from ckpttool.naming.alignment import align
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
@@ -49,7 +49,7 @@ class TakeOver:
 
     def apply(self, draft: Draft) -> Draft:
         """Names differ by wrappers' segments only."""
-        names = pairs(draft.keys, self.other.by_key())
+        names = align(draft.keys, self.other.by_key())
         own = [key for key in draft.keys if key not in names]
         lacking = f"the other checkpoint has no name for {plural(len(own), 'key')}: {', '.join(own[:5])}"
         return replace(draft, plan=draft.renamed(names), notes=(*draft.notes, lacking) if own else draft.notes)
