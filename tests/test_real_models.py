@@ -19,6 +19,7 @@ from torch import nn
 import real_models
 from command import Run
 from files import run_measured
+from torch_version import needs_torch
 
 MODELS = Path(real_models.__file__)
 State = dict[str, torch.Tensor]
@@ -45,6 +46,7 @@ class Trained:
 
 @pytest.fixture(scope="module", params=real_models.ALL)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    needs_torch("2.7", "torch.export of transformers' models")
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     torch.export.save(real_models.export(real_models.build(name, seed=0), name), folder / "deployed.pt2")
     model = real_models.build(name, seed=1)

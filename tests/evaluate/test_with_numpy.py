@@ -30,7 +30,7 @@ def same(ours: np.ndarray, theirs: torch.Tensor) -> bool:
     return bool(np.array_equal(mine, wide, equal_nan=True) and (signs | np.isnan(wide)).all())
 
 
-@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("dtype", [dtype for dtype in SMALL if hasattr(torch, dtype)])
 def test_every_pattern_is_the_number_that_torch_reads(dtype: str) -> None:
     size = itemsize(dtype)
     data = np.arange(256**size, dtype=f"<u{size}").tobytes()
@@ -46,7 +46,7 @@ def test_the_dtypes_are_all_that_have_real_numbers() -> None:
         for name in named
         if not getattr(torch, name).is_complex and (getattr(torch, name).is_floating_point or name in _INTEGERS)
     }
-    assert set(REAL) == real - {"float4_e2m1fn_x2"}
+    assert set(REAL) & set(named) == real - {"float4_e2m1fn_x2"}
 
 
 _INTEGERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -64,7 +64,7 @@ def patterns(dtype: str) -> st.SearchStrategy[bytes]:
     return st.binary(min_size=size, max_size=size) | special
 
 
-@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("dtype", [dtype for dtype in REAL if hasattr(torch, dtype)])
 def test_differences_are_said_as_torch_says_them(dtype: str) -> None:
     tolerances = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 1e30])
 

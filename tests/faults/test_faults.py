@@ -88,7 +88,7 @@ def sharded_and_out(folder: Path) -> None:
 
 
 def distributed(folder: Path, name: str = "in", state: dict[str, torch.Tensor] = STATE) -> None:
-    dcp.save({"model": state, "step": 7}, checkpoint_id=folder / name, no_dist=True)
+    dcp.save({"model": state, "step": 7}, checkpoint_id=folder / name)
 
 
 def distributed_and_out(folder: Path) -> None:

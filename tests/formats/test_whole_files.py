@@ -187,7 +187,7 @@ def test_a_record_that_nothing_refers_to_is_named_and_kept(run: Run, tmp_path: P
 
 def test_a_folder_of_torch_distributed(tmp_path: Path) -> None:
     value = {"model": {"w": torch.ones(2)}, "more": (torch.arange(3.0), torch.arange(4.0).untyped_storage())}
-    dcp.save(value, checkpoint_id=tmp_path / "folder", no_dist=True)
+    dcp.save(value, checkpoint_id=tmp_path / "folder")
     checkpoint = open_checkpoint(str(tmp_path / "folder"))
     assert sum(len(section.all_tensors()) for section in checkpoint.sections) == 2
     assert [found.path for found in checkpoint.unreached] == ["more.1"]
@@ -381,7 +381,7 @@ def test_empty_tensors_alone_are_no_placeholders(tmp_path: Path) -> None:
 def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, tmp_path: Path) -> None:
     """Megatron-Core saves the iteration and its arguments so."""
     folder = tmp_path / "iter_0000010"
-    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder)
     common = saved(folder / "common.pt", {"iteration": 10, "args": argparse.Namespace(lr=0.1)})
     assert "common.pt" in "".join(run("inspect", folder)[1:])
     assert run("remap", folder, "-o", tmp_path / "out.dcp", "--rule", "w => v", "--verify").status == 0
@@ -401,7 +401,7 @@ def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
     from ckpttool.formats.containers.pickle_tree import dumps, loads
     from ckpttool.formats.dcp.metadata import parse, spelled
 
-    dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=tmp_path / "folder")
     pickle = loads((tmp_path / "folder" / ".metadata").read_bytes())
     properties = pickle.root.state["state_dict_metadata"]["w"].state["properties"]
     properties.state = (*properties.state[:5], (1, 2))

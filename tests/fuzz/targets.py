@@ -171,7 +171,7 @@ def _scripts() -> list[bytes]:
 
 def _metadata() -> list[bytes]:
     folder = Path(tempfile.mkdtemp(dir=_FOLDER)) / "dcp"
-    dcp.save({"w": torch.ones(4), "n": 3, "x": {"y": [torch.ones(2, 2)]}}, checkpoint_id=str(folder), no_dist=True)
+    dcp.save({"w": torch.ones(4), "n": 3, "x": {"y": [torch.ones(2, 2)]}}, checkpoint_id=str(folder))
     return [(folder / ".metadata").read_bytes()]
 
 

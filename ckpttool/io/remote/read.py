@@ -333,6 +333,9 @@ def _fetch(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         starts, ends = [a for a, _ in ranges], [b for _, b in ranges]
         patience = _patience(fs, sum(ends) - sum(starts))
         found = fs.cat_ranges([path] * len(ranges), starts, ends, on_error="raise", **patience)
+        for part in found:
+            if isinstance(part, BaseException):  # fsspec before 2023.9 hands errors over as answers
+                raise part
     total = sum(map(len, found))
     _kept.requests[url] += len(ranges)
     _kept.fetched[url] += total

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -89,6 +90,8 @@ def test_the_page_shows_what_is_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where it changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/edits/rules/test_suggest.py``."""
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("its ViT has other names since transformers 5")
     monkeypatch.chdir(tmp_path)
     before, _, rest = PAGE.read_text().partition(START)
     shown, _, after = rest.partition(END)
