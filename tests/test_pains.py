@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -25,6 +26,7 @@ from files import run_measured
 from loading_zoo import Packed, packed_weight
 from mend_models import hooked, lifted, net
 from optimizer_support import save, steps, train
+from places import ROOT
 from torch_version import needs_torch
 
 torch.set_num_threads(1)
@@ -549,3 +551,13 @@ def test_activation_checkpoints_hide_their_segment(ask: Ask) -> None:
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     raw = {key: value.detach() for key, value in nn.Module.named_parameters(model)}
     mended(ask, raw, "net", net(), wanted)
+
+
+def test_the_page_names_issues_that_are_tested_here() -> None:
+    page = (ROOT / "docs" / "pains.md").read_text()
+    tests = {name for name in globals() if name.startswith("test_")}
+    named = [(where.lower().replace("-", "_"), number) for where, number in re.findall(r"([\w-]+)#(\d+)", page)]
+    assert named
+    assert [one for one in named if not any(f"_{one[0]}_{one[1]}_" in name for name in tests)] == []
+    tested = {found[1] for name in tests if (found := re.match(r"test_[a-z_]+_(\d+)_", name))}
+    assert tested - {number for _, number in named} == set()
