@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import NO_COUNTER
 from ckpttool.edits.remap.draft import Draft, renamed
 from ckpttool.edits.remap.narrow import select
 from ckpttool.edits.rules.patterns import Rule, rename
-from ckpttool.edits.rules.steps import Step as RuleStep
-from ckpttool.edits.rules.steps import plan_of
-from ckpttool.naming.alignment import pairs
+from ckpttool.naming.alignment import align
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import Dropped, Output, compose
 from ckpttool.words import plural
+
+if TYPE_CHECKING:
+    from ckpttool.edits.rules.steps import Step as RuleStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,17 @@ class TakeOver:
 
     def apply(self, draft: Draft) -> Draft:
         """Names differ by wrappers' segments only."""
-        names = pairs(draft.keys, self.other.by_key())
+        names = align(draft.keys, self.other.by_key())
         taken = set(names.values())
         own = [key for key in draft.keys if key not in names]
         rest = [key for key in self.other.by_key() if key not in taken]
-        lacking = f"the other checkpoint has no name for {plural(len(own), 'key')}: {_first(own)}"
-        left_out = f"not in the output are {plural(len(rest), 'key')} of the other checkpoint: {_first(rest)}"
-        left_out += _twins(rest, self.other)
-        notes = (*draft.notes, *([lacking] if own else []), *([left_out] if rest else []))
-        return replace(draft, plan=draft.renamed(names), notes=notes)
+        notes = list(draft.notes)
+        if own:
+            notes.append(f"the other checkpoint has no name for {plural(len(own), 'key')}: {_first(own)}")
+        if rest:
+            left_out = f"not in the output are {plural(len(rest), 'key')} of the other checkpoint: {_first(rest)}"
+            notes.append(left_out + _twins(rest, self.other))
+        return replace(draft, plan=draft.renamed(names), notes=tuple(notes))
 
 
 def _first(keys: Sequence[str]) -> str:
@@ -108,4 +112,6 @@ class ByRuleSteps:
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` as `rules.steps.plan_of` does."""
+        from ckpttool.edits.rules.steps import plan_of
+
         return replace(draft, plan=compose(draft.plan, plan_of(self.steps, draft.evaluated())))
