@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 # What a problem is, for code that chooses what to advise; what nobody asks about is ``other``.
-Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "other"]
+Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "other"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,9 @@ def _check_section(path: str, outputs: list[Output], dropped: list[str], source:
     problems += [Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have]
     problems += _collisions(outputs)
     problems += [
-        Problem("computed by code that is no tensor operator", o.key) for o in outputs if ex.is_opaque(o.source)
+        Problem("computed by code that is no tensor operator", o.key, "opaque")
+        for o in outputs
+        if ex.is_opaque(o.source)
     ]
     problems += [Problem("neither used nor dropped", key) for key in have if key not in read and key not in gone]
     return problems

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DataParallel
 
 import mend_models
+import optimizer_models
+import real_models
 from ckpttool.cli.app import main
+from files import run_measured
+from loading_zoo import Packed, packed_weight
 from mend_models import hooked, lifted, net
+from optimizer_support import save, steps, train
+from places import ROOT
+from torch_version import needs_torch
 
 torch.set_num_threads(1)
 MODELS = Path(mend_models.__file__)
@@ -344,9 +353,211 @@ def test_megatron_bridge_6032_keys_that_are_absent_are_said(ask: Ask) -> None:
     assert "head.weight" in found.said
 
 
+def test_torchtune_2291_a_hook_with_absolute_keys_under_data_parallel(ask: Ask) -> None:
+    """It renames its key at the root only; the model alone says so, and so does what was saved under the wrapper."""
+    model = mend_models.Absolute()
+    wanted = dict(model.state_dict())
+    breaks = "a state_dict hook looks for absolute keys, and breaks under DDP too"
+    assert breaks in diff(ask, "--model", "model.py:Absolute").said
+    wrapped = dict(DataParallel(model).state_dict())
+    assert "module.weight" not in wrapped
+    assert breaks in mended(ask, wrapped, "Absolute", mend_models.Absolute(), wanted).said
+
+
+def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    return {name: optimizer.state[parameter]["exp_avg"] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", ["adamw", "named"])
+def test_pytorch_1489_reordered_parameters_get_their_own_moments(ask: Ask, make: str) -> None:
+    """By the names in the file (`param_names`) or, where it has ids only, by the definition that saved it."""
+    build = getattr(optimizer_models, make)
+    old, optimizer = train(optimizer_models.Net, build, 2)
+    ckpt, wanted = save(Path("old.pt"), old, optimizer), moments_by_name(old, optimizer)
+
+    def resumed(path: str) -> State:
+        content, model = torch.load(path), optimizer_models.Reordered()
+        model.load_state_dict(content["model"], strict=True)
+        fresh = build(model)
+        fresh.load_state_dict(content["optimizer"])
+        return moments_by_name(model, fresh)
+
+    held = resumed(ckpt)  # torch says nothing
+    assert any(held[name].shape != value.shape for name, value in wanted.items())
+    words = ("--model", "optimizer_models:Reordered", "--optimizer", f"optimizer_models:{make}")
+    found = diff(ask, *words, ckpt)
+    assert (found.status, found.data["summary"]["order"]) == (1, 9)
+    out = run_printed(ask, found.fix, OLD="optimizer_models:Net")
+    held = resumed(out)
+    assert all(torch.equal(held[name], value) for name, value in wanted.items())
+    assert diff(ask, *words, out).status == 0
+
+
+def test_pytorch_7499_the_state_of_another_class(ask: Ask) -> None:
+    """No remap makes the one the other: the model is kept, and the optimizer starts afresh."""
+    model, optimizer = train(optimizer_models.Net, optimizer_models.sgd, 1)
+    ckpt, fresh = save(Path("sgd.pt"), model, optimizer), optimizer_models.Net()
+    adamw = optimizer_models.adamw(fresh)
+    with pytest.raises(KeyError, match="step"):
+        adamw.load_state_dict(torch.load(ckpt)["optimizer"])
+    words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:adamw")
+    found = diff(ask, *words, ckpt)
+    assert found.status == 1
+    assert "the state is that of SGD, the optimizer Adam or AdamW" in found.said
+    content = torch.load(run_printed(ask, found.fix))
+    assert content.keys() == {"model", "epoch"}
+    fresh.load_state_dict(content["model"], strict=True)
+    steps(fresh, optimizer_models.adamw(fresh), 0, 1)
+
+
+def test_pytorch_142246_constants_of_a_package_are_checked_before(ask: Ask) -> None:
+    """torch takes a weight of another shape, and computes with it."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("AOTInductor needs a C++ compiler")
+    needs_torch("2.9", "weights beside the code of a package")
+    from torch.export.pt2_archive._package import load_pt2
+
+    inductor, x = torch._inductor, torch.linspace(-1, 1, 32).reshape(2, 16)
+    outside = {"package_constants_in_so": False, "package_constants_on_disk_format": "pickle_weights"}
+    configs = {f"aot_inductor.{name}": value for name, value in outside.items()}
+    model, new = mend_models.Wide(), mend_models.Wide()
+    program = torch.export.export(model, (x,))
+    inductor.aoti_compile_and_package(program, package_path="package.pt2", inductor_configs=configs)
+    loaded = load_pt2("package.pt2", load_weights_from_disk=True).aoti_runners["model"]
+    state = dict(new.state_dict())
+    wrong = {**state, "fc.weight": state["fc.weight"].t().contiguous()}
+    loaded.load_constants(wrong, check_full_update=False)
+    assert not torch.allclose(loaded(x), new(x))
+    with pytest.raises(RuntimeError, match="Constant not found"):
+        loaded.load_constants({**state, "spare": torch.ones(1)}, check_full_update=False)
+    for broken, says in (
+        (wrong, "shape [16, 64], the program has [64, 16] (from fc.weight) @ fc.weight"),
+        ({**state, "fc.weight": state["fc.weight"].half()}, "dtype float16, the program has float32"),
+        ({**state, "spare": torch.ones(1)}, "@ spare"),
+        ({key: value for key, value in state.items() if key != "out.weight"}, "@ out.weight"),
+    ):
+        assert diff(ask, saved(broken), "package.pt2").status == 1
+        refused = ask("swap-weights", "package.pt2", "train.pt", "-o", "no.pt2")
+        assert refused.status == 1
+        assert says in refused.err
+        assert not Path("no.pt2").exists()
+    compiled = {f"_orig_mod.{key}": value for key, value in state.items()}
+    out = run_printed(ask, diff(ask, saved(compiled), "package.pt2").fix)
+    assert torch.allclose(load_pt2(out, load_weights_from_disk=True).aoti_runners["model"](x), new(x))
+
+
+ROTARY = """
+[[rule]]
+reshape = "*.{kind}_proj.weight"
+from_shape = [{rows}, 32]
+shape = [{heads}, 4, 2, 32]
+
+[[rule]]
+permute = "*.{kind}_proj.weight"
+dims = [0, 2, 1, 3]
+
+[[rule]]
+reshape = "*.{kind}_proj.weight"
+from_shape = [{heads}, 2, 4, 32]
+shape = [{rows}, 32]
+"""
+
+
+def test_torchtitan_1291_rotary_rows_in_another_order(ask: Ask) -> None:
+    """All keys and shapes match, and a strict load says nothing: the values tell, and the rules that are named mend."""
+    model = real_models.llama()
+    wanted = {key: value.clone() for key, value in model.state_dict().items()}
+    heads = {"q": 4, "k": 2}  # of 8 rows
+
+    def interleaved(key: str, value: torch.Tensor) -> torch.Tensor:
+        count = next((heads[kind] for kind in heads if f".{kind}_proj." in key), 0)
+        return value.view(count, 2, 4, 32).transpose(1, 2).reshape(count * 8, 32) if count else value
+
+    tokens = torch.arange(6)[None]
+    right = model(tokens).logits
+    ckpt = saved({key: interleaved(key, value) for key, value in wanted.items()}, "theirs.pt")
+    model.load_state_dict(torch.load(ckpt), strict=True)
+    assert not torch.allclose(model(tokens).logits, right)
+    alone = diff(ask, "--model", "real_models:llama", ckpt)
+    assert alone.status == 0
+    assert any("model.layers.0.self_attn.q_proj.weight" in keys for keys in alone.data["exchangeable"])
+    found = diff(ask, ckpt, saved(wanted, "ours.pt"), "--values")
+    assert (found.status, found.data["summary"]["value"]) == (1, 4)
+    assert "heads of 8: pairs of rows side by side in left, half a head apart in right" in found.said
+    assert "`reshape`, `permute` and `reshape` in a file of rules" in found.said
+    rules = "".join(ROTARY.format(kind=kind, heads=count, rows=8 * count) for kind, count in heads.items())
+    Path("rules.toml").write_text(rules)
+    assert ask("remap", ckpt, "--rules", "rules.toml", "-o", "out.pt").status == 0
+    assert_loads(model, "out.pt", wanted)
+    assert torch.equal(model(tokens).logits, right)
+    assert diff(ask, "out.pt", "ours.pt", "--values").status == 0
+
+
+def test_torchtitan_1441_swapped_norms(ask: Ask) -> None:
+    """Two tensors of one shape under each other's names."""
+    state = {"first.weight": torch.rand(4), "second.weight": torch.rand(4)}
+    ckpt = saved({"first.weight": state["second.weight"], "second.weight": state["first.weight"]})
+    found = diff(ask, ckpt, saved(state, "ours.pt"), "--values")
+    assert found.status == 1
+    assert "left `first` is right `second`" in found.said
+    assert "--rule 'FROM => TO' for each of them gives all of them these names at once" in found.said
+    rules = ("--rule", "first.{x} => second.{x}", "--rule", "second.{x} => first.{x}")
+    assert ask("remap", ckpt, *rules, "-o", "out.pt").status == 0
+    assert diff(ask, "out.pt", "ours.pt", "--values").status == 0
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_safetensors_458_a_conversion_does_not_need_the_model_in_memory(ask: Ask, ending: str) -> None:
+    peaks = []
+    for count in (1, 1 << 17):  # 1 KiB and 128 MiB
+        state = {f"module.layers.{layer}.weight": torch.ones(count, 64) for layer in range(4)}
+        command = ["remap", saved(state), "--rule", "module.{x*} => {x*}", "-o", f"out.{ending}", "--force"]
+        peaks.append(run_measured([sys.executable, "-m", "ckpttool", *command], Path())[1])
+    assert peaks[1] - peaks[0] < 32 << 20
+    found = load_file("out.safetensors") if ending == "safetensors" else torch.load("out.pt", mmap=True)
+    assert {key.removeprefix("module.") for key in state} == found.keys()
+    assert all(torch.equal(found[key.removeprefix("module.")], value) for key, value in state.items())
+
+
+def test_safetensors_515_tensor_subclasses_are_carried_or_refused(ask: Ask) -> None:
+    """Never flattened: a torch file keeps them as they are, safetensors has no place for them, no rule computes."""
+    state = dict(packed_weight().state_dict())
+    ckpt = saved({f"module.{key}": value for key, value in state.items()})
+    found = diff(ask, "--model", "loading_zoo:packed_weight", ckpt)
+    out = run_printed(ask, found.fix)
+    model = packed_weight()
+    with torch.serialization.safe_globals([Packed]):
+        model.load_state_dict(torch.load(out), strict=True)
+    for key, value in state.items():
+        held = model.state_dict()[key]
+        assert type(held) is type(value)
+        if isinstance(value, Packed):
+            assert torch.equal(held.values_, value.values_)
+            assert torch.equal(held.scale, value.scale)
+        else:
+            assert torch.equal(held, value)
+    refused = ask("remap", out, "--rule", "weight => kernel", "-o", "out.safetensors")
+    assert refused.status == 1
+    assert "a subclass tensor has no place in the format @ kernel" in refused.err
+    assert "write a torch file (OUT ending in .pt)" in refused.err
+    Path("rules.toml").write_text('[[rule]]\ncast = "weight"\ndtype = "bfloat16"\n')
+    assert ask("remap", out, "--rules", "rules.toml", "-o", "cast.pt").status == 1
+    assert not any(Path(name).exists() for name in ("out.safetensors", "cast.pt"))
+
+
 def test_activation_checkpoints_hide_their_segment(ask: Ask) -> None:
     model: Any = net()
     wanted = {key: value.clone() for key, value in model.state_dict().items()}
     model.layers[0] = checkpoint_wrapper(model.layers[0])
     raw = {key: value.detach() for key, value in nn.Module.named_parameters(model)}
     mended(ask, raw, "net", net(), wanted)
+
+
+def test_the_page_names_issues_that_are_tested_here() -> None:
+    page = (ROOT / "docs" / "pains.md").read_text()
+    tests = {name for name in globals() if name.startswith("test_")}
+    named = [(where.lower().replace("-", "_"), number) for where, number in re.findall(r"([\w-]+)#(\d+)", page)]
+    assert named
+    assert [one for one in named if not any(f"_{one[0]}_{one[1]}_" in name for name in tests)] == []
+    tested = {found[1] for name in tests if (found := re.match(r"test_[a-z_]+_(\d+)_", name))}
+    assert tested - {number for _, number in named} == set()

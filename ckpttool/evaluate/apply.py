@@ -16,6 +16,11 @@ from ckpttool.expression import Ref
 from ckpttool.plan import Output, Plan
 from ckpttool.words import plural
 
+_OPAQUE = (
+    "only the model's own code can do it: load the checkpoint into the model, and save its state_dict(), or "
+    "dict(model.named_parameters()) for runtime names"
+)
+
 Entries = Mapping[str, TensorEntry | ExtraEntry]
 
 
@@ -27,9 +32,8 @@ def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
     _check_operators(plan)
     problems = plan.check(source)
     if problems:
-        raise Refused(
-            "the plan does not fit the checkpoint", hint="`ckpttool inspect` lists its keys", problems=problems
-        )
+        hint = _OPAQUE if any(problem.kind == "opaque" for problem in problems) else "`ckpttool inspect` lists its keys"
+        raise Refused("the plan does not fit the checkpoint", hint=hint, problems=problems)
     rewritten = set(plan.sections)
     sections = [_rewrite(s, plan) if s.path in rewritten else s for s in source.sections]
     return replace(source, sections=tuple(sections))

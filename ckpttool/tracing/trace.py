@@ -13,16 +13,16 @@ import torch
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression, Ref
-from ckpttool.names import LoadedTensor, Names
-from ckpttool.tracing.load_model import LoadedModel
+from ckpttool.names import AS_A_PART, LoadedTensor, Names
+from ckpttool.tracing.load_model import CannotBuild, LoadedModel
 from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
 from ckpttool.tracing.meta_twin import beside_real
 from ckpttool.tracing.nested import nested_problems
 from ckpttool.tracing.overwritten import lost_problems
 from ckpttool.tracing.roundtrip import problems, settled
-from ckpttool.tracing.runtime import check_memory, fresh, metadata_of, nbytes, on_meta_or_real, wrapper_paths
+from ckpttool.tracing.runtime import check_memory, fresh, is_cheap, metadata_of, nbytes, on_meta_or_real, wrapper_paths
 from ckpttool.tracing.saving import Saved, save, without_constants
-from ckpttool.tracing.tried import tried
+from ckpttool.tracing.tried import brought_back, tried
 
 __all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
 
@@ -32,7 +32,7 @@ _WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real where meta
 def trace(model: LoadedModel) -> Names:
     """All names of the model's tensors, both ways. Raises `CkptError` where its own code fails."""
     model, notes = beside_real(model)
-    saved = _saved(model)
+    saved = _with_hidden(model, _saved(model))
     verdict = on_meta_or_real(model, lambda real: _load(model, saved, real))
     sources = {s.key: s.source for s in saved.serialized}
     found = [*_unstable(saved), *lost_problems(model, saved), *_given_back(model, saved, verdict)]
@@ -52,7 +52,7 @@ def trace(model: LoadedModel) -> Names:
         notes=(
             *notes,
             *(str(problem) for problem in found if problem.kind == "unknown"),
-            *(f"as a part of another model: {problem}" for problem in _nested(model, saved)),
+            *(f"{AS_A_PART}: {problem}" for problem in _nested(model, saved)),
         ),
     )
 
@@ -63,6 +63,20 @@ def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
         return ()
     as_saved = replace(model, materialize=saved.real)  # hooks that read values cannot run on meta
     return nested_problems(as_saved, [*(key.key for key in saved.serialized), *saved.extra_state])
+
+
+def _with_hidden(model: LoadedModel, saved: Saved) -> Saved:
+    """`saved`, with what extra state carries outside of torch (as pickled bytes) among `carried`.
+
+    Symbols cannot tell that: asked only where building the model for real takes a moment.
+    """
+    unfed = [r.fqn for r in saved.runtime if r.alias_of is None and r.fqn not in saved.fed]
+    if not saved.extra_state or not unfed or not is_cheap(model):
+        return saved
+    try:
+        return replace(saved, carried=saved.carried | brought_back(model, unfed))
+    except CannotBuild:
+        return saved
 
 
 def _given_back(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:

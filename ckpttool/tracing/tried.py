@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,23 @@ def tried(model: LoadedModel) -> Tried:
         found = _values(target)
         differing |= {fqn for fqn, value in wanted.items() if fqn not in found or not _same(value, found[fqn])}
     return Tried(None, frozenset(differing))
+
+
+def brought_back(model: LoadedModel, fqns: Iterable[str]) -> frozenset[str]:
+    """Those of the tensors whose random values loading gives to an instance that had others. Raises `CannotBuild`."""
+    source, target = model.build(True), model.build(True)
+    for instance, seed in zip((source, target), _SEEDS[0]):
+        fill(instance, seed)
+    wanted, before = _values(source), _values(target)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load_strictly(target, _through_a_file(source.state_dict()))
+    except (Exception, SystemExit):
+        return frozenset()
+    found = _values(target)
+    known = (fqn for fqn in fqns if fqn in wanted and fqn in found and not _same(wanted[fqn], before[fqn]))
+    return frozenset(fqn for fqn in known if _same(wanted[fqn], found[fqn]))
 
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -102,3 +103,78 @@ class Fused(nn.Module):
 
 def fused() -> nn.Module:
     return Fused()
+
+
+class Absolute(nn.Module):
+    """torchtune#2291: the hook renames the key that it has at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, bias=False)
+        self._register_state_dict_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if "inner.weight" in state:
+            state["weight"] = state.pop("inner.weight")
+
+    @staticmethod
+    def _load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if "weight" in state:
+            state["inner.weight"] = state.pop("weight")
+
+
+class Wide(nn.Module):
+    """Weights that a compiled package keeps as constants: more than 8 elements in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(16, 64), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.fc(x)))
+
+
+class Pickled(nn.Linear):
+    """Its extra state is a pickle as a tensor of bytes, made of a buffer, as Transformer Engine's is."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("amax", torch.ones(3), persistent=False)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(pickle.dumps({"amax": self.amax})), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = pickle.loads(state.numpy().tobytes())["amax"]
+
+
+class Unread(Pickled):
+    """The same, and what it saves is not read."""
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+class InADict(nn.Linear):
+    """Its tensors stand in dicts below one key."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}params"] = {"weight": self.weight.detach(), "deep": {"bias": self.bias.detach()}}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        params = state_dict.get(f"{prefix}params")
+        if params is None:
+            rest[2].append(f"{prefix}params")  # the missing keys
+            return
+        with torch.no_grad():
+            self.weight.copy_(params["weight"])
+            self.bias.copy_(params["deep"]["bias"])
+
+
+def in_a_dict() -> nn.Module:
+    return nn.Sequential(InADict(), nn.Linear(2, 2))

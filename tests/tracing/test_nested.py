@@ -11,26 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import fusion_decoder
 from ckpttool import api
 from ckpttool.names import Names
-
-
-class Absolute(nn.Module):
-    """torchtune#2291: the hook renames the key that it has at the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2, bias=False)
-        self._register_state_dict_hook(self._save)
-        self.register_load_state_dict_pre_hook(self._load)
-
-    @staticmethod
-    def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if "inner.weight" in state:
-            state["weight"] = state.pop("inner.weight")
-
-    @staticmethod
-    def _load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if "weight" in state:
-            state["inner.weight"] = state.pop("weight")
+from mend_models import Absolute
 
 
 class Relative(Absolute):

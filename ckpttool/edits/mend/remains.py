@@ -13,6 +13,7 @@ from ckpttool.io.paths import name
 from ckpttool.keys import is_flat
 from ckpttool.naming.wrappers.chain import ADAPTERS
 from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.queries.diff.elsewhere import MENDED_BY
 from ckpttool.queries.diff.result import Diff, Entry
 from ckpttool.words import plural
 
@@ -62,18 +63,24 @@ def sentences(left: Checkpoint, before: Diff, after: Diff) -> tuple[str, ...]:
     whole = _of_the_file(left) if after is before else None
     if whole is not None:
         return (whole,)
-    return tuple(_said(status, entries) for status, entries in _by_status(after))
+    return tuple(_said(cause, entries) for cause, entries in _by_cause(after))
 
 
-def _by_status(diff: Diff) -> Iterator[tuple[str, Sequence[Entry]]]:
-    for status in _SAID:
-        entries = [entry for entry in diff.entries if entry.status == status]
+def _by_cause(diff: Diff) -> Iterator[tuple[str, Sequence[Entry]]]:
+    for cause in (*_SAID, *MENDED_BY):
+        entries = [entry for entry in diff.entries if _cause(entry) == cause]
         if entries:
-            yield status, entries
+            yield cause, entries
 
 
-def _said(status: str, entries: Sequence[Entry]) -> str:
-    noun, is_so, instead = _SAID[status]
+def _cause(entry: Entry) -> str:
+    """The status, or what is so with values that are there in another place or order."""
+    found = (words for words in MENDED_BY if entry.status == "value" and words in entry.reason)
+    return next(found, entry.status)
+
+
+def _said(cause: str, entries: Sequence[Entry]) -> str:
+    noun, is_so, instead = _SAID[cause] if cause in _SAID else ("tensor", *MENDED_BY[cause])
     if any(PLACEHOLDER in entry.reason for entry in entries):
         is_so, instead = "without its values", PLACEHOLDER
     keys = [(entry.right or entry.left)[0] for entry in entries]

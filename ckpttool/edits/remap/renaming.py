@@ -12,6 +12,7 @@ from ckpttool.edits.remap.draft import Draft, renamed
 from ckpttool.edits.remap.narrow import select
 from ckpttool.edits.rules.patterns import Rule, rename
 from ckpttool.naming.alignment import align
+from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
@@ -50,9 +51,26 @@ class TakeOver:
     def apply(self, draft: Draft) -> Draft:
         """Names differ by wrappers' segments only."""
         names = align(draft.keys, self.other.by_key())
+        taken = set(names.values())
         own = [key for key in draft.keys if key not in names]
-        lacking = f"the other checkpoint has no name for {plural(len(own), 'key')}: {', '.join(own[:5])}"
-        return replace(draft, plan=draft.renamed(names), notes=(*draft.notes, lacking) if own else draft.notes)
+        rest = [key for key in self.other.by_key() if key not in taken]
+        notes = list(draft.notes)
+        if own:
+            notes.append(f"the other checkpoint has no name for {plural(len(own), 'key')}: {_first(own)}")
+        if rest:
+            left_out = f"not in the output are {plural(len(rest), 'key')} of the other checkpoint: {_first(rest)}"
+            notes.append(left_out + _twins(rest, self.other))
+        return replace(draft, plan=draft.renamed(names), notes=tuple(notes))
+
+
+def _first(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:5]) + (", ..." if len(keys) > 5 else "")
+
+
+def _twins(keys: Sequence[str], other: Section) -> str:
+    """What writes second names, where all of `keys` are second names of tensors (ties, call variants)."""
+    twins = aliases(other)
+    return "; all are second names, which --model MODEL --to FORM writes" if twins.keys() >= set(keys) else ""
 
 
 @dataclass(frozen=True, slots=True)

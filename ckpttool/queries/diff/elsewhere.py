@@ -15,6 +15,20 @@ from ckpttool.evaluate.digests import Digests
 from ckpttool.expression import Op, Ref
 from ckpttool.queries.diff.result import Entry
 
+# What a reason says where the values of a tensor are there, and how it is mended.
+MENDED_BY = {
+    "the same rows in the order of rotary embeddings": (
+        "whose rows other code for rotary embeddings has in another order",
+        "`reshape`, `permute` and `reshape` in a file of rules bring them into the right's (docs/rules.md shows it)",
+    ),
+    "the same rows in another order": ("whose rows stand in another order", "index them yourself: no rule sorts rows"),
+    "each is the other transposed": ("transposed", "`transpose` in a file of rules turns it (docs/rules.md)"),
+    "` is right `": (
+        "with values that the right has under other names",
+        "--rule 'FROM => TO' for each of them gives all of them these names at once",
+    ),
+}
+
 _ROWS = 1 << 20  # of more rows the order is not looked for
 _HEADS = 256  # rows of one head at most; of four rows the order is its own reverse, so that it tells nothing
 

@@ -42,8 +42,10 @@ def compare_names(names: Names) -> tuple[Entry, ...]:
             )
     entries += [Entry("extra_state", (key,), (), "extra state: no tensor of a program") for key in names.extra_state]
     named = {fqn for entry in entries for fqn in entry.right}
-    lost = _lost(names)
-    entries += [_unsaved(tensor, named, lost) for tensor in names.runtime if tensor.fqn not in named]
+    lost, left_out = _lost(names), set(names.not_serialized)
+    entries += [
+        _unsaved(tensor, named, lost, tensor.fqn not in left_out) for tensor in names.runtime if tensor.fqn not in named
+    ]
     return tuple(entries)
 
 
@@ -103,10 +105,13 @@ def _operators(source: ex.Argument) -> str:
     return ", ".join(dict.fromkeys(name for name in names if name != "getitem"))
 
 
-def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, str]) -> Entry:
+def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, str], carried: bool) -> Entry:
     fqn, first = tensor.fqn, tensor.alias_of
     if first is not None and first in named:
         return Entry("alias", (), (fqn,), "a second name of one tensor", None, f"same as {first}")
+    if carried:
+        status = "missing" if tensor.persistent else "extra_state"  # a program wants the first among its weights
+        return Entry(status, (), (fqn,), "saved inside of an entry that is no tensor")
     if not tensor.persistent:
         return Entry("not_serialized", (), (fqn,), NON_PERSISTENT)
     return Entry("not_serialized", (), (fqn,), "state_dict() leaves it out", None, lost.get(fqn))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
-from ckpttool.names import Names
+from ckpttool.names import AS_A_PART, Names
 from ckpttool.naming.inference.alike import exchangeable
 from ckpttool.naming.inference.values import Tensor
 from ckpttool.naming.optimizers.forms import form_of
@@ -103,6 +103,7 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
     if not identical:
         notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
+        notes += [note for note in names.notes if note.startswith(AS_A_PART)]
     notes += _of_other_order(names, checkpoint)
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"

@@ -1,0 +1,52 @@
+"""Tensors that a model saves inside of entries that are no tensors: pickled bytes, dicts. torch is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mend_models
+from ckpttool import api
+from command import Run
+
+MODELS = mend_models.__file__
+
+
+@pytest.mark.parametrize("build", [mend_models.Pickled, mend_models.Unread])
+def test_a_buffer_in_extra_state_is_saved_where_loading_brings_it_back(build: type[mend_models.Pickled]) -> None:
+    source, target = build(), build()
+    source.amax.fill_(7)
+    target.load_state_dict(source.state_dict(), strict=True)
+    assert ("amax" in api.trace(build).not_serialized) == (not torch.equal(target.amax, source.amax))
+
+
+def test_diff_says_where_it_is_saved(run: Run) -> None:
+    done = run("diff", "--model", f"{MODELS}:Pickled", "--format", "json")
+    (entry,) = [entry for entry in done.data["entries"] if entry["right"] == ["amax"]]
+    assert (entry["status"], entry["reason"]) == ("extra_state", "saved inside of an entry that is no tensor")
+
+
+def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
+    """Loading is torch's answer; a change of wrappers carries the entry whole; what would take it apart is refused."""
+    model, fresh = mend_models.in_a_dict(), mend_models.in_a_dict()
+    path, ddp, back = (str(tmp_path / f"{name}.pt") for name in ("own", "ddp", "back"))
+    words = ("--model", f"{MODELS}:in_a_dict")
+    torch.save(model.state_dict(), path)
+    assert run("diff", *words, path).status == 0
+    assert run("remap", path, *words, "--to", "ddp", "-o", ddp).status == 0
+    nn.ModuleDict({"module": fresh}).load_state_dict(torch.load(ddp), strict=True)
+    assert all(map(torch.equal, fresh.parameters(), model.parameters()))
+    assert run("diff", *words, ddp).status == 1
+    assert run("remap", ddp, *words, "--to", "serialized", "-o", back).status == 0
+    again = mend_models.in_a_dict()
+    again.load_state_dict(torch.load(back), strict=True)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    refused = run("remap", path, *words, "--to", "runtime", "-o", str(tmp_path / "no.pt"))
+    assert refused.status == 1
+    assert "only the model's own code can do it: load the checkpoint into the model" in refused.err
+    alone = {e["right"][0]: e for e in run("diff", *words, "--format", "json").data["entries"] if e["right"]}
+    assert alone["0.weight"]["reason"] == "saved inside of an entry that is no tensor"
+    assert alone["0.weight"]["status"] == "missing"
