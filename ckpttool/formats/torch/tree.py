@@ -137,7 +137,7 @@ def _is_optimizer(node: Any) -> bool:
 
 
 def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
-    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no mapping of tensors.
+    """True for a mapping that says so by its ``_metadata``, or that holds tensors and no section of tensors.
 
     A configuration with a tensor among its settings is none, and the states of random generators are none.
     """
@@ -152,8 +152,10 @@ def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
         return False
     if all(_is_random_state(entry_of("", value, tree.storages)) for value in tensors):
         return False
-    named = zip(names, pairs.values())
-    return not any(_holds_tensors(tree, value) for name, value in named if not str(name).endswith("_extra_state"))
+    named = [(str(name), value) for name, value in zip(names, pairs.values())]
+    inner = [name for name, value in named if not name.endswith("_extra_state") and _holds_tensors(tree, value)]
+    # A module's own dict stands under the module's path, like the tensors beside it; a section has a name of one word.
+    return not inner or (all("." in name for name in inner) and any("." in name for name, v in named if is_tensor(v)))
 
 
 _RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0

@@ -685,3 +685,13 @@ def test_reading_and_renaming_need_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 0
+
+
+def test_a_dict_of_tensors_under_a_modules_path_is_an_entry_of_the_state_dict(tmp_path: Path) -> None:
+    """Without ``_metadata`` only the keys tell it from a file of several sections."""
+    inner = {"scale": torch.ones(2), "deep": {"shift": torch.zeros(2)}}
+    torch.save({"layers.0.params": inner, "layers.1.weight": torch.ones(3)}, tmp_path / "entry.pt")
+    (section,) = read(str(tmp_path / "entry.pt")).sections
+    assert (section.path, list(section.by_key())) == ("", ["layers.1.weight", "layers.0.params"])
+    torch.save({"model": {"w": torch.ones(2)}, "ema.decay": torch.ones(1)}, tmp_path / "sections.pt")
+    assert "model" in [section.path for section in read(str(tmp_path / "sections.pt")).sections]
