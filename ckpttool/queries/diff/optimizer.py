@@ -131,6 +131,11 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
     return _Side(renamed(state, found.names), state, found)
 
 
+def is_named(saved: SavedOptimizer) -> bool:
+    """Whether the file itself says whose state it is."""
+    return _side(saved, None, "", []).known
+
+
 def _owners(state: OptimizerState, names: Names | None, side: str, beside: Sequence[Section]) -> Owners:
     if state.form == ID:
         return owners(state, names, side, beside)

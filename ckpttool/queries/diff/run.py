@@ -31,6 +31,7 @@ from ckpttool.queries.diff.optimizer import (
     SavedOptimizer,
     compare_optimizers,
     differing_optimizers,
+    is_named,
     optimizer_alone,
     optimizer_section,
 )
@@ -270,5 +271,6 @@ def _optimizers(
     entries, notes = compare_optimizers(*saved, names, values)
     entries = (*entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
-    fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model, entries)
+    named, (form, wanted) = is_named(saved[0]), map(form_of, sections)
+    fix = mend.optimizers(left.source, named, form, wanted, model, entries)
     return Diff(left.source, right.source, identical, entries, fix, notes)
