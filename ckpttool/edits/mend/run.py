@@ -19,7 +19,7 @@ from ckpttool.queries.diff.result import Diff
 from ckpttool.words import plural
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
-DROPPED = "what --drop leaves out has no place on the right: it is not in the output"
+DROPPED = "what --drop leaves out is not in the output: the right has no place for it, or another name's value there"
 INFERRED = (
     "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
 )
