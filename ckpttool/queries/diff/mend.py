@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.printed import outputs
 from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff.optimizer_load import OptimizerFit, Remedy
 from ckpttool.queries.diff.result import Entry
@@ -33,7 +32,7 @@ def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit)
     if fit.remedy not in words:
         return ()
     options, word = words[fit.remedy]
-    return (_remap(ckpt, *options, out=beside(ckpt, word)),)
+    return (_remap(ckpt, *options, out=next(outputs(ckpt, word))),)
 
 
 def _saver(optimizer: tuple[str, ...], fit: OptimizerFit) -> tuple[str, ...]:
@@ -60,15 +59,7 @@ def optimizers(left: str, named: bool, form: str, wanted: str, model: ModelOpera
         words = () if model is None and named else by_model
         words += () if made is None else ("--optimizer", made)
     words += () if form == wanted else ("--optimizer-keys", wanted)
-    return (_remap(split(left)[0], *words, out=beside(left, wanted)),)
-
-
-def beside(operand: str, word: str) -> str:
-    """A name for the output next to the source: ``train.pt::model`` -> ``train.serialized.pt``."""
-    whole = split(operand)[0]
-    path = Path(name(whole.rstrip("/")) if is_url(whole) else whole)
-    made = str(path.with_name(f"{path.stem}.{word}{path.suffix}"))
-    return join(parent(whole.rstrip("/")), made) if is_url(whole) else made
+    return (_remap(split(left)[0], *words, out=next(outputs(left, wanted))),)
 
 
 def _remap(ckpt: str, *words: str, out: str) -> str:
