@@ -2,6 +2,6 @@
 
 import sys
 
-from ckpttool.cli.app import main
+from ckpttool.cli.app import process
 
-sys.exit(main())
+sys.exit(process())

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.options import OptimizerOptions
-from ckpttool.queries.diff.run import DiffOptions
+from ckpttool.queries.diff.options import DiffOptions
 
 if TYPE_CHECKING:
     from ckpttool.edits.remap.result import Remap
@@ -87,6 +86,8 @@ def trace(model: Any, **options: Any) -> Names:
 
 def trace_by(options: OptimizerOptions) -> Names:
     """`trace`, with its options as a value."""
+    from ckpttool.operands.model import ModelOperand
+
     return ModelOperand(options.model, options.model_kwargs, options.materialize, options.optimizer).names()
 
 
@@ -120,11 +121,18 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
+    from ckpttool.operands.model import operand_of
+    from ckpttool.queries.diff.run import run
+
+    first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
+    model = operand_of(options)
+    found = run(first, second, options, model)
+    if found.identical:
+        return found  # nothing to mend: what could is a third of the program, and is not loaded
     from ckpttool.edits.mend.attempt import Question
     from ckpttool.edits.mend.run import answered
 
-    first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
-    return answered(Question(first, second, options, operand_of(options)))
+    return answered(Question(first, second, options, model), found)
 
 
 @_takes(RemapOptions)

@@ -63,6 +63,11 @@ class TensorEntry:
     payload: object = field(default=None, compare=False)
 
     @property
+    def geometry(self) -> tuple[Any, ...]:
+        """What makes the entry the tensor that it is: all of it but its name and its payload, in order."""
+        return (self.dtype, self.shape, self.stride, self.offset, self.storage, self.layout, self.packed_bytes)
+
+    @property
     def numel(self) -> int:
         """Elements of the tensor; 1 for a scalar."""
         return prod(self.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,18 +11,34 @@ from typing import Annotated, Any
 class Option:
     """The words of an option: its `flags` (``-o``, ``--output``), what stands for its value, the help's sentence.
 
-    `least` is the smallest number that it takes.
+    `least` is the smallest number that it takes; `check` is called with a value, and raises `CkptError` where it is
+    none of those that there are.
     """
 
     flags: tuple[str, ...]
     metavar: str | None
     help: str
     least: float | None = None
+    check: Callable[[Any], object] | None = None
 
 
-def option(*flags: str, help: str, metavar: str | None = None, least: float | None = None) -> Option:
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The words of what a command takes by its place: what stands for its value, the help's sentence."""
+
+    metavar: str
+    help: str
+
+
+def option(
+    *flags: str,
+    help: str,
+    metavar: str | None = None,
+    least: float | None = None,
+    check: Callable[[Any], object] | None = None,
+) -> Option:
     """Marks a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
-    return Option(flags, metavar, help, least)
+    return Option(flags, metavar, help, least, check)
 
 
 @dataclass(frozen=True, kw_only=True)

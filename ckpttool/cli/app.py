@@ -5,20 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import traceback
-from collections.abc import Collection, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
-from typing import Annotated
 
-import typer
-from typer.main import get_command
-
-from ckpttool import __version__
 from ckpttool.cli.failures import failure_of, say
-from ckpttool.cli.fields import with_limits
+from ckpttool.cli.fields import taken_by, with_limits
 from ckpttool.cli.logs import logged
+from ckpttool.cli.parse import parse
 from ckpttool.cli.streams import nothing_left, set_up
 from ckpttool.cli.warned import collected
 from ckpttool.errors import CkptError
@@ -36,6 +30,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+def process() -> int:
+    """`main`, as all that a process does: what is left at its end is not searched for cycles once more."""
+    status = main()
+    gc.freeze()
+    return status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: that of the process) and returns its exit status. Never raises."""
     set_up()
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BaseException as error:
         if os.environ.get("CKPTTOOL_DEBUG") == "1":
+            import traceback
+
             traceback.print_exc()
         return say(failure_of(error), as_json=_asks_for_json(args))
 
@@ -59,53 +62,23 @@ def _asks_for_json(args: Sequence[str]) -> bool:
 
 
 def run(args: list[str]) -> int:
-    """Runs one command line and returns 0 or 1. Raises whatever the command raises, and click's usage errors."""
+    """Runs one command line and returns 0 or 1. Raises whatever the command raises, and `CkptError` for bad usage."""
+    if args and args[0] in COMMANDS:
+        command = with_limits(import_module(COMMANDS[args[0]][0]).command)
+        given = parse(taken_by(command), args[1:])
+        if given is not None:
+            return int(command(**given) or 0)
     name = next((arg for arg in args if not arg.startswith("-")), None)
     if not args or (name is not None and name not in COMMANDS):
         raise _no_such_command(name)
-    group = get_command(build_app({name} if name else ()))
-    try:
-        with group.make_context("ckpttool", args) as context:
-            result = group.invoke(context)
-    except typer.Exit as stop:  # --help and --version have said what they say
-        return stop.exit_code
-    return int(result or 0)
+    from ckpttool.cli import by_typer
 
-
-def build_app(loaded: Collection[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The typer app. Commands in `loaded` are imported; the others are there for the list of commands in the help."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.callback()(_root)
-    for name, (module, summary) in COMMANDS.items():
-        if name in loaded:
-            app.command(name)(with_limits(import_module(module).command))
-        else:
-            app.command(name, help=summary)(_not_loaded)
-    return app
-
-
-def _not_loaded() -> None:
-    raise AssertionError("run() loads the command that the command line names")
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"ckpttool {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
-
-    Exit status: 0 the same, or done; 1 the answer is no; 2 no answer.
-    """
+    return by_typer.run(COMMANDS, args, name)
 
 
 def _no_such_command(name: str | None) -> CkptError:
+    from difflib import get_close_matches
+
     near = get_close_matches(name or "", COMMANDS, 1)
     hint = f"did you mean `ckpttool {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}"
     return CkptError(f"no such command: {name}" if name else "no command given", hint=f"{hint} (more: ckpttool --help)")

@@ -8,11 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from signal import Signals
 from typing import Any
-
-import typer
 
 from ckpttool.cli.streams import clipped, for_log
 from ckpttool.errors import CkptError, Problem
@@ -20,9 +17,6 @@ from ckpttool.io.interrupts import Ended
 from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
 from ckpttool.words import number, shell, visible
-
-# click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _OS_HINTS = {
     errno.ENOENT: "check the path",
@@ -111,17 +105,6 @@ def _ours(error: CkptError) -> Failure:
     return Failure(error.exit_status, error.message, error.hint, error.problems)
 
 
-def _usage(error: Any) -> Failure:
-    message = error.message if hasattr(error, "possibilities") else error.format_message()
-    message = message[:1].lower() + message[1:].rstrip(".")
-    context = error.ctx
-    if context is None:
-        return Failure(2, message, "see ckpttool --help")
-    near = get_close_matches(getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or (), 1)
-    hint = f"did you mean {near[0]}?" if near else "usage:" + " ".join(context.get_usage().split())[len("Usage:") :]
-    return Failure(2, message, f"{hint} (more: {context.command_path} --help)")
-
-
 def _broken_pipe(error: BrokenPipeError) -> Failure:
     return Failure(128 + 13)  # the status of a program that SIGPIPE ended
 
@@ -177,7 +160,6 @@ def _memory(error: MemoryError) -> Failure:
 # The first kind that fits tells.
 _KINDS: tuple[tuple[type[BaseException], Callable[[Any], Failure]], ...] = (
     (CkptError, _ours),
-    (UsageError, _usage),
     (BrokenPipeError, _broken_pipe),
     (OSError, _os_error),
     (KeyboardInterrupt, _interrupt),

@@ -1,16 +1,17 @@
-"""Commands from dataclasses: each field that is marked as an option becomes one of the command's."""
+"""Commands from dataclasses: each field that is marked as an option becomes one of the command's.
+
+What a command takes is written down once, in its signature; `parse` and `by_typer` both read it from there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import typer
-
 from ckpttool.limits import limited, raised
-from ckpttool.options import Option
+from ckpttool.options import Argument, Option, option
 
 Options = TypeVar("Options")
 
@@ -76,7 +77,7 @@ _LIMIT = Parameter(
     default=None,
     annotation=Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--limit",
             metavar="NAME=VALUE",
             help="Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.",
@@ -87,20 +88,63 @@ _LIMIT = Parameter(
 
 def _parameter(field: Any, hint: Any) -> Parameter:
     kind, mark = get_args(hint)
-    assert isinstance(mark, Option)
-    annotation: Any = Annotated[
-        _plain(kind), typer.Option(*mark.flags, metavar=mark.metavar, help=mark.help, min=mark.least)
-    ]
     default = None if field.default is MISSING else field.default
-    return Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
+    return Parameter(
+        field.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[_plain(kind), mark]
+    )
 
 
 def _plain(kind: Any) -> Any:
     """The type of an option on the command line: a text in the place of an object, a list in that of a sequence."""
     if kind is Any:
         return str | None
-    if get_origin(kind) in (Union, type(int | None)):
-        plain: Any = _plain(next(part for part in get_args(kind) if part is not type(None)))
+    if get_origin(kind) in _UNIONS:
+        plain: Any = _plain(_some(kind))
         return plain | None
     origin = get_origin(kind)
     return list[str] if origin is Sequence else kind
+
+
+_UNIONS = (Union, type(int | None))
+
+
+def _some(kind: Any) -> Any:
+    """What may also be None, where it is not."""
+    return next(part for part in get_args(kind) if part is not type(None)) if get_origin(kind) in _UNIONS else kind
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a command takes under `name`: values of a type (bool, str, int, float), `many` or one, and their words."""
+
+    name: str
+    annotation: Any
+    mark: Option | Argument
+    default: Any
+
+    @property
+    def required(self) -> bool:
+        """Whether there is nothing in its place."""
+        return self.default is Parameter.empty
+
+    @property
+    def many(self) -> bool:
+        """Whether it is a list of values."""
+        return get_origin(_some(self.annotation)) is list
+
+    @property
+    def kind(self) -> type:
+        """The type of a value."""
+        kind = _some(self.annotation)
+        found: type = get_args(kind)[0] if self.many else kind
+        return found
+
+
+def taken_by(command: Callable[..., Any]) -> list[Taken]:
+    """All that a command takes, in order."""
+    hints = get_type_hints(command, include_extras=True)
+    taken = []
+    for name, parameter in Signature.from_callable(command).parameters.items():
+        annotation, mark = get_args(_some(hints[name]))  # Python 3.10 wraps what is None by default into a union
+        taken.append(Taken(name, annotation, mark, parameter.default))
+    return taken

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
-
-import typer
 
 from ckpttool.cli.streams import for_log
 from ckpttool.errors import CkptError
 from ckpttool.io import sources, write_file
 from ckpttool.io.pieces import Piece
+from ckpttool.options import option
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal, lines
 
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
-All = Annotated[bool, typer.Option("--all", help="List every key instead of one line for each cause.")]
+Force = Annotated[bool, option("--force", help="Overwrite files that exist.")]
+All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
 
 
-def _check_reports(paths: list[str] | None) -> list[str]:
-    for path in paths or ():
+def _check_reports(paths: list[str]) -> None:
+    for path in paths:
         format_of(path)
-    return paths or []
 
 
 Format = Annotated[
-    str, typer.Option("--format", metavar="|".join(FORMATS), callback=check_format, help="The format of the output.")
+    str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
 ]
 Reports = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--report",
         metavar="FILE",
-        callback=_check_reports,
+        check=_check_reports,
         help="Write the output to FILE too; its ending picks the format. Repeatable.",
     ),
 ]
@@ -114,4 +111,6 @@ def _terminal() -> Terminal | None:
     if not sys.stdout.isatty():
         return None
     color = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    import shutil
+
     return Terminal(shutil.get_terminal_size().columns, color)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import getpass
 import json
 import os
 import re
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -50,18 +49,22 @@ def clipped(line: str) -> str:
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """Removes the empty folder that importing ``torch._dynamo`` leaves among the temporary files, where it was not."""
-    folder = _folder_of_inductor()
-    there = folder is None or os.path.lexists(folder)
+    begun = time.time()
     try:
         yield
     finally:
-        if folder is not None and not there and "torch" in sys.modules:
+        folder = _folder_of_inductor() if "torch" in sys.modules else None
+        if folder is not None:
             with suppress(OSError):
-                os.rmdir(folder)
+                if os.stat(folder).st_mtime >= begun:
+                    os.rmdir(folder)
 
 
 def _folder_of_inductor() -> str | None:
     """As ``torch._inductor.runtime.cache_dir_utils.default_cache_dir`` has it; None where the user names another."""
+    import getpass
+    import tempfile
+
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return None
     try:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 from ckpttool.edits.ranks.recognise import put_together
-from ckpttool.edits.ranks.scatter import scatter
-from ckpttool.edits.remap.optimizer import Wanted
+from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
-from ckpttool.edits.rules.patterns import Rule, parse
-from ckpttool.edits.rules.steps import Renames
-from ckpttool.edits.rules.steps import Step as RuleStep
+from ckpttool.edits.rules.patterns import Renaming, Rule, parse
 from ckpttool.edits.write import Progress, Writer, prove, quiet
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
@@ -29,6 +26,9 @@ from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.plan import Plan
 from ckpttool.words import shell
+
+if TYPE_CHECKING:
+    from ckpttool.edits.rules.steps import Step as RuleStep
 
 
 def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -> Remap:
@@ -95,6 +95,8 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
         asked = replace(asked, names=None, to_names=None)
     done = remap(source if gathered is None else gathered.checkpoint, asked, options.drop or ())
     if gathered is not None and names is not None:
+        from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
+
         done = with_gathered_optimizers(done, gathered, names)
     done = with_optimizers(done, wanted)
     if options.save_plan is not None and done.optimizers:
@@ -102,7 +104,7 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
     return done
 
 
-def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, Wanted]:
+def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, OptimizerRequest]:
     """What is asked of the model's section, and of the optimizers."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     steps = _rule_steps(options, rules)
@@ -119,10 +121,16 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
         keep_prefix=options.keep_prefix,
         trainable_only=options.trainable_only,
     )
-    renaming = (Renames(steps),) if steps else rules
+    renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
-    return asked, Wanted(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
+    return asked, OptimizerRequest(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
+
+
+def _renaming(steps: tuple[RuleStep, ...]) -> tuple[Renaming, ...]:
+    from ckpttool.edits.rules.steps import Renames
+
+    return (Renames(steps),)
 
 
 def _by_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
@@ -145,7 +153,7 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
     return read(options.rules, reverse=options.reverse, rules=rules)
 
 
-def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Wanted) -> bool:
+def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:
     """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
     has_model = any(section.kind == "state_dict" for section in source.sections)
     about_keys = (options.to, options.from_, options.like, options.to_model if has_model else None, options.select)
@@ -166,6 +174,8 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:
     """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
+    from ckpttool.edits.ranks.scatter import scatter
+
     ranks = scatter(done.result, names, options.units or (), options.world_size or 0)
     if options.out is not None and not options.dry_run:
         writer.ranks(ranks, options.out)

@@ -49,7 +49,7 @@ def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]
     return parts
 
 
-def joined(parts: Sequence[Part]) -> Storage:
+def concatenated(parts: Sequence[Part]) -> Storage:
     """One storage of these bytes; a span of a file where they lie in one piece, else read when it is written."""
     if len(parts) == 1 and not isinstance(parts[0], bytes):
         return Storage(parts[0])

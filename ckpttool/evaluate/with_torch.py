@@ -371,11 +371,6 @@ def to_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def to_float32(data: bytes, dtype: str) -> memoryview:
-    """Elements of a floating-point dtype as float32."""
-    return to_bytes(torch.frombuffer(bytearray(data), dtype=_dtype(dtype)).to(torch.float32))
-
-
 def _on_meta(entry: TensorEntry) -> torch.Tensor:
     return torch.empty_strided(entry.shape, entry.stride, dtype=_dtype(entry.dtype), device="meta")
 

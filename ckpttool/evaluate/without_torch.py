@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from ckpttool.checkpoint import ExtraEntry, TensorEntry, contiguous_stride
-from ckpttool.evaluate.parts import joined, window
+from ckpttool.evaluate.parts import concatenated, window
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.limits import limits
 
@@ -44,6 +44,8 @@ def _entry(node: Argument, have: Entries) -> TensorEntry | None:
             return entry if isinstance(entry, TensorEntry) and entry.storage is not None else None
         case Op("aten.narrow.default", (of, int(dim), int(start), int(length)), ()):
             return _narrow(_entry(of, have), dim, start, length)
+        case Op("aten.permute.default", (of, tuple(dims)), ()):
+            return _permute(_entry(of, have), dims)
         case Op("aten.reshape.default", (of, tuple(shape)), ()):
             return _reshape(_entry(of, have), shape)
         case Op("aten.clone.default", (of,), () | (("memory_format", Special("memory_format", "contiguous_format")),)):
@@ -62,6 +64,15 @@ def _narrow(entry: TensorEntry | None, dim: int, start: int, length: int) -> Ten
     return replace(entry, shape=shape, offset=entry.offset + start * entry.stride[dim])
 
 
+def _permute(entry: TensorEntry | None, dims: tuple[Argument, ...]) -> TensorEntry | None:
+    order = [dim for dim in dims if type(dim) is int]
+    if entry is None or len(order) < len(dims) or sorted(order) != list(range(len(entry.shape))):
+        return None
+    return replace(
+        entry, shape=tuple(entry.shape[dim] for dim in order), stride=tuple(entry.stride[dim] for dim in order)
+    )
+
+
 def _reshape(entry: TensorEntry | None, shape: tuple[Argument, ...]) -> TensorEntry | None:
     sizes = tuple(size for size in shape if isinstance(size, int) and size >= 0)
     if entry is None or not entry.is_contiguous or len(sizes) < len(shape) or prod(sizes) != entry.numel:
@@ -72,7 +83,7 @@ def _reshape(entry: TensorEntry | None, shape: tuple[Argument, ...]) -> TensorEn
 def _clone(entry: TensorEntry | None) -> TensorEntry | None:
     if entry is None or not entry.is_contiguous:
         return None
-    storage = joined([window(entry, 0, entry.numel)])
+    storage = concatenated([window(entry, 0, entry.numel)])
     return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
 
 
@@ -87,5 +98,5 @@ def _cat(entries: list[TensorEntry | None], dim: int) -> TensorEntry | None:
     if len(alike) > 1 or prod(head) != 1:
         return None
     shape = (*head, sum(part.shape[dim] for part in parts), *tail)
-    storage = joined([window(part, 0, part.numel) for part in parts])
+    storage = concatenated([window(part, 0, part.numel) for part in parts])
     return replace(first, shape=shape, stride=contiguous_stride(shape), offset=0, storage=storage)

@@ -11,7 +11,7 @@ from shlex import quote
 from ckpttool.checkpoint import Checkpoint, Resolvable, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import row_major
-from ckpttool.formats.form_mark import put_on
+from ckpttool.formats.form_mark import write_form
 from ckpttool.formats.table import FORMATS, Format
 
 
@@ -38,7 +38,7 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
             problems=lost,
         )
     fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
-    fitted = put_on(fitted, tensors_only=target.tensors_only)
+    fitted = write_form(fitted, tensors_only=target.tensors_only)
     same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
     return fitted if same else replace(fitted, container=None)
 

@@ -15,7 +15,7 @@ from ckpttool.names import RUNTIME, SERIALIZED
 MARK = "ckpttool.form"
 
 
-def taken_off(checkpoint: Checkpoint) -> Checkpoint:
+def read_form(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` with the marks of the file in `Section.form`, and nowhere else."""
     form = _known(checkpoint.metadata.get(MARK))
     metadata = {name: value for name, value in checkpoint.metadata.items() if name != MARK}
@@ -36,7 +36,7 @@ def _known(form: object) -> str | None:
     return next((known for known in (SERIALIZED, RUNTIME) if known == form), None)
 
 
-def put_on(checkpoint: Checkpoint, *, tensors_only: bool) -> Checkpoint:
+def write_form(checkpoint: Checkpoint, *, tensors_only: bool) -> Checkpoint:
     """`checkpoint` with each section's form where its file will keep it; `tensors_only`: in ``__metadata__``."""
     forms = {section.path: section.form for section in checkpoint.sections if section.form is not None}
     if not forms:

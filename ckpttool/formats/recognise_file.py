@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
 
@@ -61,6 +60,8 @@ def _check_exists(path: str) -> None:
     folder = Path(path).parent
     if not folder.is_dir():
         raise CkptError(f"no such file: {path}", hint=f"the folder {folder} does not exist either: check the path")
+    from difflib import get_close_matches
+
     close = get_close_matches(Path(path).name, _names_in(str(folder)), n=3, cutoff=0.6)
     hint = "did you mean " + " or ".join(str(folder / name) for name in close) + "?" if close else "check the path"
     raise CkptError(f"no such file: {path}", hint=hint)

@@ -32,6 +32,7 @@ class Piece:
 
 
 Pieces = Sequence[Piece]
+LINKS = ("copy", "hard", "reflink")  # the ways to take over a file as it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,6 @@ from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
 from ckpttool.io.write_file import Digest, check_space, failing, fill
 
-LINKS = ("copy", "hard", "reflink")
-
 _FICLONE = 0x40049409  # Linux's ioctl that shares the blocks of one file with another, copied when either changes
 
 

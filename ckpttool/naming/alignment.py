@@ -10,7 +10,7 @@ from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.naming.wrappers.table import SEGMENTS
 
 
-def pairs(left: Collection[str], right: Collection[str]) -> dict[str, str]:
+def align(left: Collection[str], right: Collection[str]) -> dict[str, str]:
     """Left key -> right key: equal keys, else keys that wrappers' segments alone tell apart, in one way only."""
     have, want = set(left), set(right)
     found = {key: key for key in left if key in want}

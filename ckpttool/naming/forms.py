@@ -16,7 +16,7 @@ from ckpttool.errors import Problem
 from ckpttool.expression import Expression, Ref
 from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.match import Match, match
-from ckpttool.naming.name_tables import Likeness, Relation
+from ckpttool.naming.name_tables import Likeness, NameTables
 from ckpttool.plan import Dropped, ModuleRename, Output, Plan, module_renames
 
 
@@ -30,7 +30,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class FormPlan:
     """A plan from one form to another, and what stands against it: carry it out only where `problems` is empty.
 
     `copies` are pairs of keys of the checkpoint of which the result keeps the second only; where their values differ,
@@ -42,22 +42,22 @@ class Move:
     copies: tuple[tuple[str, str], ...] = ()
 
 
-def read(relation: Relation, section: Section, form: str | None = None) -> Reading:
+def read(tables: NameTables, section: Section, form: str | None = None) -> Reading:
     """Recognises the form of `section`, or reads it as `form`, or as the form that is recorded in it.
 
     What fits both forms is read as serialized, which is what a file holds that ``state_dict()`` made.
     """
     form = form or section.form
     keys = list(section.by_key())
-    serialized = Reading(SERIALIZED, match(keys, relation.serialized_names, relation.spare_keys))
-    runtime = Reading(RUNTIME, match(keys, relation.runtime_names, relation.spare_fqns))
+    serialized = Reading(SERIALIZED, match(keys, tables.serialized_names, tables.spare_keys))
+    runtime = Reading(RUNTIME, match(keys, tables.runtime_names, tables.spare_fqns))
     if form is not None:
         return serialized if form == SERIALIZED else runtime
-    score = (*serialized.match.score, -_misfits(section, serialized, relation.serialized_likeness))
-    other = (*runtime.match.score, -_misfits(section, runtime, relation.runtime_likeness))
+    score = (*serialized.match.score, -_misfits(section, serialized, tables.serialized_likeness))
+    other = (*runtime.match.score, -_misfits(section, runtime, tables.runtime_likeness))
     if score < other:
         return runtime
-    return replace(serialized, ambiguous=score == other and not relation.forms_agree)
+    return replace(serialized, ambiguous=score == other and not tables.forms_agree)
 
 
 def _misfits(section: Section, reading: Reading, likeness: Mapping[str, Likeness]) -> int:
@@ -70,7 +70,7 @@ def _misfits(section: Section, reading: Reading, likeness: Mapping[str, Likeness
     )
 
 
-def move(relation: Relation, section: Section, reading: Reading, to: str, tie: bool = True) -> Move:
+def move(tables: NameTables, section: Section, reading: Reading, to: str, tie: bool = True) -> FormPlan:
     """The plan that brings `section` from the form it was read in to the form `to` (``serialized`` or ``runtime``).
 
     `tie`: what the model saves under several keys gets all of them, also where the checkpoint has one name alone.
@@ -81,15 +81,15 @@ def move(relation: Relation, section: Section, reading: Reading, to: str, tie: b
     if reading.form == to:
         made.outputs.extend(Output(section.path, name, Ref(key)) for name, key in made.keys.items())
     elif to == RUNTIME:
-        _to_runtime(relation, made)
+        _to_runtime(tables, made)
     else:
-        _to_serialized(relation, made)
+        _to_serialized(tables, made)
     if tie and to == SERIALIZED:
-        made.outputs.extend(_tied(relation, made))
-    names = relation.runtime_names if to == RUNTIME else relation.serialized_names
+        made.outputs.extend(_tied(tables, made))
+    names = tables.runtime_names if to == RUNTIME else tables.serialized_names
     outputs = _ordered(made.outputs, section, names)
     plan = Plan(tuple(outputs), tuple(made.dropped), _modules(section, reading))
-    return Move(plan, tuple(made.problems), tuple(made.copies))
+    return FormPlan(plan, tuple(made.problems), tuple(made.copies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,12 @@ class _Made:
             self.copies.append((self.keys[name], self.keys[twin]))
 
 
-def _to_runtime(relation: Relation, made: _Made) -> None:
-    values = relation.runtime_values(made.keys)
-    made.outputs.extend(Output(made.section, fqn, over(source, made.keys)) for fqn, source in values.items())
+def _to_runtime(tables: NameTables, made: _Made) -> None:
+    values = tables.runtime_values(made.keys)
+    made.outputs.extend(Output(made.section, fqn, with_keys(source, made.keys)) for fqn, source in values.items())
     used = {key for source in values.values() for key in ex.refs(source)}
-    kept = {relation.first[fqn]: source for fqn, source in reversed(values.items())}
-    for key, source in relation.saved.items():
+    kept = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
+    for key, source in tables.saved.items():
         if key in used or key not in made.keys or source is None:
             continue
         if kept.keys() >= set(ex.refs(source)):
@@ -128,26 +128,26 @@ def _to_runtime(relation: Relation, made: _Made) -> None:
             made.drop(key, "a hook makes it again from other tensors when the model is saved", twin)
         else:
             made.problems.append(Problem("the model writes this key and does not read it back", key))
-    made.keep(key for key, source in relation.saved.items() if source is None and key not in used)
-    made.keep(relation.names.extra_state)
+    made.keep(key for key, source in tables.saved.items() if source is None and key not in used)
+    made.keep(tables.names.extra_state)
 
 
-def _to_serialized(relation: Relation, made: _Made) -> None:
-    held = {relation.first[name]: name for name in reversed(list(made.keys)) if name in relation.first}
+def _to_serialized(tables: NameTables, made: _Made) -> None:
+    held = {tables.first[name]: name for name in reversed(list(made.keys)) if name in tables.first}
     used: set[str] = set()
-    for key, source in relation.saved.items():
-        own = relation.fqn_of.get(key)
+    for key, source in tables.saved.items():
+        own = tables.fqn_of.get(key)
         if source is None:
             made.keep([key])
         elif own is not None and own in made.keys:
             made.outputs.append(Output(made.section, key, Ref(made.keys[own])))
             used.add(own)
-        elif own is None or relation.first[own] not in held:  # else it is there under another name of the same tensor
+        elif own is None or tables.first[own] not in held:  # else it is there under another name of the same tensor
             used.update(_computed(key, source, held, made))
-    made.keep(relation.names.extra_state)
+    made.keep(tables.names.extra_state)
     for name in made.keys:
-        if name in relation.first and name not in used:
-            twin = held[relation.first[name]]
+        if name in tables.first and name not in used:
+            twin = held[tables.first[name]]
             made.drop(name, "the model's state_dict() leaves it out", twin if twin in used else None)
 
 
@@ -160,22 +160,22 @@ def _computed(key: str, source: Expression, held: Mapping[str, str], made: _Made
     made.problems.extend(Problem(f"{key} is made of it, and the checkpoint has it not", fqn) for fqn in missing)
     if missing:
         return []
-    made.outputs.append(Output(made.section, key, over(source, {fqn: made.keys[held[fqn]] for fqn in wanted})))
+    made.outputs.append(Output(made.section, key, with_keys(source, {fqn: made.keys[held[fqn]] for fqn in wanted})))
     return [held[fqn] for fqn in wanted]
 
 
-def _tied(relation: Relation, made: _Made) -> list[Output]:
+def _tied(tables: NameTables, made: _Made) -> list[Output]:
     """The further keys of tensors that the plan has under one of theirs: strict loading wants them all."""
     have = {output.key: output.source for output in made.outputs}
-    held = {source: have[key] for key, source in relation.saved.items() if key in have and isinstance(source, Ref)}
+    held = {source: have[key] for key, source in tables.saved.items() if key in have and isinstance(source, Ref)}
     return [
         Output(made.section, key, held[source])
-        for key, source in relation.saved.items()
+        for key, source in tables.saved.items()
         if key not in have and isinstance(source, Ref) and source in held
     ]
 
 
-def over(source: Expression, keys: Mapping[str, str]) -> Expression:
+def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:
     """The expression over names as one over the checkpoint's keys."""
 
     def key_of(name: str) -> Expression:

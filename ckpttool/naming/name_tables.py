@@ -17,7 +17,7 @@ Likeness = tuple[str, "tuple[int, ...] | None"]  # dtype and shape
 
 
 @dataclass(frozen=True)
-class Relation:
+class NameTables:
     """The tables of one model's names; each is made when it is first asked for."""
 
     names: Names

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
-from ckpttool.formats.form_mark import taken_off
+from ckpttool.formats.form_mark import read_form
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
 
@@ -24,7 +24,7 @@ def open_operand(operand: str) -> Checkpoint:
     if _MODEL.fullmatch(operand) and not os.path.lexists(operand):
         raise CkptError(f"{operand} is a MODEL, and stands where a checkpoint is to stand", hint=f"--model {operand}")
     path, picked = split(operand)
-    checkpoint = taken_off(open_checkpoint(path))
+    checkpoint = read_form(open_checkpoint(path))
     if picked is None:
         return checkpoint
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
 from ckpttool.names import Hook, Names, OptimizerParam, RuntimeTensor, hook_json
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +54,31 @@ def explain(names: Names, name: str) -> Explanation:
 
     Raises `CkptError`, with names that are like it, where the model has none of this name.
     """
-    relation = Relation(names)
-    tensor = _find(names, relation, name)
-    first = relation.first[tensor.fqn]
-    own = tuple(key for key, fqn in relation.fqn_of.items() if fqn == tensor.fqn)
-    keys = own or tuple(k for k, source in relation.saved.items() if source is not None and first in ex.refs(source))
+    tables = NameTables(names)
+    tensor = _find(names, tables, name)
+    first = tables.first[tensor.fqn]
+    own = tuple(key for key, fqn in tables.fqn_of.items() if fqn == tensor.fqn)
+    keys = own or tuple(k for k, source in tables.saved.items() if source is not None and first in ex.refs(source))
     forms = {"runtime": tensor.fqn, "exported": tensor.fqn, "canonical": tensor.canonical}
     if own:
         forms["serialized"] = own[0]
-    group = set(relation.groups[first])
+    group = set(tables.groups[first])
     return Explanation(
         name=name,
         tensor=tensor,
         serialized=keys,
         forms=forms,
-        aliases=tuple(fqn for fqn in relation.groups[first] if fqn != tensor.fqn),
+        aliases=tuple(fqn for fqn in tables.groups[first] if fqn != tensor.fqn),
         optimizer=next((p for p in names.ids if p.fqn in group), None),
         hook=next((s.hook for s in names.serialized if s.key in keys and s.hook is not None), None),
     )
 
 
-def _find(names: Names, relation: Relation, name: str) -> RuntimeTensor:
+def _find(names: Names, tables: NameTables, name: str) -> RuntimeTensor:
     by_fqn = {tensor.fqn: tensor for tensor in names.runtime}
     by_canonical = {tensor.canonical: tensor for tensor in names.runtime}
-    by_key = {key: by_fqn[fqn] for key, fqn in relation.fqn_of.items()}
-    made_of = {key: next(ex.refs(source), "") for key, source in relation.saved.items() if source is not None}
+    by_key = {key: by_fqn[fqn] for key, fqn in tables.fqn_of.items()}
+    made_of = {key: next(ex.refs(source), "") for key, source in tables.saved.items() if source is not None}
     found = by_fqn.get(name) or by_key.get(name) or by_canonical.get(name) or by_fqn.get(made_of.get(name, ""))
     if found is None:
         near = difflib.get_close_matches(name, {*by_fqn, *by_key, *by_canonical}, 3)

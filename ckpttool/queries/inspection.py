@@ -11,7 +11,7 @@ from ckpttool.evaluate.statistics import Statistics, statistics
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
-from ckpttool.naming.wrappers.chain import is_lightning, segments, weigh
+from ckpttool.naming.wrappers.chain import infer, is_lightning, segments
 from ckpttool.words import plural
 
 _SHOWN = 5  # keys that a note names
@@ -161,4 +161,4 @@ def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:
     if section.kind != "state_dict":
         return ()
-    return tuple(segments(weigh(section.by_key(), lightning=is_lightning(others, section.path)).paths))
+    return tuple(segments(infer(section.by_key(), lightning=is_lightning(others, section.path)).paths))

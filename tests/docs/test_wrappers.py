@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckpttool.cli.app import main
-from ckpttool.naming.wrappers.chain import canonical_keys, is_lightning, weigh
+from ckpttool.naming.wrappers.chain import canonical_keys, infer, is_lightning
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.tracing.runtime import listed, runtime_tensors
 from places import DATA, DOCS
@@ -43,7 +43,7 @@ def named(names: Iterable[str]) -> str:
 
 def ranks_row(wrapped: Wrapped, form: str) -> str:
     told = wrapped.names[form]
-    seen = weigh(told["keys"]).form
+    seen = infer(told["keys"]).form
     canonical = [told["canonical"], canonical_keys(told["keys"]).values()]
     written = torch.load(wrapped.folder / "loads" / f"{filename(form)}.pt")
     fits = sorted(written) == sorted(told["keys"]) and not wrapped.failures[form]
@@ -78,7 +78,7 @@ def peft_row(folder: Path) -> str:
         [
             named(name for name, _ in model.named_parameters()),
             named(keys),
-            f"`{weigh(keys).form}`",
+            f"`{infer(keys).form}`",
             yes(all({*names} - adapters == {*PLAIN} for names in (live, canonical_keys(keys).values()))),
             "`--to peft`",
             named(get_model_state_dict(model)),
@@ -92,7 +92,7 @@ def lightning_row(folder: Path) -> str:
     lightning = is_lightning(source.others, section.path)
     names = canonical_keys(section.by_key(), lightning=lightning)
     (key,) = [key for key, name in names.items() if name == TENSOR]
-    form = weigh(section.by_key(), lightning=lightning).form
+    form = infer(section.by_key(), lightning=lightning).form
     out = folder / "lightning.ckpt"
     assert main(["remap", str(LIGHTNING), "--to", "lightning", "-o", str(out)]) == 0
     holder = torch.nn.Module()

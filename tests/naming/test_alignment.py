@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool.cli.app import main
-from ckpttool.naming.alignment import pairs
+from ckpttool.naming.alignment import align
 from wrapped_ranks import Net, net, wrap
 
 PLAIN = list(Net().state_dict())
@@ -25,8 +25,8 @@ def save(form: str, path: Path) -> str:
 
 def test_equal_keys_and_keys_that_wrappers_made_longer() -> None:
     left, right = ["module.a.w", "module.b._orig_mod.w"], ["a._checkpoint_wrapped_module.w", "b.w"]
-    assert pairs(left, right) == dict(zip(left, right))
-    assert pairs(left, left) == dict(zip(left, left))
+    assert align(left, right) == dict(zip(left, right))
+    assert align(left, left) == dict(zip(left, left))
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_equal_keys_and_keys_that_wrappers_made_longer() -> None:
     ],
 )
 def test_what_can_be_read_in_two_ways_or_in_none_is_no_pair(left: list[str], right: list[str]) -> None:
-    assert pairs(left, right) == {key: key for key in left if key in right}
+    assert align(left, right) == {key: key for key in left if key in right}
 
 
 def test_a_common_prefix_goes() -> None:
-    assert pairs([f"net.{key}" for key in PLAIN], PLAIN) == {f"net.{key}": key for key in PLAIN}
-    assert pairs(PLAIN, [f"net.{key}" for key in PLAIN]) == {key: f"net.{key}" for key in PLAIN}
+    assert align([f"net.{key}" for key in PLAIN], PLAIN) == {f"net.{key}": key for key in PLAIN}
+    assert align(PLAIN, [f"net.{key}" for key in PLAIN]) == {key: f"net.{key}" for key in PLAIN}
 
 
 @pytest.mark.parametrize("right", FORMS)

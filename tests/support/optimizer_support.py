@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.edits.remap.optimizer import OptimizerRemap, Wanted, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRemap, OptimizerRequest, remap_optimizers
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import format_for
 from ckpttool.names import Names
@@ -63,7 +63,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def remapped(path: str, out: Path, **wanted: Any) -> tuple[dict[str, Any], OptimizerRemap]:
     """The file's optimizer remapped, as torch loads it, and what was said of it."""
     source = open_checkpoint(path)
-    result, done = remap_optimizers(source, Wanted(**wanted))
+    result, done = remap_optimizers(source, OptimizerRequest(**wanted))
     write_pieces(format_for(str(out)).layout(result), out)
     return torch.load(out, weights_only=True), done[0]
 

@@ -7,24 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
+from ckpttool.options import Argument, option
+from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
-from ckpttool.queries.diff.run import DiffOptions
 
 
 @with_options(DiffOptions)
 def command(
     options: DiffOptions,
-    operands: Annotated[list[str] | None, typer.Argument(metavar="[LEFT RIGHT | CKPT]", help="Checkpoints.")] = None,
+    operands: Annotated[list[str] | None, Argument("[LEFT RIGHT | CKPT]", "Checkpoints.")] = None,
     suggest: Annotated[
-        str | None, typer.Option("--suggest", metavar="FILE", help="Write the rules that would mend it to FILE (TOML).")
+        str | None, option("--suggest", metavar="FILE", help="Write the rules that would mend it to FILE (TOML).")
     ] = None,
     all: All = False,
     force: Force = False,

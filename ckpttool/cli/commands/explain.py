@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
-from ckpttool.options import OptimizerOptions
+from ckpttool.options import Argument, OptimizerOptions, option
 
 
 @with_options(OptimizerOptions, without=["model"])
 def command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The tensor's name in any form.")],
-    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="The model that has the tensor.")],
+    name: Annotated[str, Argument("NAME", "The tensor's name in any form.")],
+    model: Annotated[str, option("--model", metavar="MODEL", help="The model that has the tensor.")],
     options: OptimizerOptions,
     force: Force = False,
     format: Format = "text",

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
+from ckpttool.options import Argument, option
 
 
 def command(
-    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint: file, directory, index, glob or URL.")],
+    ckpt: Annotated[str, Argument("CKPT", "A checkpoint: file, directory, index, glob or URL.")],
     stats: Annotated[
-        bool, typer.Option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
+        bool, option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
     ] = False,
-    all: Annotated[bool, typer.Option("--all", help="A line for every tensor, and no list cut short.")] = False,
+    all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
     force: Force = False,
     format: Format = "text",
     report: Reports = None,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Reports, check_texts, emit, write_text
@@ -15,13 +13,12 @@ from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
+from ckpttool.options import Argument
 
 
 @with_options(RemapOptions)
 def command(
-    ckpt: Annotated[
-        str, typer.Argument(metavar="CKPT", help="The checkpoint to read; CKPT::SECTION takes one section.")
-    ],
+    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     options: RemapOptions,
     format: Format = "text",
     report: Reports = None,

@@ -5,22 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Reports, check_texts, emit
 from ckpttool.cli.progress import bar
-from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
+from ckpttool.options import Argument
 
 
 @with_options(SwapOptions)
 def command(
-    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="The exported program (.pt2).")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The checkpoint with the new weights.")],
+    program: Annotated[str, Argument("PROGRAM", "The exported program (.pt2).")],
+    new: Annotated[str, Argument("NEW", "The checkpoint with the new weights.")],
     options: SwapOptions,
     format: Format = "text",
     report: Reports = None,

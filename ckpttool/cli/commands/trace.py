@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-import typer
-
 from ckpttool import api
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
-from ckpttool.options import OptimizerOptions
+from ckpttool.options import Argument, OptimizerOptions, option
 
 
 @with_options(OptimizerOptions, without=["model"])
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="package.module:attr, file.py:attr or a .pt2 program.")],
+    model: Annotated[str, Argument("MODEL", "package.module:attr, file.py:attr or a .pt2 program.")],
     options: OptimizerOptions,
-    out: Annotated[
-        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")
-    ] = None,
+    out: Annotated[str | None, option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")] = None,
     all: All = False,
     force: Force = False,
     format: Format = "text",

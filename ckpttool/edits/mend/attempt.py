@@ -8,15 +8,15 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits import run as remap
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.swap import run as swap
-from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import target_for
 from ckpttool.operands.printed import operand, outputs
+from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, Diff
-from ckpttool.queries.diff.run import DiffOptions, run
+from ckpttool.queries.diff.run import run
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ def try_swap(question: Question, program: Checkpoint, weights: Checkpoint, optio
         materialize=False,
     )
     try:
+        from ckpttool.edits.swap import run as swap  # with the formats of programs
+
         made = swap.run(program.source, weights, read).program
     except CkptError as error:
         return error

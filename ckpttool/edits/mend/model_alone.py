@@ -11,7 +11,7 @@ from ckpttool.edits import run as remap
 from ckpttool.edits.mend.attempt import Question
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
 from ckpttool.queries.diff.result import Diff

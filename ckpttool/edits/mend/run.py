@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from ckpttool.edits.mend import ways
 from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap, try_swap
-from ckpttool.edits.mend.model_alone import of_names
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
 from ckpttool.edits.rules.mend import PART, needs_file, with_rules
-from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Misfit
 from ckpttool.errors import CkptError
 from ckpttool.formats.ranks.files import one_rank
@@ -26,9 +25,8 @@ INFERRED = (
 OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
 
 
-def answered(question: Question) -> Diff:
-    """The diff, with commands that mend it. A file of suggested rules mends what nothing else mends whole."""
-    diff = question.answer()
+def answered(question: Question, diff: Diff) -> Diff:
+    """`diff`, the answer, with commands that mend it. Suggested rules in a file mend what nothing else mends whole."""
     done = mended(question, diff)
     if question.left is None or question.right is None or diff.inferred is None:
         return done
@@ -44,6 +42,8 @@ def mended(question: Question, diff: Diff) -> Diff:
     if diff.identical or diff.fix:
         return diff
     if question.left is None:
+        from ckpttool.edits.mend.model_alone import of_names
+
         return of_names(question, diff)
     if not question.is_about_models:
         return diff

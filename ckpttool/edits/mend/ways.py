@@ -13,11 +13,12 @@ from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.rules.mend import renames
 from ckpttool.errors import CkptError
 from ckpttool.naming.forms import read
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
-from ckpttool.queries.diff.run import DiffOptions, run
+from ckpttool.queries.diff.run import run
 
 Way = tuple[str, RemapOptions]  # the word for the output's name, and what is asked for
 
@@ -29,7 +30,7 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     by_model = _by_model(question, "serialized")
     yield "serialized", by_model
     yield "serialized", replace(by_model, from_="runtime")
-    tables = Relation(question.names)
+    tables = NameTables(question.names)
     lost = [key for entry in diff.entries if entry.status == "value" for key in entry.left[:1]]
     yield from _dropping(question.left, lost, by_model)  # tied names of different values: only one of these can be kept
     yield from _without(question.left, diff, by_model, RemapOptions())
@@ -46,7 +47,7 @@ def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
     assert right is not None
     base: list[RemapOptions] = []
     if question.names is not None:
-        form = read(Relation(question.names), model_section(right)).form
+        form = read(NameTables(question.names), model_section(right)).form
         base += [_by_model(question, to) for to in dict.fromkeys((form, "serialized", "runtime", "exported"))]
     if right.format != "memory":
         base.append(RemapOptions(like=right.source))

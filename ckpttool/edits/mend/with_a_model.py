@@ -8,7 +8,7 @@ from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.edits.mend.attempt import Question
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.swap.run import SwapOptions
+from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.operands.printed import operand, outputs
 from ckpttool.queries.diff.result import Diff

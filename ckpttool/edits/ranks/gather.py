@@ -13,15 +13,15 @@ from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, contiguous_str
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import across, joined
+from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.expression import Expression, Op, Ref, substitute
-from ckpttool.formats.ranks.files import NAME, is_of_ranks, is_whole, parts_of
+from ckpttool.formats.ranks.files import is_of_ranks, is_whole, parts_of
 from ckpttool.formats.ranks.sharded_tensor import is_sharded
 from ckpttool.keys import is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.flat_param import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.forms import read
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import model_section
@@ -75,13 +75,6 @@ def flat_entries(section: Section, names: Names | None = None) -> list[TensorEnt
     return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
 
 
-def needs_gathering(source: Checkpoint) -> bool:
-    """Whether the checkpoint is that of several ranks, or holds flat parameters."""
-    return source.format == NAME or any(
-        flat_entries(section) for section in source.sections if section.kind == "state_dict"
-    )
-
-
 def without_model(source: Checkpoint) -> Refused:
     """The refusal to put rank files together without knowing the parameters."""
     flat = [found for section in source.sections for found in flat_params(section)]
@@ -113,11 +106,11 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
     `patterns` name the modules that are units, to be checked. Optimizers are left to `gather_optimizer`. Raises
     `Refused`, all problems at once, where the files and the model do not fit.
     """
-    section, relation = model_section(source), Relation(names)
+    section, tables = model_section(source), NameTables(names)
     flat = flat_entries(section, names)
     keys = {entry.key for entry in flat}
     rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in keys))
-    work = _Work(relation, rest)
+    work = _Work(tables, rest)
     paths = unit_paths(keys, rest.by_key())
     problems = _other_units(names, patterns, set(paths.values())) if patterns else []
     units = _units(flat, paths, slots(names, set(paths.values()), work.fqns), work.problems)
@@ -142,11 +135,11 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
 class _Work:
     """The tensors that stand under names of their own: copies, and slices that are put together."""
 
-    def __init__(self, relation: Relation, rest: Section) -> None:
-        self.relation = relation
-        self.reading = read(relation, rest)
+    def __init__(self, tables: NameTables, rest: Section) -> None:
+        self.tables = tables
+        self.reading = read(tables, rest)
         serialized = self.reading.form == SERIALIZED
-        self.likeness = relation.serialized_likeness if serialized else relation.runtime_likeness
+        self.likeness = tables.serialized_likeness if serialized else tables.runtime_likeness
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.resolved = {entry.key: self._resolved(entry) for entry in rest.tensors}
@@ -171,7 +164,7 @@ class _Work:
         name = self.reading.match.names.get(key)
         if not runtime or name is None or self.reading.form == RUNTIME:
             return name or key
-        return self.relation.fqn_of.get(name, name)
+        return self.tables.fqn_of.get(name, name)
 
     def ordinary(self, entry: TensorEntry, runtime: bool) -> TensorEntry:
         return replace(self.resolved[entry.key], key=self.key(entry.key, runtime))
@@ -193,7 +186,7 @@ def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry |
     slices = all(len(part.shape) == 1 and part.is_contiguous and part.dtype == parts[0].dtype for part in parts)
     if not slices or sum(part.numel for part in parts) != prod(shape):
         return None
-    storage = joined(across(parts, 0, prod(shape)))
+    storage = concatenated(across(parts, 0, prod(shape)))
     return TensorEntry(entry.key, parts[0].dtype, shape, contiguous_stride(shape), 0, storage)
 
 
@@ -240,7 +233,7 @@ def taken_apart(unit: Unit) -> Iterator[TensorEntry]:
 
 def cut_out(dtype: str, parts: Sequence[TensorEntry | None], slot: Slot) -> TensorEntry:
     """The tensor in `slot` of the flat tensor that the parts are together."""
-    storage = joined(across((part for part in parts if part is not None), slot.start, slot.numel))
+    storage = concatenated(across((part for part in parts if part is not None), slot.start, slot.numel))
     return TensorEntry(slot.fqns[0], dtype, slot.shape, contiguous_stride(slot.shape), 0, storage)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, resolved
-from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
-from ckpttool.evaluate.parts import joined, window
+from ckpttool.evaluate.parts import concatenated, window
 from ckpttool.formats.ranks.files import is_of_ranks, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
@@ -58,7 +58,7 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     if state.form != ID:
         return named
     alone = Checkpoint("", "", 0, (named,))
-    return remap_optimizers(alone, Wanted(keys=ID, names=names))[0].sections[0]
+    return remap_optimizers(alone, OptimizerRequest(keys=ID, names=names))[0].sections[0]
 
 
 # State with the shapes of flat parameters
@@ -126,7 +126,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
 
 def _own(entry: TensorEntry) -> TensorEntry:
     """The same values in a storage of their own: torch.load would tie what shares one, and ``step += 1`` add up."""
-    return replace(entry, storage=joined([window(entry, 0, entry.numel)]), offset=0, payload=None)
+    return replace(entry, storage=concatenated([window(entry, 0, entry.numel)]), offset=0, payload=None)
 
 
 # State with the shapes of slices

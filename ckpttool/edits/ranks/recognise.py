@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.ranks.gather import Gathered, gather, needs_gathering, without_model
 from ckpttool.errors import CkptError
+from ckpttool.keys import is_flat
 from ckpttool.names import Names
+
+if TYPE_CHECKING:
+    from ckpttool.edits.ranks.gather import Gathered
+
+_NAME = "rank_files"  # in the table of formats
 
 
 def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
@@ -15,12 +21,20 @@ def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) 
 
     Raises `CkptError` where that cannot be, or where `units` has nothing to say.
     """
-    if not needs_gathering(source):
+    if not _needs_gathering(source):
         if units:
             raise CkptError(f"{source.source} holds no flat parameters", hint="leave --units out")
         return None
+    from ckpttool.edits.ranks.gather import gather, without_model
+
     if names is None:
-        if source.format == "rank_files":
+        if source.format == _NAME:
             raise without_model(source)
         return None
     return gather(source, names, units)
+
+
+def _needs_gathering(source: Checkpoint) -> bool:
+    """Whether the checkpoint is that of several ranks, or holds flat parameters."""
+    models = (section for section in source.sections if section.kind == "state_dict")
+    return source.format == _NAME or any(is_flat(entry.key) for section in models for entry in section.tensors)

@@ -12,16 +12,16 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.dtypes import itemsize
-from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import Part, across, joined, row_major, window
+from ckpttool.evaluate.parts import Part, across, concatenated, row_major, window
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
 from ckpttool.keys import FLAT_PARAM
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import Slot, named_units, shard_sizes, slots
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import resolve
 from ckpttool.naming.optimizers.parameters import Parameters
@@ -63,7 +63,7 @@ def scatter(source: Checkpoint, names: Names, patterns: Sequence[str], world_siz
             hint="`ckpttool trace MODEL` lists the model's parameters; --units names the modules that are wrapped",
             problems=problems,
         )
-    named = remap_optimizers(source, Wanted(keys=FQN, names=names))[0] if _has_optimizer(source) else source
+    named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if _has_optimizer(source) else source
     columns = [
         shards
         if own.path == section.path
@@ -88,8 +88,8 @@ def flat_key(unit: str) -> str:
 
 
 def _model(section: Section, ranks: Ranks, problems: list[Problem]) -> list[Section]:
-    relation, have = Relation(ranks.names), {entry.key: entry for entry in section.tensors}
-    keys = {fqn: key for key, fqn in relation.fqn_of.items() if key in have}
+    tables, have = NameTables(ranks.names), {entry.key: entry for entry in section.tensors}
+    keys = {fqn: key for key, fqn in tables.fqn_of.items() if key in have}
     flat: dict[str, list[TensorEntry]] = {}
     for unit, own in ranks.units.items():
         entries = [_entry(slot, have, keys, problems) for slot in own]
@@ -99,7 +99,7 @@ def _model(section: Section, ranks: Ranks, problems: list[Problem]) -> list[Sect
             text = f"its parameters are {', '.join(sorted(dtypes))}, and one flat parameter has one dtype"
             problems.append(Problem(text, unit or "(root)"))
     parameters = {tensor.fqn for tensor in ranks.names.runtime if tensor.kind == "parameter"}
-    rest = tuple(entry for entry in section.tensors if not _reads(relation, entry.key, parameters, problems))
+    rest = tuple(entry for entry in section.tensors if not _reads(tables, entry.key, parameters, problems))
     if problems:
         return []
     in_order = {unit: [row_major(entry) for entry in entries] for unit, entries in flat.items()}
@@ -123,9 +123,9 @@ def _entry(
     return entry
 
 
-def _reads(relation: Relation, key: str, parameters: set[str], problems: list[Problem]) -> bool:
+def _reads(tables: NameTables, key: str, parameters: set[str], problems: list[Problem]) -> bool:
     """Whether the key is a parameter, which is in a flat one."""
-    source = relation.saved.get(key)
+    source = tables.saved.get(key)
     if source is None or isinstance(source, Ref):
         return source is not None and source.key in parameters
     problems.append(Problem("a hook computes it, and FSDP1's local state dict has the parameters themselves", key))
@@ -136,7 +136,7 @@ def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: Ranks, rank: int) ->
     for unit, entries in units.items():
         numel = ranks.units[unit][-1].end
         sizes = shard_sizes(numel, ranks.world_size)
-        storage = joined(across(entries, sum(sizes[:rank]), sizes[rank]))
+        storage = concatenated(across(entries, sum(sizes[:rank]), sizes[rank]))
         yield sharded(flat_key(unit), storage, entries[0].dtype, sizes, rank)
 
 
@@ -216,7 +216,7 @@ def _same(left: Any, right: Any) -> bool:
 def _on_rank(value: Any, ranks: Ranks, rank: int) -> Any:
     """What a rank holds of a value: of a flat one its chunk, the last ones filled up with zeros."""
     if isinstance(value, TensorEntry):
-        storage = joined([window(row_major(value), 0, value.numel)])
+        storage = concatenated([window(row_major(value), 0, value.numel)])
         return replace(value, storage=storage, offset=0, payload=None)
     if not isinstance(value, _Flat):
         return value
@@ -226,4 +226,4 @@ def _on_rank(value: Any, ranks: Ranks, rank: int) -> Any:
     missing = sizes[0] - sizes[rank]
     if missing:
         parts.append(bytes(missing * itemsize(first.dtype)))
-    return TensorEntry(first.key, first.dtype, (sizes[0],), (1,), 0, joined(parts))
+    return TensorEntry(first.key, first.dtype, (sizes[0],), (1,), 0, concatenated(parts))

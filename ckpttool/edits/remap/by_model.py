@@ -13,9 +13,9 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
 from ckpttool.names import RUNTIME
 from ckpttool.naming.call_variants import collapse, expand, settle
-from ckpttool.naming.forms import Move, Reading, move, read
+from ckpttool.naming.forms import FormPlan, Reading, move, read
 from ckpttool.naming.model_form import ModelForm
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
 from ckpttool.plan import Dropped, Output, compose
 from ckpttool.words import plural
@@ -31,7 +31,7 @@ class ByModel:
     of frozen parameters only is left out. `tie`: a tensor that the model saves under several keys gets all of them.
     """
 
-    tables: Relation
+    tables: NameTables
     to: ModelForm
     source_form: ModelForm | None = None
     trainable_only: bool = False
@@ -53,7 +53,7 @@ class ByModel:
             notes=(*draft.notes, *self._notes(reading)),
         )
 
-    def _move(self, section: Section, reading: Reading) -> Move:
+    def _move(self, section: Section, reading: Reading) -> FormPlan:
         names = self.tables.names
         if not reading.match.names:
             raise Refused(
@@ -71,7 +71,7 @@ class ByModel:
             )
         return moved
 
-    def _respelled(self, moved: Move, section: Section, reading: Reading) -> Move:
+    def _respelled(self, moved: FormPlan, section: Section, reading: Reading) -> FormPlan:
         """With call variants settled: an unflattened program has all of them, an exported one has none."""
         dropped, problems = settle(reading.match.variants, reading.match.names, section)
         outputs = list(moved.plan.outputs)
@@ -101,7 +101,7 @@ class ByModel:
 class ToModel:
     """From one model's runtime names to the form `to` of another model with the same tensors."""
 
-    tables: Relation
+    tables: NameTables
     to: ModelForm
 
     def apply(self, draft: Draft) -> Draft:
@@ -154,7 +154,7 @@ class Counters:
         )
 
 
-def recorded(tables: Relation, result: Checkpoint, path: str, form: str) -> Checkpoint:
+def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Checkpoint:
     """`result` with its form recorded where nobody could tell it from the names, dtypes and shapes."""
     section = replace(result.section(path), form=None)
     alike = tables.forms_agree and tables.serialized_names.keys() <= section.by_key().keys()

@@ -8,20 +8,20 @@ from dataclasses import replace
 from ckpttool import expression as ex
 from ckpttool.errors import Refused
 from ckpttool.names import RUNTIME
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import Dropped, Output, Plan
 
 
-def trained(plan: Plan, relation: Relation, form: str) -> Plan:
+def trained(plan: Plan, tables: NameTables, form: str) -> Plan:
     """The plan without what is made of frozen parameters only, as torch's ``ignore_frozen_params``; buffers stay.
 
     `form` says which names the plan's keys are: ``serialized`` or ``runtime``.
     """
-    frozen = {t.fqn for t in relation.names.runtime if t.kind == "parameter" and not t.trainable}
+    frozen = {t.fqn for t in tables.names.runtime if t.kind == "parameter" and not t.trainable}
 
     def is_trained(output: Output) -> bool:
-        source = None if form == RUNTIME else relation.saved.get(output.key)
+        source = None if form == RUNTIME else tables.saved.get(output.key)
         made_of = {output.key} if source is None else set(ex.refs(source))
         return not made_of or not made_of <= frozen
 

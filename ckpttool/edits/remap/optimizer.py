@@ -34,7 +34,7 @@ from ckpttool.words import plural, shell
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OptimizerRequest:
     """What is asked of a checkpoint's optimizers: the form of their keys, and whose names and order they get.
 
     `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
@@ -73,7 +73,7 @@ class OptimizerRemap:
     notes: tuple[str, ...] = field(default=())
 
 
-def remap_optimizers(source: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
+def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
     """`source` with every optimizer in it as wanted, and what was done to those that needed a change.
 
     Raises `Refused` where ids cannot be told apart, where state cannot follow its parameter, and where `wanted.keys`
@@ -115,7 +115,7 @@ def to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
     return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}
 
 
-def _remapped(section: Section, wanted: Wanted, source: str) -> tuple[Section, OptimizerRemap] | None:
+def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
     where = section.path or "(root)"
     state = forms.read(section)
@@ -146,7 +146,7 @@ def _remapped(section: Section, wanted: Wanted, source: str) -> tuple[Section, O
     return forms.write(made, section), report
 
 
-def _named(state: OptimizerState, wanted: Wanted, where: str) -> tuple[OptimizerState, Owners | None]:
+def _named(state: OptimizerState, wanted: OptimizerRequest, where: str) -> tuple[OptimizerState, Owners | None]:
     """The state with its parameters under canonical names, and what these are known from."""
     names = wanted.names
     if state.form == ID:
@@ -164,7 +164,7 @@ def _named(state: OptimizerState, wanted: Wanted, where: str) -> tuple[Optimizer
     return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None
 
 
-def _check_loads(moved: OptimizerState, wanted: Wanted, where: str, leave_out: str) -> None:
+def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, leave_out: str) -> None:
     """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
     target = wanted.to_names or wanted.names
     if wanted.to_names is not None:
@@ -191,7 +191,7 @@ def _leave_out(source: str, section: str) -> str:
     return f"do not load {path}" if name is None else shell("ckpttool", "remap", path, "--drop", name, "-o", "OUT")
 
 
-def _sources(named: OptimizerState, wanted: Wanted, to: str) -> dict[str, Expression]:
+def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[str, Expression]:
     """What each new parameter is of the old ones."""
     renamed = {str(param): _by_rules(str(param), wanted.rules) for param in named.params}
     if wanted.to_names is not None and wanted.names is not None:
@@ -215,7 +215,7 @@ def _in(groups: Sequence[ParamGroup], sources: Mapping[str, Expression]) -> dict
 
 
 def _groups(
-    named: OptimizerState, sources: Mapping[str, Expression], wanted: Wanted, to: str, where: str
+    named: OptimizerState, sources: Mapping[str, Expression], wanted: OptimizerRequest, to: str, where: str
 ) -> tuple[ParamGroup, ...]:
     """The new param groups: those of the new optimizer, or else the old ones in the new model's order."""
     target = wanted.to_names or wanted.names
@@ -266,7 +266,7 @@ def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) 
 
 
 def _in_model_order(
-    named: OptimizerState, sources: Mapping[str, Expression], wanted: Wanted, parameters: Parameters
+    named: OptimizerState, sources: Mapping[str, Expression], wanted: OptimizerRequest, parameters: Parameters
 ) -> list[str] | None:
     """The parameters of an optimizer with one group, as ``model.parameters()`` gives them; None where it has more.
 

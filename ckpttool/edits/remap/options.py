@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ckpttool.errors import CkptError
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.write_folder import LINKS
+from ckpttool.io.pieces import LINKS
 from ckpttool.names import FSDP_FLAT
 from ckpttool.naming import model_form
 from ckpttool.naming.model_form import Form, ModelForm

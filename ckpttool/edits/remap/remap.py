@@ -10,13 +10,12 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.by_model import recorded
 from ckpttool.edits.remap.draft import Draft, carried
 from ckpttool.edits.remap.drop import drop, without
-from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
-from ckpttool.edits.rules.steps import Rename
 from ckpttool.evaluate.apply import apply
 from ckpttool.naming.model_form import Form
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.saved_order import in_order_of
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain, Evidence
@@ -48,9 +47,9 @@ def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
     """Where a remap begins: every key keeps its name. Wrappers are where the user says so, or else where keys show."""
     keys = list(section.by_key())
     if form is None:
-        wrappers = chain.weigh(keys, lightning=lightning)
+        wrappers = chain.infer(keys, lightning=lightning)
     elif isinstance(form, Chain):
-        wrappers = chain.said(form, keys)
+        wrappers = chain.declared(form, keys)
     else:  # these are names without wrappers
         wrappers = Evidence((), (), frozenset())
     canonical = {key: strip(key, wrappers.paths) for key in keys}
@@ -60,7 +59,7 @@ def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
 def _recorded(result: Checkpoint, asked: RemapRequest, path: str) -> Checkpoint:
     if asked.names is None or asked.to_names is not None or asked.select is not None or isinstance(asked.to, Chain):
         return result
-    tables = Relation(asked.names)
+    tables = NameTables(asked.names)
     return recorded(tables, result, path, asked.form_by_model(tables).names)
 
 
@@ -69,12 +68,21 @@ def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
     still = []
     if asked.select is not None:
         still.append("the state of all parameters")
-    if any(not isinstance(step, Rename) for step in asked.rule_steps):
+    if _changes_values(asked):
         still.append("the state of the parameters as they were before the rules file")
     return [f"{path} still holds {what} (--drop {path} leaves it out)" for path in paths for what in still]
 
 
-def with_optimizers(done: Remap, wanted: Wanted) -> Remap:
+def _changes_values(asked: RemapRequest) -> bool:
+    """Whether the file of rules does more than rename."""
+    if not asked.rule_steps:
+        return False
+    from ckpttool.edits.rules.steps import Rename
+
+    return not all(isinstance(step, Rename) for step in asked.rule_steps)
+
+
+def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     """`done` with the optimizers of its result as `wanted`; the plan is silent on those that change.
 
     A model beside ids gets the order of the model that these are now those of: else its keys would speak against them.

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import NO_COUNTER
 from ckpttool.edits.remap.draft import Draft, renamed
 from ckpttool.edits.remap.narrow import select
 from ckpttool.edits.rules.patterns import Rule, rename
-from ckpttool.edits.rules.steps import Step as RuleStep
-from ckpttool.edits.rules.steps import plan_of
-from ckpttool.naming.alignment import pairs
+from ckpttool.naming.alignment import align
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import Dropped, Output, compose
 from ckpttool.words import plural
+
+if TYPE_CHECKING:
+    from ckpttool.edits.rules.steps import Step as RuleStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class TakeOver:
 
     def apply(self, draft: Draft) -> Draft:
         """Names differ by wrappers' segments only."""
-        names = pairs(draft.keys, self.other.by_key())
+        names = align(draft.keys, self.other.by_key())
         own = [key for key in draft.keys if key not in names]
         lacking = f"the other checkpoint has no name for {plural(len(own), 'key')}: {', '.join(own[:5])}"
         return replace(draft, plan=draft.renamed(names), notes=(*draft.notes, lacking) if own else draft.notes)
@@ -92,4 +94,6 @@ class ByRuleSteps:
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` as `rules.steps.plan_of` does."""
+        from ckpttool.edits.rules.steps import plan_of
+
         return replace(draft, plan=compose(draft.plan, plan_of(self.steps, draft.evaluated())))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
 from ckpttool.edits.remap.draft import Step
 from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps, Rewrap, Select, TakeOver
 from ckpttool.edits.rules.patterns import Rule
-from ckpttool.edits.rules.steps import Step as RuleStep
 from ckpttool.names import Names
 from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import Form, ModelForm
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import Chain
+
+if TYPE_CHECKING:
+    from ckpttool.edits.rules.steps import Step as RuleStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class RemapRequest:
     def steps(self) -> Iterator[Step]:
         """The model's way, then the submodule, the wrappers, the rules."""
         if self.names is not None:
-            yield from self._through_models(Relation(self.names))
+            yield from self._through_models(NameTables(self.names))
         if self.select is not None:
             yield Select(self.select, self.keep_prefix, by_model=self.names is not None)
         if self.like is not None:
@@ -66,14 +69,14 @@ class RemapRequest:
         if self.rule_steps:
             yield ByRuleSteps(self.rule_steps)
 
-    def _through_models(self, tables: Relation) -> Iterator[Step]:
+    def _through_models(self, tables: NameTables) -> Iterator[Step]:
         form = self.source_form if isinstance(self.source_form, ModelForm) else None
         yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only, tie=self.like is None)
         if self.to_names is not None:
-            yield ToModel(Relation(self.to_names), self.model_form)
+            yield ToModel(NameTables(self.to_names), self.model_form)
         yield Counters(keep=self.like is not None or isinstance(self.to, Chain))
 
-    def form_by_model(self, tables: Relation) -> ModelForm:
+    def form_by_model(self, tables: NameTables) -> ModelForm:
         """The form that the model's own step leads to; another model's step begins at the runtime names."""
         if self.to_names is not None:
             return ModelForm.RUNTIME

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from ckpttool.dtypes import PLAIN
@@ -17,11 +18,7 @@ from ckpttool.io.files import opened
 from ckpttool.limits import limits
 from ckpttool.words import plural
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+_TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported where a file is read
 Fields = Mapping[str, Any]
 Kind = tuple[str, Callable[[Any], bool]]
 
@@ -101,7 +98,7 @@ def _content(data: bytes, path: str) -> Mapping[str, Any]:
             raise ValueError(f"it is too long: {limits().named('rules_bytes')}")
         text = data.decode("utf-8-sig")
         _check_dots(text)
-        content: dict[str, Any] = tomllib.loads(text)
+        content: dict[str, Any] = import_module(_TOML).loads(text)
     except (ValueError, RecursionError) as error:
         raise CkptError(f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md") from None
     return content

@@ -11,9 +11,9 @@ from ckpttool.errors import Problem
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.pt2.program import CONSTANTS
 from ckpttool.names import RUNTIME, Names
-from ckpttool.naming.forms import over, read
+from ckpttool.naming.forms import read, with_keys
 from ckpttool.naming.match import Match, match
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
 
 
@@ -72,15 +72,15 @@ def _other_names(found: Match, weights: Section) -> set[str]:
 
 def feed_by_model(target: Section, weights: Section, names: Names, form: str | None) -> Feed:
     """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are."""
-    relation = Relation(names)
-    reading = read(relation, weights, form)
+    tables = NameTables(names)
+    reading = read(tables, weights, form)
     keys = {name: key for key, name in reading.match.names.items()}
     values: dict[str, Expression]
     if reading.form == RUNTIME:
-        values = {fqn: Ref(key) for fqn, key in keys.items() if fqn in relation.first}
+        values = {fqn: Ref(key) for fqn, key in keys.items() if fqn in tables.first}
     else:
-        values = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
-    _share(values, relation.first)
+        values = {fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()}
+    _share(values, tables.first)
     fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
     counters = _counters(reading.match, weights)
     left = [problem for problem in _left_over(reading.match) if problem.key not in counters]
@@ -92,10 +92,10 @@ def feed_by_model(target: Section, weights: Section, names: Names, form: str | N
     )
     used = {key for source in feed.sources.values() for key in ex.refs(source)}
     by_source = {
-        source: keys[key] for key, source in reversed(relation.saved.items()) if key in keys and keys[key] in used
+        source: keys[key] for key, source in reversed(tables.saved.items()) if key in keys and keys[key] in used
     }
     for name, key in keys.items():
-        source = relation.saved.get(name) if reading.form != RUNTIME else None
+        source = tables.saved.get(name) if reading.form != RUNTIME else None
         if key in used:
             continue
         if source is not None and source in by_source:

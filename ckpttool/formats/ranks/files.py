@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.parts import across, joined
+from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.formats.ranks import sharded_tensor
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.torch import zip_file as torch_zip
@@ -282,7 +282,7 @@ def _whole(key: str, shape: tuple[int, ...], parts: tuple[TensorEntry | None, ..
     if not all(part.is_contiguous for part in have):
         raise _unfit("a part of it is a strided view", key)
     dtype = have[0].dtype if have else "float32"
-    storage = joined(across(have, 0, prod(shape)))
+    storage = concatenated(across(have, 0, prod(shape)))
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=RankParts(parts, whole=True))
 
 

@@ -7,14 +7,14 @@ all shards, the process group's ranks and the sharding spec (``torch/distributed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
-from ckpttool.formats.torch.tensors import Carried, Geometry, Storages, entry_of, is_tensor, malformed
+from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, unnamed
 
 # What to do about tensors that no number of files tells how to put together.
 SAVE_DTENSORS = "save them with torch.distributed.checkpoint, or their full_tensor()"
@@ -138,8 +138,8 @@ def sharded(key: str, storage: Storage, dtype: str, sizes: Sequence[int], rank: 
             _new_state(dtype, sizes, rank),
         ),
     )
-    geometry = Geometry(dtype, (total,), (1,), 0, None, "subclass", storage.nbytes)
-    return TensorEntry(key, *geometry, payload=Carried(node, storages, geometry))
+    rebuilt = unnamed(dtype, (total,), (1,), 0, None, "subclass", storage.nbytes)
+    return replace(rebuilt, key=key, payload=Carried(node, storages, rebuilt))
 
 
 def _none_else(key: str, nbytes: int) -> Storage:

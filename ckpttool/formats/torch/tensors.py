@@ -6,9 +6,9 @@ Which function rebuilds a tensor, and in which order it takes its arguments, sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
@@ -55,39 +55,35 @@ class Storages:
         return None if entry is None or entry.storage is None else repr(fingerprint(entry)).encode()
 
 
-class Geometry(NamedTuple):
-    """What makes an entry the tensor that it is, without its name: fields as in `TensorEntry`."""
+def unnamed(
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    storage: Storage | None,
+    layout: str = "strided",
+    packed_bytes: int = 0,
+) -> TensorEntry:
+    """The entry of a tensor that has no name yet."""
+    return TensorEntry("", dtype, shape, stride, offset, storage, layout, packed_bytes)
 
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    storage: Storage | None
-    layout: str = "strided"
-    packed_bytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor's own elements, or of what stands for them where they are no strided block."""
-        return self.packed_bytes if self.storage is None else prod(self.shape) * dtypes.itemsize(self.dtype)
-
-    def packed(self, layout: str, nbytes: int | None = None) -> Geometry:
-        """The same tensor as one that is no strided block of bytes."""
-        return self._replace(storage=None, layout=layout, packed_bytes=self.nbytes if nbytes is None else nbytes)
+def _packed(entry: TensorEntry, layout: str, nbytes: int | None = None) -> TensorEntry:
+    """The same tensor as one that is no strided block of bytes."""
+    return replace(entry, storage=None, layout=layout, packed_bytes=entry.nbytes if nbytes is None else nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """The payload of an entry: its node, the storages that the node refers to, and the geometry that it rebuilds."""
+    """The payload of an entry: its node, the storages that the node refers to, and the tensor that it rebuilds."""
 
     node: Any
     storages: Storages
-    geometry: Geometry | None = None
+    rebuilt: TensorEntry | None = None
 
     def describes(self, entry: TensorEntry) -> bool:
         """True where the entry is still the tensor that the node rebuilds."""
-        now = (entry.dtype, entry.shape, entry.stride, entry.offset, entry.storage, entry.layout, entry.packed_bytes)
-        return self.geometry == now
+        return self.rebuilt is not None and self.rebuilt.geometry == entry.geometry
 
     def content(self) -> bytes | None:
         """See `checkpoint.Comparable`. A Parameter's is that of the tensor in it."""
@@ -107,7 +103,7 @@ class Carried:
         value: Expression = Ref(entry.key)
         for flag in _FLAGS:
             value = Op(_FLAGS[flag], (value,)) if flags.get(flag) else value
-        return with_torch.entry_of(entry.key, value, {entry.key: TensorEntry(entry.key, *view)})
+        return with_torch.entry_of(entry.key, value, {entry.key: replace(view, key=entry.key)})
 
 
 def malformed(message: str) -> CkptError:
@@ -156,15 +152,15 @@ def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
     """The index entry of a tensor's node. Raises `CkptError` where its geometry does not fit its storage."""
     carried = storages.carried.get(id(node))
     if carried is None:
-        carried = storages.carried[id(node)] = Carried(node, storages, _geometry_of(key, node, storages))
-        if carried.geometry is not None and carried.geometry.storage is None:
+        carried = storages.carried[id(node)] = Carried(node, storages, _rebuilt(key, node, storages))
+        if carried.rebuilt is not None and carried.rebuilt.storage is None:
             references = (part for part in _parts(node, storages) if type(part) is Persistent)
             storages.reached.update(map(storage_key, references))
-    assert carried.geometry is not None
-    return TensorEntry(key, *carried.geometry, payload=carried)
+    assert carried.rebuilt is not None
+    return replace(carried.rebuilt, key=key, payload=carried)
 
 
-def _geometry_of(key: str, node: Call, storages: Storages) -> Geometry:
+def _rebuilt(key: str, node: Call, storages: Storages) -> TensorEntry:
     try:
         return _read(node, storages, 0)
     except CkptError as error:
@@ -204,23 +200,23 @@ HOLDS: dict[type, Callable[[Any], Any]] = {
 # Reading. One function for each way to rebuild; each gets the arguments, the storages, and how deep it is called.
 
 
-def _read(node: Any, storages: Storages, depth: int) -> Geometry:
+def _read(node: Any, storages: Storages, depth: int) -> TensorEntry:
     if not is_tensor(node) or depth > _MAX_WRAPPERS:
         raise malformed(f"{type(node).__name__} where a tensor has to be")
     return _REBUILD[node.func.name](node.args, storages, depth)
 
 
-def _tensor(args: Any, storages: Storages, depth: int) -> Geometry:
+def _tensor(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, storage = typed_storage(args[0], storages)
     return _flagged(_view(dtype, storage, args[1:4]), args[6:])
 
 
-def _tensor_v3(args: Any, storages: Storages, depth: int) -> Geometry:
+def _tensor_v3(args: Any, storages: Storages, depth: int) -> TensorEntry:
     _, storage = typed_storage(args[0], storages)
     return _flagged(_view(_dtype(args[6]), storage, args[1:4]), args[7:])
 
 
-def _view(dtype: str, storage: Storage, args: Any) -> Geometry:
+def _view(dtype: str, storage: Storage, args: Any) -> TensorEntry:
     offset, size, stride = args
     shape, stride = _sizes(size), _sizes(stride)
     if type(offset) is not int or offset < 0 or len(shape) != len(stride):
@@ -229,71 +225,71 @@ def _view(dtype: str, storage: Storage, args: Any) -> Geometry:
     available = storage.nbytes // dtypes.itemsize(dtype)
     if 0 not in shape and last >= available:
         raise malformed(f"a tensor reaches element {last} of a storage of {available}")
-    return Geometry(dtype, shape, stride, offset, storage)
+    return unnamed(dtype, shape, stride, offset, storage)
 
 
-def _flagged(view: Geometry, metadata: Any) -> Geometry:
+def _flagged(view: TensorEntry, metadata: Any) -> TensorEntry:
     """A lazily conjugated or negated tensor: its bytes are not its values."""
     flags = metadata[0] if metadata else {}
     for flag in _FLAGS:
         if flags.get(flag):
-            return view.packed(flag)
+            return _packed(view, flag)
     return view
 
 
-def _parameter(args: Any, storages: Storages, depth: int) -> Geometry:
+def _parameter(args: Any, storages: Storages, depth: int) -> TensorEntry:
     return _read(args[0], storages, depth + 1)
 
 
 _PLAIN_TYPES = ("Tensor", "Parameter", "Buffer")
 
 
-def _from_type(args: Any, storages: Storages, depth: int) -> Geometry:
+def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
     func, kind, inner = args[:3]
     call = Call(func, inner)
     parts = _inner(args[2:], storages, depth)
     nbytes = sum(part.nbytes for part in parts)
     if not is_tensor(call):  # a class with a function of its own: of its geometry only the dtype is known
-        return Geometry(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
+        return unnamed(parts[0].dtype if parts else "float32", (), (), 0, None, "subclass", nbytes)
     found = _read(call, storages, depth + 1)
     if is_torch(kind) and kind.name in _PLAIN_TYPES:
         return found
-    return found.packed("subclass", max(found.nbytes, nbytes))
+    return _packed(found, "subclass", max(found.nbytes, nbytes))
 
 
-def _wrapper_subclass(args: Any, storages: Storages, depth: int) -> Geometry:
+def _wrapper_subclass(args: Any, storages: Storages, depth: int) -> TensorEntry:
     _, dtype, size, stride, offset = args[:5]
-    return Geometry(_dtype(dtype), _sizes(size), _sizes(stride), offset, None, "subclass")
+    return unnamed(_dtype(dtype), _sizes(size), _sizes(stride), offset, None, "subclass")
 
 
-def _sparse(args: Any, storages: Storages, depth: int) -> Geometry:
+def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
     kind, data = args
     values, size = (data[1], data[2]) if len(data) == 3 or type(data[3]) is bool else (data[2], data[3])
     layout = kind.args[0] if type(kind) is Call else kind.name
     found = _read(values, storages, depth + 1)
     nbytes = _inner_bytes(data, storages, depth)
-    return Geometry(found.dtype, _sizes(size), (), 0, None, layout.removeprefix("torch."), nbytes)
+    return unnamed(found.dtype, _sizes(size), (), 0, None, layout.removeprefix("torch."), nbytes)
 
 
-def _quantized(args: Any, storages: Storages, depth: int) -> Geometry:
+def _quantized(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, storage = typed_storage(args[0], storages)
     view = _view(dtype, storage, args[1:4])
-    return view.packed("quantized", view.nbytes + _inner_bytes(args[4], storages, depth))
+    return _packed(view, "quantized", view.nbytes + _inner_bytes(args[4], storages, depth))
 
 
-def _nested(args: Any, storages: Storages, depth: int) -> Geometry:
+def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """The sizes of a nested tensor are a tensor themselves; the shape here is the number of its components."""
     found = _read(args[0], storages, depth + 1)
     sizes = _read(args[1], storages, depth + 1)
-    return Geometry(found.dtype, sizes.shape[:1], (), 0, None, "nested", _inner_bytes(args, storages, depth))
+    return unnamed(found.dtype, sizes.shape[:1], (), 0, None, "nested", _inner_bytes(args, storages, depth))
 
 
-def _meta(args: Any, storages: Storages, depth: int) -> Geometry:
+def _meta(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, size, stride = args[:3]
-    return Geometry(_dtype(dtype), _sizes(size), _sizes(stride), 0, None, "meta")
+    return unnamed(_dtype(dtype), _sizes(size), _sizes(stride), 0, None, "meta")
 
 
-def _device(args: Any, storages: Storages, depth: int) -> Geometry:
+def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when it is loaded."""
     data, dtype = args[:2]
     shape: tuple[int, ...] = ()
@@ -301,14 +297,14 @@ def _device(args: Any, storages: Storages, depth: int) -> Geometry:
         shape = _read(data, storages, depth + 1).shape
     elif type(data.state) is tuple:  # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
         shape = _sizes(data.state[1])
-    return Geometry(_dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype)))
+    return unnamed(_dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype)))
 
 
-def _uninitialized(args: Any, storages: Storages, depth: int) -> Geometry:
-    return Geometry("float32", (), (), 0, None, "uninitialized")
+def _uninitialized(args: Any, storages: Storages, depth: int) -> TensorEntry:
+    return unnamed("float32", (), (), 0, None, "uninitialized")
 
 
-_REBUILD: dict[str, Callable[[Any, Storages, int], Geometry]] = {
+_REBUILD: dict[str, Callable[[Any, Storages, int], TensorEntry]] = {
     "_rebuild_tensor": _tensor,
     "_rebuild_tensor_v2": _tensor,
     "_rebuild_tensor_v3": _tensor_v3,
@@ -333,7 +329,7 @@ _REBUILD: dict[str, Callable[[Any, Storages, int], Geometry]] = {
 _INNERMOST = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 
-def _inner(node: Any, storages: Storages, depth: int) -> list[Geometry]:
+def _inner(node: Any, storages: Storages, depth: int) -> list[TensorEntry]:
     """The tensors that a packed tensor is made of."""
     found = (part for part in _parts(node, storages) if is_tensor(part) and part.func.name in _INNERMOST)
     return [_read(part, storages, depth + 1) for part in found]

@@ -6,7 +6,6 @@ storages as they are.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -215,6 +214,8 @@ def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
     Its serialization id, a random number in torch, is made from `root`: the same content gives the same bytes.
     """
     data, keys = dumped(root, protocol)
+    import hashlib  # loads OpenSSL
+
     serialization_id = int.from_bytes(hashlib.sha256(data).digest(), "little") % 10**40
     notes = {".format_version": b"1", ".storage_alignment": b"%d" % ALIGNMENT, "byteorder": b"little"}
     entries: list[Record | NewRecord] = [

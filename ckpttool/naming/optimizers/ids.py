@@ -13,7 +13,7 @@ from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem, Refused
 from ckpttool.names import Names
 from ckpttool.naming.match import match
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import SavedOrder, saved_order
@@ -170,7 +170,7 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
 def _of_model(listed: Mapping[Param, str], names: Names, where: str) -> dict[Param, str]:
     """The canonical names of what the file calls runtime, serialized, or wrapped names."""
     known = Parameters(names).canonical
-    keys = {key: known[fqn] for key, fqn in Relation(names).fqn_of.items() if fqn in known and key not in known}
+    keys = {key: known[fqn] for key, fqn in NameTables(names).fqn_of.items() if fqn in known and key not in known}
     found = match(list(dict.fromkeys(listed.values())), {name: name for name in (*known, *keys)})
     problems = [Problem(f"no parameter of {names.model}", name) for name in found.unmatched] + list(found.problems)
     if problems:

@@ -11,7 +11,7 @@ from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import Names
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import WHOLE
 from ckpttool.naming.optimizers.forms import same_option, same_options
 from ckpttool.naming.optimizers.parameters import Parameters
@@ -47,8 +47,8 @@ def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Exp
     mine, theirs = Parameters(old), Parameters(new)
     by_name: dict[str, Expression] = {name: Ref(by_new_name[name]) for name in theirs.shapes if name in by_new_name}
     taken = {key for source in by_name.values() for key in ex.refs(source)}
-    saved = {key: source for key, source in Relation(old).saved.items() if source is not None}
-    for fqn, source in Relation(new).runtime_values(saved).items():
+    saved = {key: source for key, source in NameTables(old).saved.items() if source is not None}
+    for fqn, source in NameTables(new).runtime_values(saved).items():
         name = theirs.canonical.get(fqn)
         if name is None or name in by_name:
             continue
@@ -62,7 +62,7 @@ def to_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expression
     """Each serialized key that is made of parameters as an expression over them; one of the keys of a tied one."""
     have, parameters = set(map(str, params)), Parameters(names)
     found: dict[Expression, str] = {}
-    for key, source in Relation(names).saved.items():
+    for key, source in NameTables(names).saved.items():
         made = None if source is None else _canonical(source, parameters)
         if made is not None and have.issuperset(ex.refs(made)):
             found.setdefault(made, key)
@@ -74,13 +74,13 @@ def from_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expressi
 
     None where they are not: then each is a parameter under one of its names.
     """
-    saved = Relation(names).saved
+    saved = NameTables(names).saved
     if not all(saved.get(str(param)) is not None for param in params):
         return None
     if not any(isinstance(saved[str(param)], Op) for param in params):
         return None
     canonical = Parameters(names).canonical
-    values = Relation(names).runtime_values(map(str, params))
+    values = NameTables(names).runtime_values(map(str, params))
     return {canonical[fqn]: source for fqn, source in values.items() if fqn in canonical}
 
 

@@ -15,7 +15,7 @@ from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.forms import read
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.parameters import Parameters
 
 
@@ -46,11 +46,11 @@ def saved_order(sections: Iterable[Section], names: Names, params: Collection[st
 
 
 def _order(section: Section, names: Names, params: Collection[str]) -> SavedOrder:
-    relation, canonical = Relation(names), Parameters(names).canonical
-    reading = read(relation, section)
-    of_name: dict[str, tuple[str, ...]] = {fqn: (fqn,) for fqn in relation.tensors}
+    tables, canonical = NameTables(names), Parameters(names).canonical
+    reading = read(tables, section)
+    of_name: dict[str, tuple[str, ...]] = {fqn: (fqn,) for fqn in tables.tensors}
     if reading.form == SERIALIZED:
-        of_name = {key: () if source is None else tuple(ex.refs(source)) for key, source in relation.saved.items()}
+        of_name = {key: () if source is None else tuple(ex.refs(source)) for key, source in tables.saved.items()}
     name_of = reading.match.names
     file = [fqn for entry in section.tensors for fqn in of_name.get(name_of.get(entry.key, ""), ())]
     own = [fqn for fqns in of_name.values() for fqn in fqns]
@@ -65,11 +65,11 @@ def _order(section: Section, names: Names, params: Collection[str]) -> SavedOrde
 
 def in_order_of(section: Section, names: Names) -> Section:
     """The state dict with its keys as the model's own ``state_dict()`` has them; what it has not stands behind."""
-    relation = Relation(names)
-    reading = read(relation, section)
+    tables = NameTables(names)
+    reading = read(tables, section)
     if not reading.match.names:
         return section
-    order = relation.serialized_names if reading.form == SERIALIZED else relation.runtime_names
+    order = tables.serialized_names if reading.form == SERIALIZED else tables.runtime_names
     rank = {name: place for place, name in enumerate(order)}
     return replace(
         section,

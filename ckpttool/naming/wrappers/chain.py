@@ -113,7 +113,7 @@ class Evidence:
         return "(".join(words) + ")" * (len(words) - 1) if words else None
 
 
-def weigh(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
+def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
     """Where wrappers stand, as far as the keys alone show it.
 
     `lightning`: the keys are those of a LightningModule. An attribute that all of them have in common is then the
@@ -129,7 +129,7 @@ def weigh(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
     return Evidence(tuple(words), tuple(root), frozenset(inside.difference(root)))
 
 
-def said(form: Chain, keys: Collection[str]) -> Evidence:
+def declared(form: Chain, keys: Collection[str]) -> Evidence:
     """The evidence, where the user says which wrappers are around the whole model. Raises `Refused` on other keys."""
     odd = [key for key in keys if not key.startswith(form.prefix) and key != form.counter]
     if odd:
@@ -140,7 +140,7 @@ def said(form: Chain, keys: Collection[str]) -> Evidence:
         )
     parts = form.prefix.split(".")[:-1]
     root = tuple(".".join(parts[: depth + 1]) for depth in range(len(parts)))
-    return Evidence(form.words, root, weigh(keys).inside.difference(root))
+    return Evidence(form.words, root, infer(keys).inside.difference(root))
 
 
 def _step(path: str, children: Mapping[str, set[str]], lightning: bool) -> tuple[str, list[str]] | None:
@@ -175,7 +175,7 @@ def is_lightning(others: Collection[str], section: str) -> bool:
 
 def recognise(keys: Iterable[str]) -> frozenset[str]:
     """The dotted paths at which a wrapper stands: for `wrappers.strip`."""
-    return weigh(keys).paths
+    return infer(keys).paths
 
 
 def segments(paths: Iterable[str]) -> list[str]:
@@ -187,7 +187,7 @@ def segments(paths: Iterable[str]) -> list[str]:
 def canonical_keys(keys: Iterable[str], *, lightning: bool = False) -> dict[str, str]:
     """Key -> canonical name, by the evidence of the keys alone."""
     keys = list(keys)
-    paths = weigh(keys, lightning=lightning).paths
+    paths = infer(keys, lightning=lightning).paths
     return {key: strip(key, paths) or key for key in keys}
 
 

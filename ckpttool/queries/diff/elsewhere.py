@@ -5,7 +5,6 @@ Only what differs is looked at again, and what it could be: tensors of its dtype
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -107,6 +106,8 @@ def _is_rotary(beside: Sequence[bytes], apart: Sequence[bytes], size: int) -> bo
 
 def _rows(entry: TensorEntry, count: int) -> list[bytes]:
     """A hash of each row, streamed."""
+    import hashlib  # loads OpenSSL
+
     size, found, rest = entry.nbytes // count, list[bytes](), b""
     for chunk in elements(entry):
         data = rest + bytes(chunk)

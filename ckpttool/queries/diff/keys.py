@@ -13,7 +13,7 @@ from ckpttool.evaluate.compare import same_objects
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import Hook
-from ckpttool.naming.alignment import pairs
+from ckpttool.naming.alignment import align
 from ckpttool.naming.call_variants import aliases
 from ckpttool.queries.diff.reasons import segment_reason
 from ckpttool.queries.diff.result import KIND, Entry
@@ -29,7 +29,7 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     have, want = left.by_key(), right.by_key()
     entries = [compare_pair(have[key], want[key], values) for key in have if key in want]
     mine, theirs = [key for key in have if key not in want], [key for key in want if key not in have]
-    found = pairs(have, want)
+    found = align(have, want)
     for key in mine:
         if key in found:
             entries.append(renamed(have[key], want[found[key]], segment_reason(key, found[key]), values))

@@ -12,8 +12,8 @@ from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.call_variants import aliases, base_name
-from ckpttool.naming.forms import over, read
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.forms import read, with_keys
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
 from ckpttool.queries.diff.reasons import segment_change, segment_reason
 from ckpttool.queries.diff.result import TIED, Entry
@@ -29,14 +29,14 @@ CALL_VARIANT = "a call variant of a tensor that both sides have"
 
 def compare_names(names: Names) -> tuple[Entry, ...]:
     """The model alone: what ``state_dict()`` writes (left) against what the tensors are called at runtime (right)."""
-    relation = Relation(names)
-    hooks = relation.hooks
-    entries = [_pair(key, fqn, hooks.get(key)) for key, fqn in relation.fqn_of.items()]
-    entries += _transformed(relation, hooks)
-    for key, source in relation.saved.items():
+    tables = NameTables(names)
+    hooks = tables.hooks
+    entries = [_pair(key, fqn, hooks.get(key)) for key, fqn in tables.fqn_of.items()]
+    entries += _transformed(tables, hooks)
+    for key, source in tables.saved.items():
         if source is None:
             entries.append(Entry("unexpected", (key,), (), "a hook adds it: no runtime tensor feeds it", hooks[key]))
-        elif isinstance(source, Ref) and key not in relation.fqn_of:
+        elif isinstance(source, Ref) and key not in tables.fqn_of:
             entries.append(
                 Entry("alias", (key,), (), "a second key of one tensor", hooks[key], f"same as {source.key}")
             )
@@ -54,10 +54,10 @@ def _pair(key: str, fqn: str, hook: Hook | None) -> Entry:
     return Entry("renamed", (key,), (fqn,), f"{by} {segment_change(fqn, key)}", hook)
 
 
-def _transformed(relation: Relation, hooks: Mapping[str, Hook | None]) -> list[Entry]:
+def _transformed(tables: NameTables, hooks: Mapping[str, Hook | None]) -> list[Entry]:
     """Keys whose values are computed when the model is saved, together with the tensors that they are computed from."""
-    taken = set(relation.fqn_of.values())
-    computed = {key: source for key, source in relation.saved.items() if isinstance(source, Op)}
+    taken = set(tables.fqn_of.values())
+    computed = {key: source for key, source in tables.saved.items() if isinstance(source, Op)}
     entries = []
     for keys, fqns in _components({key: list(ex.refs(source)) for key, source in computed.items()}):
         source = computed[keys[0]]
@@ -128,7 +128,7 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     entries = [_loaded(have[key], wanted) for key, wanted in want.items() if key in have]
     mine = {key: entry for key, entry in have.items() if key not in want}
     theirs = dict.fromkeys(key for key in want if key not in have)
-    entries += _other_form(Relation(names), section, mine, theirs)
+    entries += _other_form(NameTables(names), section, mine, theirs)
     entries += _call_variants(names, section, mine, theirs)
     entries += _accepted(mine, {t.fqn for t in names.runtime if not t.persistent}, verdict)
     entries += _absent(theirs, verdict, _twins(names, have))
@@ -174,31 +174,31 @@ def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None) -> Entr
     return Entry("same", key, key)
 
 
-def _other_form(relation: Relation, section: Section, mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+def _other_form(tables: NameTables, section: Section, mine: Entries, theirs: dict[str, None]) -> list[Entry]:
     """Keys under another name of a tensor that the model loads (wrapped, runtime); takes them off both sides."""
     entries = []
     for form in (SERIALIZED, RUNTIME):
-        names = read(relation, section, form).match.names
+        names = read(tables, section, form).match.names
         for key, name in names.items():
-            target = next((t for t in _targets(relation, name, form) if t in theirs), None) if key in mine else None
+            target = next((t for t in _targets(tables, name, form) if t in theirs), None) if key in mine else None
             if target is not None:
-                reason, hook = _why(key, name, target, form, relation.hooks)
+                reason, hook = _why(key, name, target, form, tables.hooks)
                 del mine[key], theirs[target]
                 entries.append(Entry("renamed", (key,), (target,), reason, hook))
         if form == RUNTIME:
-            entries += _computed_from(relation, {name: key for key, name in names.items()}, mine, theirs)
+            entries += _computed_from(tables, {name: key for key, name in names.items()}, mine, theirs)
     return entries
 
 
-def _computed_from(relation: Relation, keys: dict[str, str], mine: Entries, theirs: dict[str, None]) -> list[Entry]:
+def _computed_from(tables: NameTables, keys: dict[str, str], mine: Entries, theirs: dict[str, None]) -> list[Entry]:
     """Serialized keys that saving computes from runtime tensors that the checkpoint has instead (`keys`: by FQN)."""
-    held = {relation.first[fqn]: key for fqn, key in reversed(keys.items()) if fqn in relation.first}
-    links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := relation.saved.get(key), Op)}
+    held = {tables.first[fqn]: key for fqn, key in reversed(keys.items()) if fqn in tables.first}
+    links = {key: list(ex.refs(source)) for key in theirs if isinstance(source := tables.saved.get(key), Op)}
     entries = []
     for rights, fqns in _components(links):
         lefts = [held[fqn] for fqn in fqns if held.get(fqn) in mine]
         if lefts:
-            source, hook = relation.saved[rights[0]], relation.hooks[rights[0]]
+            source, hook = tables.saved[rights[0]], tables.hooks[rights[0]]
             assert source is not None
             reason = f"left has the runtime tensors; the keys are {_computed(source)}"
             entries.append(Entry("transformed", tuple(lefts), tuple(rights), reason, hook))
@@ -225,9 +225,9 @@ def _call_variants(names: Names, section: Section, mine: Entries, theirs: dict[s
     return entries
 
 
-def _targets(relation: Relation, name: str, form: str) -> Sequence[str]:
+def _targets(tables: NameTables, name: str, form: str) -> Sequence[str]:
     """The serialized keys that a name stands for."""
-    return [name] if form == SERIALIZED else relation.keys_of.get(relation.first.get(name, name), ())
+    return [name] if form == SERIALIZED else tables.keys_of.get(tables.first.get(name, name), ())
 
 
 def _why(key: str, name: str, target: str, form: str, hooks: Mapping[str, Hook | None]) -> tuple[str, Hook | None]:
@@ -281,15 +281,15 @@ def loads(entries: Iterable[Entry]) -> bool:
 
 def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
     """Two checkpoints of one model, each in whatever form its keys are: both are read as its runtime tensors."""
-    relation = Relation(names)
-    mine, theirs = _tensors(relation, left), _tensors(relation, right)
+    tables = NameTables(names)
+    mine, theirs = _tensors(tables, left), _tensors(tables, right)
     have, want = left.by_key(), right.by_key()
     entries: list[Entry] = []
     links: dict[str, list[str]] = {}
     for fqn, source in mine.items():
         other = theirs.get(fqn)
         if isinstance(source, Ref) and isinstance(other, Ref):
-            entries.append(_same_tensor(have[source.key], want[other.key], relation.hooks, values))
+            entries.append(_same_tensor(have[source.key], want[other.key], tables.hooks, values))
         elif other is not None:
             for key in ex.refs(source):
                 links.setdefault(key, []).extend(ex.refs(other))
@@ -302,14 +302,14 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
     return tuple(entries)
 
 
-def _tensors(relation: Relation, section: Section) -> dict[str, Expression]:
+def _tensors(tables: NameTables, section: Section) -> dict[str, Expression]:
     """Each runtime FQN as an expression over the section's keys."""
-    reading = read(relation, section)
+    reading = read(tables, section)
     keys = {name: key for key, name in reading.match.names.items()}
     if reading.form == RUNTIME:
         return {name: Ref(key) for name, key in keys.items()}
-    found: dict[str, Expression] = {fqn: over(source, keys) for fqn, source in relation.runtime_values(keys).items()}
-    extras = (*relation.names.extra_state, *(key for key, source in relation.saved.items() if source is None))
+    found: dict[str, Expression] = {fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()}
+    extras = (*tables.names.extra_state, *(key for key, source in tables.saved.items() if source is None))
     return found | {name: Ref(keys[name]) for name in extras if name in keys}
 
 

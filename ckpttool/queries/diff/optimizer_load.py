@@ -10,7 +10,7 @@ from ckpttool.checkpoint import Section
 from ckpttool.errors import CkptError, Refused
 from ckpttool.names import Names, OptimizerParam
 from ckpttool.naming.forms import read as read_keys
-from ckpttool.naming.name_tables import Relation
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import class_of, lacking
 from ckpttool.naming.optimizers.forms import read
 from ckpttool.naming.optimizers.ids import Owners, own_names, owners, resolve
@@ -119,7 +119,7 @@ def _by_old_model(fit: OptimizerFit, state: OptimizerState, target: Parameters, 
     same: bool | None = groups == [len(group) for group in target.groups]
     if not same and (state.form != ID or len(groups) == 1 or all(group.param_names for group in state.groups)):
         same = None
-    matches = [read_keys(Relation(target.names), section).match for section in saved.beside]
+    matches = [read_keys(NameTables(target.names), section).match for section in saved.beside]
     foreign = tuple(dict.fromkeys(key for match in matches for key in match.unmatched))
     if foreign and all(match.missing for match in matches):
         note = (

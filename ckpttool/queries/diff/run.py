@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.compare import difference
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import Names
@@ -21,7 +19,6 @@ from ckpttool.naming.optimizers.saved_order import saved_order
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.optimizer_state import ID
-from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff import mend
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
@@ -36,6 +33,7 @@ from ckpttool.queries.diff.optimizer import (
     optimizer_section,
 )
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
+from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
@@ -51,23 +49,6 @@ FQN_MODIFIERS = (
     "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
     "the module has a method `_fqn_modifiers` (pytorch#146557)"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffOptions(OptimizerOptions):
-    """All options of a diff that say what is compared."""
-
-    values: Annotated[bool, option("--values", help="Compare the bytes of the tensors too.")] = False
-    rtol: Annotated[float, option("--rtol", least=0, help="Relative tolerance of --values.")] = 0.0
-    atol: Annotated[float, option("--atol", least=0, help="Absolute tolerance of --values.")] = 0.0
-    ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Another dtype is no difference.")] = False
-
-    @property
-    def comparison(self) -> Values | None:
-        """What compares two tensors of one dtype and shape, where values are asked for."""
-        if self.values or self.rtol or self.atol:
-            return partial(difference, rtol=self.rtol, atol=self.atol)
-        return None
 
 
 def run(

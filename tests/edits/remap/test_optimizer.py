@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import optimizer_models as models
-from ckpttool.edits.remap.optimizer import Wanted, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.rules.patterns import parse
 from ckpttool.errors import Refused
 from ckpttool.formats.open import open_checkpoint
@@ -285,8 +285,11 @@ def test_rules_rename_the_parameters(tmp_path: Path) -> None:
 def test_what_needs_no_change_is_left_alone(tmp_path: Path) -> None:
     path = save(tmp_path / "o.pt", *train(models.Net, models.named))
     source = open_checkpoint(path)
-    named, _ = remap_optimizers(source, Wanted("fqn"))
-    for checkpoint, wanted in ((source, Wanted("id")), (named, Wanted(rules=[parse("other.{x} => {x}")]))):
+    named, _ = remap_optimizers(source, OptimizerRequest("fqn"))
+    for checkpoint, wanted in (
+        (source, OptimizerRequest("id")),
+        (named, OptimizerRequest(rules=[parse("other.{x} => {x}")])),
+    ):
         result, done = remap_optimizers(checkpoint, wanted)
         assert result is checkpoint
         assert done == ()
@@ -419,6 +422,6 @@ def test_several_optimizers_each_with_its_names(tmp_path: Path) -> None:
     optimizers = [torch.optim.AdamW(part, 0.01) for part in parts]
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": model.state_dict(), "optimizer_states": [o.state_dict() for o in optimizers]}, path)
-    result, done = remap_optimizers(open_checkpoint(str(path)), Wanted("fqn", names_of("Net")))
+    result, done = remap_optimizers(open_checkpoint(str(path)), OptimizerRequest("fqn", names_of("Net")))
     assert [(one.section, one.params) for one in done] == [("optimizer_states.0", 1), ("optimizer_states.1", 8)]
     assert [section.kind for section in result.sections].count("optimizer") == 2

@@ -17,18 +17,18 @@ from torch.optim.swa_utils import AveragedModel
 import wrapped_definitions
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError, Refused
-from ckpttool.naming.alignment import pairs
+from ckpttool.naming.alignment import align
 from ckpttool.naming.wrappers.chain import (
     Chain,
     canonical_keys,
     counters,
+    declared,
+    infer,
     new_counter,
     parse,
     recognise,
     rewrap,
-    said,
     segments,
-    weigh,
 )
 from ckpttool.tracing.runtime import listed, runtime_tensors
 from places import DATA
@@ -121,8 +121,8 @@ def test_segments_are_named_from_the_outside_in() -> None:
 
 def test_pairs_give_a_block_the_wrappers_that_the_other_checkpoint_has_there() -> None:
     theirs, mine = parameters(one_block()), parameters(plain())
-    assert list(pairs(mine, theirs).values()) == theirs
-    assert list(pairs(theirs, mine).values()) == mine
+    assert list(align(mine, theirs).values()) == theirs
+    assert list(align(theirs, mine).values()) == mine
 
 
 @pytest.mark.parametrize("form", ["", "ddp(", "ddp(compile", "nonsense", "ddp(nonsense)", "compile)"])
@@ -146,15 +146,15 @@ def test_a_form_that_is_none_is_an_error(form: str) -> None:
     ],
 )
 def test_the_form_is_named(keys: list[str], form: str | None) -> None:
-    assert weigh(keys).form == form
+    assert infer(keys).form == form
 
 
 def test_the_user_says_what_the_keys_cannot_show() -> None:
     keys = ["module.a.w", "module.b._orig_mod.w"]  # whether `module` is a wrapper, or the user's only attribute
-    assert said(parse("ddp"), keys).paths == {"module", "module.b._orig_mod"}
-    assert weigh(["module.a.w", "module.b.w"]).paths == {"module"}
+    assert declared(parse("ddp"), keys).paths == {"module", "module.b._orig_mod"}
+    assert infer(["module.a.w", "module.b.w"]).paths == {"module"}
     with pytest.raises(Refused, match="1 of 3 keys do not begin with module"):
-        said(parse("ddp"), [*keys, "head.w"])
+        declared(parse("ddp"), [*keys, "head.w"])
 
 
 @pytest.mark.parametrize(("was", "wanted"), [("serialized", "_orig_mod.module.w"), ("ddp", "_orig_mod.w")])
@@ -172,7 +172,7 @@ CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard"
 @given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda words: words.count("averaged") < 2))
 def test_what_a_chain_puts_in_is_taken_out_again(names: list[list[str]], words: list[str]) -> None:
     keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
-    assume(not weigh(keys).paths)  # a name that looks wrapped by itself is the one case that keys cannot decide
+    assume(not infer(keys).paths)  # a name that looks wrapped by itself is the one case that keys cannot decide
     chain = Chain(tuple(words))
     wrapped, _ = rewrap({key: key for key in keys}, chain)
     made = [*new_counter(chain, ()), *wrapped.values()]
@@ -279,8 +279,8 @@ def test_to_lightning_is_the_attribute_model(tmp_path: Path) -> None:
 
 def test_a_common_prefix_is_no_wrapper_outside_of_a_lightning_checkpoint() -> None:
     keys = list(torch.load(LIGHTNING)["state_dict"])
-    assert weigh(keys).form is None
-    assert weigh(keys, lightning=True).form == "lightning"
+    assert infer(keys).form is None
+    assert infer(keys, lightning=True).form == "lightning"
 
 
 # Models that are wrapped themselves

@@ -1,0 +1,149 @@
+"""Bytes of a real dtype as numbers, and how two tensors of it differ, without torch; numpy is imported at the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.checkpoint import Lazy, Span, TensorEntry
+from ckpttool.dtypes import itemsize
+from ckpttool.io.ranges import read_span
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+    Read = Callable[[bytes], Array]
+
+Chunks = Iterable[bytes | memoryview]
+_DIRECT = frozenset(
+    {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"}
+)
+# dtype -> bits of the exponent, its bias, and which patterns are no numbers: IEEE's infinities and NaNs, NaN where all
+# bits are set, or NaN in the place of -0 (https://arxiv.org/abs/2209.05433, https://arxiv.org/abs/2206.02915).
+_EIGHT_BITS = {
+    "float8_e5m2": (5, 15, "ieee"),
+    "float8_e4m3fn": (4, 7, "all"),
+    "float8_e5m2fnuz": (5, 16, "-0"),
+    "float8_e4m3fnuz": (4, 8, "-0"),
+}
+
+
+def reader(dtype: str) -> Read | None:
+    """What makes numbers of little-endian bytes, exactly; None for a dtype whose values are no real numbers."""
+    if dtype in _DIRECT:
+        return partial(_direct, "uint8" if dtype == "bool" else dtype)
+    if dtype == "bfloat16":
+        return _bfloat16
+    return partial(_looked_up, dtype) if dtype in _EIGHT_BITS or dtype == "float8_e8m0fnu" else None
+
+
+def gathered(entry: TensorEntry) -> memoryview:
+    """The bytes of a dense tensor in row-major order, whatever its dtype and strides; reads only those it spans."""
+    import numpy as np
+
+    assert entry.storage is not None
+    if not entry.numel:
+        return memoryview(b"")
+    data, size, offset = entry.storage.data, itemsize(entry.dtype), 0
+    if isinstance(data, Lazy):
+        read, offset = bytearray().join(data.produce()), entry.offset * size
+    else:
+        count = 1 + sum((length - 1) * stride for length, stride in zip(entry.shape, entry.stride))
+        read = read_span(Span(data.path, data.offset + entry.offset * size, count * size))
+    strides = [stride * size for stride in entry.stride]
+    view = np.ndarray(entry.shape, f"V{size}", read, offset, strides)  # raises ValueError for strides that lead outside
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
+
+
+def whole_elements(chunks: Chunks, size: int) -> Iterator[bytes]:
+    """The bytes, in chunks of whole elements of `size` bytes."""
+    rest = b""
+    for chunk in chunks:
+        data = rest + bytes(chunk)
+        end = len(data) - len(data) % size
+        rest = data[end:]
+        if end:
+            yield data[:end]
+
+
+def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float) -> str | None:
+    """How two tensors differ, in the words of `with_torch.difference`, streamed; the dtype is one that `reader` has.
+
+    None where every element is within the tolerances (NaN equals NaN). With both 0 they are known to differ in a byte.
+    """
+    import numpy as np
+
+    read, count, total, farthest = reader(dtype), 0, 0, 0.0
+    assert read is not None
+    with np.errstate(all="ignore"):
+        for mine, yours in in_step(left, right, itemsize(dtype)):
+            raw = read(mine), read(yours)
+            a, b = (values.astype(np.float64) for values in raw)
+            equal = (a == b) | (np.isnan(a) & np.isnan(b)) if raw[0].dtype.kind == "f" else raw[0] == raw[1]
+            far = np.nan_to_num(np.abs(np.where(equal, 0.0, a - b)), nan=np.inf)
+            within = np.abs(a - b) <= atol + np.abs(rtol * b)
+            close = equal | (np.isfinite(a - b) & within) if rtol or atol else equal
+            count, total = count + int(np.count_nonzero(~close)), total + a.size
+            farthest = max(farthest, float(far.max()))
+    if count:
+        distance = f", by {farthest:.3g} at most" if farthest else ""
+        return f"{count:,} of {total:,} elements differ{distance}"
+    return None if rtol or atol else "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
+
+
+def in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, bytes]]:
+    """The same elements of both, as many as there are of both at a time."""
+    ours, theirs = whole_elements(left, size), whole_elements(right, size)
+    a = b = b""
+    while (a := a or next(ours, b"")) and (b := b or next(theirs, b"")):
+        count = min(len(a), len(b))
+        yield a[:count], b[:count]
+        a, b = a[count:], b[count:]
+
+
+def _direct(dtype: str, data: bytes) -> Array:
+    import numpy as np
+
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
+
+
+def _bfloat16(data: bytes) -> Array:
+    """The upper halves of float32."""
+    import numpy as np
+
+    return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+
+
+def _looked_up(dtype: str, data: bytes) -> Array:
+    import numpy as np
+
+    values: Array = _values(dtype)[np.frombuffer(data, np.uint8)]
+    return values
+
+
+@cache
+def _values(dtype: str) -> Array:
+    """What each of the 256 patterns of a dtype of eight bits is."""
+    import numpy as np
+
+    value = _scale if dtype == "float8_e8m0fnu" else partial(_small_float, *_EIGHT_BITS[dtype])
+    return np.array([value(bits) for bits in range(256)], np.float32)
+
+
+def _scale(bits: int) -> float:
+    """A power of two without a sign."""
+    return float("nan") if bits == 0xFF else 2.0 ** (bits - 127)
+
+
+def _small_float(exponent_bits: int, bias: int, special: str, bits: int) -> float:
+    fraction_bits = 7 - exponent_bits
+    fraction, exponent = bits % (1 << fraction_bits), (bits & 0x7F) >> fraction_bits
+    sign = -1.0 if bits >> 7 else 1.0
+    if special == "ieee" and exponent == (1 << exponent_bits) - 1:
+        return float("nan") if fraction else sign * float("inf")
+    if (special == "all" and bits & 0x7F == 0x7F) or (special == "-0" and bits == 0x80):
+        return float("nan")
+    steps = fraction + ((1 << fraction_bits) if exponent else 0)  # without the leading one: a subnormal number
+    return sign * steps * 2.0 ** (max(exponent, 1) - bias - fraction_bits)

@@ -1,0 +1,139 @@
+"""The short way through the command line says what typer says: for every command, on random command lines."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.main import get_command
+
+from ckpttool.cli import app, by_typer
+from ckpttool.cli.fields import Taken, taken_by, with_limits
+from ckpttool.cli.parse import parse
+from ckpttool.errors import CkptError
+from ckpttool.options import Option
+
+TAKEN = {name: taken_by(with_limits(import_module(module).command)) for name, (module, _) in app.COMMANDS.items()}
+WORDS = [
+    "a.pt",
+    "x=y",
+    "",
+    "-",
+    "--",
+    "--help",
+    "json",
+    "text",
+    "yaml",
+    "r.md",
+    "r.pdf",
+    "-1",
+    "0",
+    "0.5",
+    "1e-05",
+    "inf",
+]
+WORDS += ["nan", "1_0", " 1", "٣", "ключ", "a b", "\udcff", "-o", "-oX", "--nope", "12", "1e999", "007", "true", "a\tb"]
+
+
+class LongWay:
+    """The command `name` as typer reads it, of which the values are kept and nothing is run."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.given = name, dict[str, Any]()
+        real = with_limits(import_module(app.COMMANDS[name][0]).command)
+
+        def command(**values: Any) -> None:
+            self.given = values
+
+        command.__signature__ = real.__signature__  # type: ignore[attr-defined]
+        command.__annotations__ = real.__annotations__
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(name)(by_typer.typed(command))
+        self.command = get_command(single)
+
+    def __call__(self, args: list[str]) -> dict[str, Any] | str:
+        """What typer gives the command, or the error that it says."""
+        try:
+            with self.command.make_context(self.name, list(args)) as context:
+                self.command.invoke(context)
+        except (CkptError, by_typer.UsageError, typer.Exit) as error:
+            return f"{type(error).__name__}: {error}"
+        return self.given
+
+
+FITTING = {str: ["a.pt", "ключ", "a b", "x=y", ""], int: ["0", "12"], float: ["0.5", "1e-05"], bool: [""]}
+
+
+def command_lines(taken: list[Taken]) -> st.SearchStrategy[list[str]]:
+    """Lines that fit, and among their words, here and there, some that do not, in any order."""
+    texts = st.sampled_from(WORDS) | st.text(max_size=4)
+    options = st.sampled_from([one for one in taken if isinstance(one.mark, Option)])
+    fitting = options.flatmap(_fitting)
+    spoiled = st.tuples(options.map(lambda one: one.mark.flags[0]), texts)
+    odd = st.one_of(spoiled.map(list), spoiled.map(lambda pair: ["=".join(pair)]), texts.map(lambda word: [word]))
+    needed = st.tuples(*(_fitting(one) for one in taken if one.required)).map(list)
+    more = st.lists(fitting, max_size=3) | st.lists(fitting | odd, max_size=4)
+    parts = st.tuples(needed | st.just([]), more).flatmap(lambda both: st.permutations([*both[0], *both[1]]))
+    return parts.map(lambda found: [word for part in found for word in part])
+
+
+def _fitting(one: Taken) -> st.SearchStrategy[list[str]]:
+    texts = ["json", "text"] if one.name == "format" else ["r.md"] if one.name == "report" else FITTING[one.kind]
+    text = st.sampled_from(texts)
+    if not isinstance(one.mark, Option):
+        return text.map(lambda found: [found])
+    flag = st.sampled_from(one.mark.flags)
+    if one.kind is bool:
+        return flag.map(lambda found: [found])
+    return st.tuples(flag, text).map(list)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_short_way_gives_what_typer_gives(name: str) -> None:
+    taken, long, short = TAKEN[name], LongWay(name), 0
+
+    @settings(max_examples=120, deadline=None)
+    @given(command_lines(taken))
+    def agree(args: list[str]) -> None:
+        nonlocal short
+        found = parse(taken, args)
+        if found is not None:  # where it is None typer is asked
+            short += 1
+            assert _plain(found) == _plain(long(args))
+
+    agree()
+    assert short > 20
+
+
+def _plain(values: dict[str, Any] | str) -> Any:
+    """The values, where an empty list is as good as none; with their types, since 1 == 1.0 == True."""
+    if isinstance(values, str):
+        return values
+    return {name: None if value in ([], ()) else (type(value), value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("line", "usual"),
+    [
+        ("inspect a.pt", True),
+        ("inspect a.pt --format json --report r.md --report=r.json", True),
+        ("diff a.pt b.pt --values --rtol 1e-05 --atol=0.5", True),
+        ("diff --model model.py:build", True),
+        ("remap a.pt -o b.pt --rule encoder.{x*}=>backbone.{x*} --drop head.* --world-size 4", True),
+        ("swap-weights p.pt2 new.pt -o o.pt2 --model model.py:build", True),
+        ("inspect --help", False),
+        ("inspect", False),
+        ("inspect a.pt --format yaml", False),
+        ("remap a.pt -ob.pt", False),
+        ("diff a.pt b.pt --rtol -1", False),
+        ("diff a.pt b.pt --values=1", False),
+        ("inspect a.pt b.pt", False),
+    ],
+)
+def test_what_is_usual_does_not_need_typer(line: str, usual: bool) -> None:
+    name, *args = line.split()
+    assert (parse(TAKEN[name], args) is not None) is usual

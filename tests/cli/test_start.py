@@ -1,0 +1,74 @@
+"""What a command loads before it answers: counted in modules, since seconds depend on the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from places import ROOT
+
+# Slow to load, and of use to few runs.
+HEAVY = {"typer", "click", "pydantic", "rich", "torch", "numpy", "fsspec", "asyncio", "email", "logging", "subprocess"}
+HEAVY |= {"importlib.metadata", "urllib.request", "concurrent.futures", "multiprocessing"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    state = {f"layers.{index}.weight": torch.randn(2, 3) for index in range(4)}
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "a.pt")
+    save_file({name.replace("layers", "blocks"): t for name, t in state.items()}, tmp_path / "renamed.safetensors")
+    net = torch.nn.Linear(3, 2)
+    torch.export.save(torch.export.export(net, (torch.ones(1, 3),)), tmp_path / "p.pt2")
+    torch.save(net.state_dict(), tmp_path / "new.pt")
+    return tmp_path
+
+
+LINES = [
+    ("inspect a.safetensors", 0, 92),
+    ("inspect a.pt --format json", 0, 110),
+    ("inspect none.pt", 2, 92),
+    ("diff a.safetensors a.pt", 0, 145),
+    ("diff a.safetensors a.pt --values", 0, 145),
+    ("diff a.safetensors renamed.safetensors", 1, 196),
+    ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 127),
+    ("swap-weights p.pt2 new.pt -o o.pt2", 0, 126),
+]
+
+
+@pytest.mark.parametrize(("line", "status", "most"), LINES, ids=[line for line, _, _ in LINES])
+def test_a_command_loads_what_it_needs(folder: Path, line: str, status: int, most: int) -> None:
+    """`most` of our own modules: what it loads today, and a few more."""
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        "from ckpttool.cli.app import main\n"
+        f"status = main({line.split()!r})\n"
+        "print(*sorted(set(sys.modules) - before), file=open('modules', 'w')); sys.exit(status)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    loaded = (folder / "modules").read_text().split()
+    assert sorted({name for name in loaded if name in HEAVY or name.partition(".")[0] in HEAVY}) == []
+    own = [name for name in loaded if name.startswith("ckpttool")]
+    assert len(own) <= most, (len(own), " ".join(own))
+
+
+def test_values_that_differ_are_compared_without_torch(folder: Path) -> None:
+    state = {f"layers.{index}.weight": torch.zeros(2, 3, dtype=torch.bfloat16) for index in range(4)}
+    save_file(state, folder / "left.safetensors")
+    save_file({**state, "layers.0.weight": torch.ones(2, 3, dtype=torch.bfloat16)}, folder / "right.safetensors")
+    code = (
+        "import sys; from ckpttool.cli.app import main\n"
+        "status = main(['diff', 'left.safetensors', 'right.safetensors', '--values'])\n"
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    assert (done.returncode, "6 of 6 elements differ, by 1 at most" in done.stdout) == (1, True), done.stderr

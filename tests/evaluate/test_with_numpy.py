@@ -1,0 +1,111 @@
+"""What numpy makes of bytes is what torch makes of them: every pattern of small dtypes, random ones of others."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
+from ckpttool.dtypes import BY_NAME, itemsize
+from ckpttool.evaluate import with_numpy, with_torch
+
+REAL = [name for name in BY_NAME if with_numpy.reader(name) is not None]
+SMALL = [name for name in REAL if itemsize(name) <= 2 and name != "bool"]
+
+
+def tensor(data: bytes, dtype: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+
+
+def same(ours: np.ndarray, theirs: torch.Tensor) -> bool:
+    """Equal numbers, NaN in the same places, and the same signs of zeros."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        mine, wide = ours.astype(np.float64), theirs.to(torch.float64).numpy()
+    signs = np.signbit(mine) == np.signbit(wide)
+    return bool(np.array_equal(mine, wide, equal_nan=True) and (signs | np.isnan(wide)).all())
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_every_pattern_is_the_number_that_torch_reads(dtype: str) -> None:
+    size = itemsize(dtype)
+    data = np.arange(256**size, dtype=f"<u{size}").tobytes()
+    read = with_numpy.reader(dtype)
+    assert read is not None
+    assert same(read(data), tensor(data, dtype))
+
+
+def test_the_dtypes_are_all_that_have_real_numbers() -> None:
+    named = [name for name in BY_NAME if hasattr(torch, name)]
+    real = {
+        name
+        for name in named
+        if not getattr(torch, name).is_complex and (getattr(torch, name).is_floating_point or name in _INTEGERS)
+    }
+    assert set(REAL) == real - {"float4_e2m1fn_x2"}
+
+
+_INTEGERS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+
+
+def patterns(dtype: str) -> st.SearchStrategy[bytes]:
+    """An element: any bits, or those that are special somewhere: zeros, subnormals, infinities, NaN."""
+    size = itemsize(dtype)
+    if dtype == "bool":
+        return st.sampled_from([b"\0", b"\1"])
+    ends = [0x00, 0x01, 0x7C, 0x7E, 0x7F, 0x80, 0xFC, 0xFF]
+    special = st.sampled_from(
+        [bytes([low]) * (size - 1) + bytes([high]) for low in (0, 1, 0xF0, 0xFF) for high in ends]
+    )
+    return st.binary(min_size=size, max_size=size) | special
+
+
+@pytest.mark.parametrize("dtype", REAL)
+def test_differences_are_said_as_torch_says_them(dtype: str) -> None:
+    tolerances = st.sampled_from([0.0, 1e-9, 0.01, 1.0, 1e30])
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.tuples(patterns(dtype), patterns(dtype)), min_size=1, max_size=6), tolerances, tolerances)
+    def agree(pairs: list[tuple[bytes, bytes]], rtol: float, atol: float) -> None:
+        left, right = (b"".join(side) for side in zip(*pairs))
+        said = with_torch.difference(tensor(left, dtype), tensor(right, dtype), rtol, atol)
+        assert with_numpy.difference(dtype, cut(left), cut(right), rtol, atol) == said
+
+    agree()
+
+
+def cut(data: bytes) -> list[bytes]:
+    """The bytes in chunks that end anywhere."""
+    ends = sorted(random.Random(data).choices(range(len(data) + 1), k=2))
+    return [data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] :]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_views_are_gathered_as_torch_gathers_them(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    dtype = data.draw(st.sampled_from([name for name in BY_NAME if hasattr(torch, name) and "x" not in name[4:]]))
+    size = itemsize(dtype)
+    path = tmp_path_factory.getbasetemp() / f"elements-of-{size}"
+    if not path.exists():  # files that are read stay as they are
+        path.write_bytes(random.Random(7).randbytes(200 * size))
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
+    stride = tuple(data.draw(st.integers(0, 12)) for _ in shape)
+    entry = TensorEntry(
+        "w", dtype, shape, stride, data.draw(st.integers(0, 9)), Storage(Span(str(path), 0, 200 * size))
+    )
+    numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(200, size)
+    want = numbers.as_strided((*shape, size), (*(s * size for s in stride), 1), entry.offset * size)
+    assert bytes(with_numpy.gathered(entry)) == bytes(with_torch.to_bytes(want))
+
+
+def test_strides_that_lead_outside_are_an_error() -> None:
+    lazy = Storage(Lazy(8, lambda: [bytes(8)]))
+    for shape, stride, offset in [((3,), (1,), 0), ((2,), (-1,), 0), ((2, 2), (1, 1), 1)]:
+        with pytest.raises(ValueError, match=r"incompatible|too small|offset"):
+            with_numpy.gathered(TensorEntry("w", "float32", shape, stride, offset, lazy))
