@@ -11,7 +11,10 @@ from ckpttool.words import human_bytes, plural
 _NAMED = 5  # storages that are listed
 
 _GATHER = "`python zero_to_fp32.py CHECKPOINT_DIR OUT` gathers them (DeepSpeed puts the script beside the checkpoint)"
-PLACEHOLDER = f"a ZeRO-3 placeholder, its values are in the ranks' files; {_GATHER}"
+PLACEHOLDER = (
+    "no elements, as in a ZeRO-3 placeholder or in what another rank of FSDP holds: the ranks' files hold its values; "
+    f"of ZeRO-3 {_GATHER}"
+)
 
 _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed saves
 

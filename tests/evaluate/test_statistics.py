@@ -66,8 +66,8 @@ def test_any_bits_of_any_dtype(dtype: torch.dtype, data: bytes, turned: bool) ->
     tensor = tensor.reshape(-1, 2)
     tensor = tensor.t() if turned else tensor
     wide = tensor.double()
-    if wide.isfinite().any() and wide[wide.isfinite()].abs().max() > 1e300:
-        return  # their sum is no number
+    if wide.isfinite().any() and wide[wide.isfinite()].abs().max() > (2**53 if dtype in INTEGERS else 1e300):
+        return  # their sum is no number, or the oracle rounds where Python does not
     assert alike(of(tensor), expected(tensor))
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits import run as remap
-from ckpttool.edits.mend.command import command, operand, outputs
+from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import target_for
+from ckpttool.operands.printed import operand, outputs
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, Diff
 from ckpttool.queries.diff.run import run
@@ -88,14 +89,15 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
         materialize=False,
         like=None if options.like is None else question.right,
     )
-    for out in outputs(source.source, word):
+    named = operand(source.source, source.format)
+    for out in outputs(named, word):
         try:
             made = remap.run(source, replace(read, out=out)).result
             made = replace(made, source=out, format=target_for(out, source).format.name)
             after = question.of_names(made, question.right)
         except CkptError:
             continue
-        line = command("remap", (operand(source.source, source.format),), replace(options, out=out))
+        line = command("remap", (named,), replace(options, out=out))
         return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
     return None
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
-from ckpttool.formats.ranks.sharded_tensor import is_sharded
+from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.remarks import PLACEHOLDER
-from ckpttool.io.paths import name
-from ckpttool.keys import is_flat
 from ckpttool.naming.wrappers.chain import ADAPTERS
-from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.operands.checkpoint import model_section
 from ckpttool.queries.diff.elsewhere import MENDED_BY
-from ckpttool.queries.diff.result import Diff, Entry
+from ckpttool.queries.diff.result import KIND, Diff, Entry
 from ckpttool.words import plural
 
 _FEW = 3
-_RANK = re.compile(r"(rank[-_.]?)\d+", re.IGNORECASE)
 
 # Status of what remains -> what it is called, what is so with it, and what to do instead.
 _SAID: dict[str, tuple[str, str, str]] = {
@@ -60,6 +56,8 @@ _SAID: dict[str, tuple[str, str, str]] = {
 
 def sentences(left: Checkpoint, before: Diff, after: Diff) -> tuple[str, ...]:
     """Why `after`, which is `before` where nothing helped, is not the same: a sentence for each cause."""
+    if one_rank(left):
+        return ()  # the diff has said so, and that says it all
     whole = _of_the_file(left) if after is before else None
     if whole is not None:
         return (whole,)
@@ -83,6 +81,8 @@ def _said(cause: str, entries: Sequence[Entry]) -> str:
     noun, is_so, instead = _SAID[cause] if cause in _SAID else ("tensor", *MENDED_BY[cause])
     if any(PLACEHOLDER in entry.reason for entry in entries):
         is_so, instead = "without its values", PLACEHOLDER
+    if any(KIND in entry.reason for entry in entries):
+        is_so, instead = "of another kind", "read it where its class is known, and save plain tensors"
     keys = [(entry.right or entry.left)[0] for entry in entries]
     more = f", and {len(keys) - _FEW} more" if len(keys) > _FEW else ""
     return f"{plural(len(keys), noun)} {is_so} ({', '.join(keys[:_FEW])}{more}): {instead}"
@@ -99,10 +99,6 @@ def _of_the_file(left: Checkpoint) -> str | None:
             "the left holds an adapter alone, no model: load it onto its base with PeftModel.from_pretrained(base, "
             "FOLDER), and save merge_and_unload() for a model without adapters"
         )
-    whole = split(left.source)[0]
-    if left.format != "rank_files" and (any(map(is_flat, section.by_key())) or any(map(is_sharded, section.tensors))):
-        files = _RANK.sub(r"\1*", whole) if _RANK.search(name(whole)) else "rank_*.pt"
-        return f"the left is the part of one rank: name the files of all ranks at once, as in '{files}'"
     return None
 
 

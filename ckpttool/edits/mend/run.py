@@ -13,11 +13,12 @@ from ckpttool.edits.rules.mend import PART, needs_file, with_rules
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Misfit
 from ckpttool.errors import CkptError
+from ckpttool.formats.ranks.files import one_rank
 from ckpttool.queries.diff.result import Diff
 from ckpttool.words import plural
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
-DROPPED = "what --drop leaves out has no place on the right: it is not in the output"
+DROPPED = "what --drop leaves out is not in the output: the right has no place for it, or another name's value there"
 INFERRED = (
     "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
 )
@@ -66,6 +67,8 @@ def mended(question: Question, diff: Diff) -> Diff:
 def _best(question: Question, diff: Diff) -> Attempt | None:
     """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
     differing = {entry.status for entry in diff.entries} - {"same"}
+    if question.left is not None and one_rank(question.left):
+        return None  # what the other ranks hold, no command makes of it
     of_ranks = question.left is not None and question.left.format == "rank_files"
     not_by_names = _NOT_BY_NAMES if question.right is not None else _NOT_BY_NAMES - {"value"}
     if differing and differing <= not_by_names and not of_ranks:

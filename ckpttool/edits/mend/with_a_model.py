@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.edits.mend.attempt import Question
-from ckpttool.edits.mend.command import command, operand, outputs
+from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.printed import operand, outputs
 from ckpttool.queries.diff.result import Diff
 
 _MODEL = "MODEL"

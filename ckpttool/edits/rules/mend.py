@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.rules.suggest import Suggestion, suggest
 from ckpttool.io.paths import is_url, name
-from ckpttool.operands.checkpoint import model_section
-from ckpttool.queries.diff.mend import beside
+from ckpttool.operands.checkpoint import model_section, split
+from ckpttool.operands.printed import free, operand, outputs
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.suggestions import known
 from ckpttool.words import plural, shell
@@ -30,8 +31,8 @@ def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = F
     diff = replace(diff, rules=found.text(), notes=(*diff.notes, *_undone(found, _other_dtypes(diff, left, right))))
     if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
         return diff
-    options, out = _options(found), beside(diff.left, "renamed")
-    fix = (shell("ckpttool", "remap", diff.left, *options, "-o", out),) if options else _with_file(diff, values)
+    options, mine, theirs = _options(found), *(operand(side.source, side.format) for side in (left, right))
+    fix = (_remap(mine, *options),) if options else _with_file(mine, theirs, values)
     return replace(diff, fix=fix)
 
 
@@ -50,11 +51,11 @@ def needs_file(diff: Diff) -> bool:
 
 def by_file(diff: Diff, rules: str) -> Diff:
     """The diff with the command that carries its rules out, which were written to the file `rules`."""
-    return replace(diff, fix=(_remap_by(diff.left, rules),))
+    return replace(diff, fix=(_remap(diff.left, "--rules", rules),))
 
 
-def _remap_by(left: str, rules: str) -> str:
-    return shell("ckpttool", "remap", left, "--rules", rules, "-o", beside(left, "renamed"))
+def _remap(left: str, *options: str) -> str:
+    return shell("ckpttool", "remap", left, *options, "-o", next(outputs(left, "renamed")))
 
 
 def _suggestion(diff: Diff, left: Checkpoint, right: Checkpoint) -> Suggestion | None:
@@ -74,13 +75,14 @@ def _options(found: Suggestion) -> list[str]:
     return [word for text in plain for word in ("--rule", text)] + [w for key in found.drops for w in ("--drop", key)]
 
 
-def _with_file(diff: Diff, values: bool) -> tuple[str, ...]:
-    path = beside(diff.left, "rules")
-    rules = (name(path) if is_url(path) else path).rpartition(".rules")[0] + ".rules.toml"
+def _with_file(left: str, right: str, values: bool) -> tuple[str, ...]:
+    whole = split(left)[0].rstrip("/")
+    path = name(whole) if is_url(whole) else whole
+    rules = free(path.removesuffix(Path(path).suffix), "rules", ".toml")
     compared = ["--values"] if values else []
     return (
-        shell("ckpttool", "diff", diff.left, diff.right, *compared, "--suggest", rules),
-        _remap_by(diff.left, rules),
+        shell("ckpttool", "diff", left, right, *compared, "--suggest", rules),
+        _remap(left, "--rules", rules),
     )
 
 

@@ -22,10 +22,13 @@ from ckpttool.formats.ranks import sharded_tensor
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.io.files import glob
+from ckpttool.io.paths import name
 from ckpttool.keys import is_flat
 
 NAME = "rank_files"  # in the table of formats
+_DTENSOR = "is a DTensor: its device mesh tells how its parts lie, no number of files does"
 _ALL = "name the files of all ranks and no others, as in 'rank_*.pt'"
+_RANK = re.compile(r"(rank[-_.]?)\d+", re.IGNORECASE)  # in a file's name
 _MOST_MISSING = 20  # ranks that are listed: a hostile file may speak of millions
 _ABSENT = object()
 T = TypeVar("T")
@@ -58,6 +61,20 @@ def is_whole(entry: TensorEntry) -> bool:
     return isinstance(entry.payload, RankParts) and entry.payload.whole
 
 
+def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """A sentence where the file holds one rank's part of its tensors; none where it does not."""
+    if checkpoint.format == NAME:
+        return ()
+    entries = [entry for section in checkpoint.sections for entry in section.by_key().values()]
+    if any(map(sharded_tensor.is_dtensor, entries)):
+        return (f"{checkpoint.source} is the part of one rank, of DTensors: {sharded_tensor.SAVE_DTENSORS}",)
+    if not any(is_flat(entry.key) or sharded_tensor.is_sharded(entry) for entry in entries):
+        return ()
+    whole = checkpoint.source.partition("::")[0]
+    files = _RANK.sub(r"\1*", whole) if _RANK.search(name(whole)) else "rank_*.pt"
+    return (f"{checkpoint.source} is the part of one rank: name the files of all ranks at once, as in '{files}'",)
+
+
 def read(pattern: str) -> Checkpoint:
     """The one checkpoint that the files matching `pattern` are together.
 
@@ -79,8 +96,11 @@ def read(pattern: str) -> Checkpoint:
     sections = tuple(merge.section(path, [_section(rank, path) for rank in ranks]) for path in _union(ranks))
     notes.append(f"the files of {len(ordered)} ranks: {_some(ordered)}")
     if merge.problems:
+        of_dtensors = any(problem.problem == _DTENSOR for problem in merge.problems)
         raise CkptError(
-            f"the files of {pattern} are not the parts of one checkpoint", hint=_ALL, problems=merge.problems
+            f"the files of {pattern} are not the parts of one checkpoint",
+            hint=sharded_tensor.SAVE_DTENSORS if of_dtensors else _ALL,
+            problems=merge.problems,
         )
     return Checkpoint(
         pattern,
@@ -216,7 +236,7 @@ class _Merge:
         if any(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
             return self._tried(self._sharded, own, first)
         if sharded_tensor.is_dtensor(first):
-            self.problems.append(Problem("is a DTensor: save it with torch.distributed.checkpoint", first.key))
+            self.problems.append(Problem(_DTENSOR, first.key))
         parts = tuple(entry if isinstance(entry, TensorEntry) else None for entry in own)
         if not isinstance(first, TensorEntry) or any(part is not None and part.storage is None for part in parts):
             return first

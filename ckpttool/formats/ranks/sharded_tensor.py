@@ -16,6 +16,9 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, unnamed
 
+# What to do about tensors that no number of files tells how to put together.
+SAVE_DTENSORS = "save them with torch.distributed.checkpoint, or their full_tensor()"
+
 _SHARD = "torch.distributed._shard"
 _CLASS = Global(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
 

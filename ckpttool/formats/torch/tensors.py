@@ -122,6 +122,19 @@ def is_tensor(node: Any) -> bool:
 _FLAGS = {"conj": "aten.conj_physical.default", "neg": "aten.neg.default"}
 
 
+def is_dense(entry: TensorEntry) -> bool:
+    """Whether the tensor is a strided one of torch's own class; lazily conjugated and negated ones are."""
+    return entry.layout == "strided" or entry.layout in _FLAGS
+
+
+def kind(entry: TensorEntry) -> str:
+    """What tells tensors apart that do not load in each other's place: the layout; of a subclass its name."""
+    node = _bare(entry.payload.node) if isinstance(entry.payload, Carried) else None
+    args = node.args if type(node) is Call and is_tensor(node) and type(node.args) is tuple else ()
+    known = next((arg for arg in args if type(arg) is Global and not is_tensor(Call(arg, ()))), None)
+    return str(known) if entry.layout == "subclass" and known is not None else entry.layout
+
+
 def _bare(node: Any) -> Any:
     """The node of the tensor inside a Parameter."""
     for _ in range(_MAX_WRAPPERS):

@@ -11,11 +11,12 @@ from typing import Any
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.evaluate.compare import same_objects
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
+from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import Hook
 from ckpttool.naming.alignment import align
 from ckpttool.naming.call_variants import aliases
 from ckpttool.queries.diff.reasons import segment_reason
-from ckpttool.queries.diff.result import Entry
+from ckpttool.queries.diff.result import KIND, Entry
 
 Values = Callable[[TensorEntry, TensorEntry], "str | None"]
 
@@ -45,6 +46,8 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
         if type(left) is type(right):
             return _compare_objects(left, right, values)
         return Entry("shape", *names, "a tensor on one side only")
+    if not is_one_kind(left, right):
+        return Entry("shape", *names, KIND, None, f"{kind(left)} instead of {kind(right)}")
     if left.shape != right.shape:
         reason = PLACEHOLDER if is_placeholder(left) else "another shape"
         return Entry("shape", *names, reason, None, f"{list(left.shape)} instead of {list(right.shape)}")
@@ -52,6 +55,11 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
         return Entry("dtype", *names, f"{left.dtype} instead of {right.dtype}")
     differs = None if values is None else values(left, right)
     return Entry("same", *names) if differs is None else Entry("value", *names, "other values", None, differs)
+
+
+def is_one_kind(left: TensorEntry, right: TensorEntry) -> bool:
+    """Whether one loads where the other does, as far as their kinds go; into a tensor without data every kind goes."""
+    return kind(left) == kind(right) or (is_dense(left) and is_dense(right)) or right.layout == "meta"
 
 
 def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None) -> Entry:

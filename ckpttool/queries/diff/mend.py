@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.printed import outputs
+from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff.optimizer_load import OptimizerFit, Remedy
 from ckpttool.queries.diff.result import Entry
 from ckpttool.words import shell
 
 Commands = tuple[str, ...]
+Fit = Iterable[Entry]
 
 
 def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit) -> Commands:
@@ -31,7 +32,7 @@ def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit)
     if fit.remedy not in words:
         return ()
     options, word = words[fit.remedy]
-    return (_remap(ckpt, *options, out=beside(ckpt, word)),)
+    return (_remap(ckpt, *options, out=next(outputs(ckpt, word))),)
 
 
 def _saver(optimizer: tuple[str, ...], fit: OptimizerFit) -> tuple[str, ...]:
@@ -40,23 +41,25 @@ def _saver(optimizer: tuple[str, ...], fit: OptimizerFit) -> tuple[str, ...]:
     return ("--model", "OLD", *of_old, *(word for key in fit.foreign_keys for word in ("--drop", key)))
 
 
-def optimizers(left: str, form: str, wanted: str, model: ModelOperand | None, entries: Iterable[Entry]) -> Commands:
-    """For an optimizer in one form or order, where the other is in another."""
-    if form == wanted and not any(entry.status == "order" for entry in entries):
+def optimizers(left: str, named: bool, form: str, wanted: str, model: ModelOperand | None, fit: Fit) -> Commands:
+    """For an optimizer in one form, order or grouping, where the other is in another.
+
+    `named`: it is known whose state the left's ids are. What the command was not told, the placeholders stand for.
+    """
+    moved = any(
+        entry.status == "order" or (entry.status == "renamed" and entry.right[0].startswith(GROUPS)) for entry in fit
+    )
+    if form == wanted and not moved:
         return ()
-    words = ["--model", "MODEL", "--optimizer", "OPTIMIZER"] if model is None and form == wanted else []
-    words += [] if model is None else [*model.words]
-    if model is not None and isinstance(model.optimizer, str):
-        words += ["--optimizer", model.optimizer]
-    return (_remap(split(left)[0], *words, "--optimizer-keys", wanted, out=beside(left, wanted)),)
-
-
-def beside(operand: str, word: str) -> str:
-    """A name for the output next to the source: ``train.pt::model`` -> ``train.serialized.pt``."""
-    whole = split(operand)[0]
-    path = Path(name(whole.rstrip("/")) if is_url(whole) else whole)
-    made = str(path.with_name(f"{path.stem}.{word}{path.suffix}"))
-    return join(parent(whole.rstrip("/")), made) if is_url(whole) else made
+    by_model = ("--model", "MODEL") if model is None else model.words
+    made = model.optimizer if model is not None and isinstance(model.optimizer, str) else None
+    if moved:
+        words = (*by_model, "--to-optimizer", made or "OPTIMIZER")
+    else:
+        words = () if model is None and named else by_model
+        words += () if made is None else ("--optimizer", made)
+    words += () if form == wanted else ("--optimizer-keys", wanted)
+    return (_remap(split(left)[0], *words, out=next(outputs(left, wanted))),)
 
 
 def _remap(ckpt: str, *words: str, out: str) -> str:

@@ -21,7 +21,7 @@ from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered, r
 from ckpttool.queries.diff.keys import Values
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries
 from ckpttool.queries.diff.result import HARMLESS, Entry
-from ckpttool.words import plural
+from ckpttool.words import plural, shell
 
 Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them
 
@@ -64,7 +64,17 @@ def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | Non
         if count:
             sides = " ".join(f"{one.source}::{section.path}" for one in (left, right))
             notes.append(f"{section.path}: {plural(count, 'difference')} (ckpttool diff {sides})")
-    return tuple(notes)
+    return (*notes, *_not_compared(left, right))
+
+
+def _not_compared(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """A note on the optimizers that stand under a path of their own on each side."""
+    mine, theirs = ([s.path for s in one.sections if s.kind == "optimizer"] for one in (left, right))
+    here, there = [path for path in mine if path not in theirs], [path for path in theirs if path not in mine]
+    if not here or not there:
+        return []
+    words = shell("ckpttool", "diff", f"{left.source}::{here[0]}", f"{right.source}::{there[0]}")
+    return [f"the optimizers stand at {', '.join(here)} and at {', '.join(there)}: not compared ({words})"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,11 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
     if found.assumed:
         notes.append(found.rests_on(side))
     return _Side(renamed(state, found.names), state, found)
+
+
+def is_named(saved: SavedOptimizer) -> bool:
+    """Whether the file itself says whose state it is."""
+    return _side(saved, None, "", []).known
 
 
 def _owners(state: OptimizerState, names: Names | None, side: str, beside: Sequence[Section]) -> Owners:

@@ -16,6 +16,8 @@ SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 # The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
 TIED = "tied: the model has it under several names, left under one of them (as save_pretrained saves it)"
+# The reason of a difference in shape where it is not the sizes that differ.
+KIND = "another kind of tensor"
 STATUSES = (
     *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.ranks.files import one_rank
+from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import AS_A_PART, Names
 from ckpttool.naming.inference.alike import exchangeable
 from ckpttool.naming.inference.values import Tensor
@@ -26,6 +28,7 @@ from ckpttool.queries.diff.optimizer import (
     SavedOptimizer,
     compare_optimizers,
     differing_optimizers,
+    is_named,
     optimizer_alone,
     optimizer_section,
 )
@@ -35,7 +38,7 @@ from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.queries.diff.suggestions import suggestions
-from ckpttool.words import shell
+from ckpttool.words import plural, shell
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
@@ -89,15 +92,15 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     section = model_section(checkpoint)
     names, verdict = model.names(), None
     if model.is_definition:
-        from ckpttool.tracing.trace import load_verdict
-
-        verdict = load_verdict(model.definition(), section)
+        verdict = _verdict(model, checkpoint, section)
     entries = compare_load(names, section, verdict)
+    if verdict is None and loads(entries):
+        _of_known_kinds(model, checkpoint, section)
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
     lost = any(entry.status == "value" for entry in entries)
     identical = fits and not lost and (ignore_dtype or not converts)
-    notes = _said(verdict, entries)
+    notes = [*_said(verdict, entries), *one_rank(checkpoint)]
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
@@ -108,6 +111,28 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"
     return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
+
+
+def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
+    """What torch says. Raises `CkptError` where it cannot be asked: of one rank's part, with what makes it whole."""
+    from ckpttool.tracing.trace import load_verdict
+
+    try:
+        return load_verdict(model.definition(), section)
+    except CkptError as error:
+        error.hint = "; ".join(one_rank(checkpoint)) or error.hint
+        raise
+
+
+def _of_known_kinds(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> None:
+    """Raises `CkptError` where the model's code would have to say whether it loads such tensors: names do not."""
+    strange = [Problem(f"a tensor of another kind ({kind(e)})", e.key) for e in section.tensors if not is_dense(e)]
+    if strange:
+        raise CkptError(
+            f"whether {model.title} loads it depends on {plural(len(strange), 'tensor')} that names do not tell of",
+            hint="; ".join(one_rank(checkpoint)) or "its code can tell: --model package.module:attr, or file.py:attr",
+            problems=strange,
+        )
 
 
 def _said(verdict: Verdict | None, entries: Iterable[Entry]) -> list[str]:
@@ -209,7 +234,8 @@ def _checkpoints(
     hidden = () if names is not None else hidden_segments(entries)
     adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
     left_out = not_compared(left, right, (mine, theirs))
-    notes = (*hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
+    ranks = (*one_rank(left), *one_rank(right))
+    notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
     inferred = suggestions(left, right, entries, values is not None) if names is None else None
     return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred)
 
@@ -227,5 +253,6 @@ def _optimizers(
     entries, notes = compare_optimizers(*saved, names, values)
     entries = (*entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
-    fix = mend.optimizers(left.source, form_of(sections[0]), form_of(sections[1]), model, entries)
+    named, (form, wanted) = is_named(saved[0]), map(form_of, sections)
+    fix = mend.optimizers(left.source, named, form, wanted, model, entries)
     return Diff(left.source, right.source, identical, entries, fix, notes)

@@ -10,7 +10,7 @@ from ckpttool.formats.remarks import is_placeholder
 from ckpttool.naming.inference.search import infer
 from ckpttool.naming.inference.values import Inference, Side, Tensor
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.queries.diff.result import Entry
+from ckpttool.queries.diff.result import KIND, Entry
 
 _DEFINED = frozenset({"torch_zip", "torch_legacy", "torchscript", "pt2", "memory"})  # keys in the order of definition
 _OPEN = frozenset({"missing", "unexpected", "shape"})
@@ -18,8 +18,8 @@ _OPEN = frozenset({"missing", "unexpected", "shape"})
 
 def known(entries: Iterable[Entry]) -> dict[str, str]:
     """Keys of the left -> keys of the right that are one tensor's by name, but for those of another shape."""
-    both = (entry for entry in entries if len(entry.left) == len(entry.right) == 1 and entry.status != "shape")
-    return {entry.left[0]: entry.right[0] for entry in both}
+    both = (entry for entry in entries if len(entry.left) == len(entry.right) == 1)
+    return {e.left[0]: e.right[0] for e in both if e.status != "shape" or e.reason == KIND}
 
 
 def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], values: bool) -> Inference:

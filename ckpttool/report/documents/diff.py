@@ -25,7 +25,7 @@ _MEANING = {
     "transformed": "computed from other tensors",
     "order": "state that would reach another parameter",
     "alias": "a second name of one tensor",
-    "shape": "another shape",
+    "shape": "another shape, or another kind of tensor",
     "dtype": "another dtype",
     "value": "other values",
     "missing": "only right has it",

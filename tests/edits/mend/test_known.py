@@ -15,13 +15,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mend_models
+from ckpttool import diff
 from ckpttool.cli.app import main
-from ckpttool.edits.mend.command import command, outputs
+from ckpttool.edits.mend.command import command
 from ckpttool.edits.mend.patterns import common_way, drops
 from ckpttool.edits.mend.run import DROPPED
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.rules.mend import PART
 from ckpttool.edits.rules.patterns import matches
+from ckpttool.operands.printed import outputs
 from ckpttool.tracing import trace as tracing
 from mend_models import hooked, net
 
@@ -201,3 +203,26 @@ def test_the_common_way() -> None:
     assert common_way({"net.a.w", "net.b.w", "loss.w"}, {"a.w", "b.w"}) == "net"
     assert common_way({"a.w", "b.w"}, {"a.w", "b.w"}) == ""
     assert common_way({"q.a.w", "x.y"}, {"a.w", "b.w"}) == ""
+
+
+def test_what_is_in_memory_has_a_placeholder_for_its_name(ask: Ask) -> None:
+    """No words of a sentence stand where a file's name belongs, neither as the source nor in the output's name."""
+    ask(saved(net().state_dict(), "b.pt"), "b.pt")
+    state = {f"model.{key}": value for key, value in net().state_dict().items()}
+    for found in (diff(state, model="model.py:net"), diff(state, "b.pt")):
+        (line,) = found.fix
+        assert " CKPT " in line
+        assert line.endswith(("-o CKPT.serialized.pt", "-o CKPT.renamed.pt"))
+
+
+def test_printed_commands_write_beside_what_is_there(ask: Ask) -> None:
+    """Also those for optimizers: what a command before them wrote is left alone, and they still run."""
+    model = net()
+    saved({"optimizer": torch.optim.SGD(model.parameters()).state_dict()}, "a.pt")
+    saved({"optimizer": torch.optim.SGD(model.named_parameters()).state_dict()}, "named.pt")
+    assert main(["remap", "named.pt", "--optimizer-keys", "fqn", "-o", "b.pt"]) == 0
+    outs = []
+    for _ in range(2):
+        (line,) = ask("a.pt", "b.pt", "--model", "model.py:net")["fix"]
+        outs.append(ran(line))
+    assert outs == ["a.fqn.pt", "a.fqn2.pt"]

@@ -87,6 +87,20 @@ def test_rank_files_become_what_fsdp_makes_of_them(
     same_optimizer(made["optimizer"], expected["optimizer"])
 
 
+@pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
+def test_one_rank_is_never_the_whole(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+    """Of a model, of its names and of the plain weights: other, or no answer; all ranks are asked for, nothing else."""
+    one, whole, names = runs[2] / f"{kind}_rank_0.pt", tmp_path / "whole.pt", tmp_path / "names.json"
+    torch.save(Net().state_dict(), whole)
+    assert run("trace", f"{SCRIPT}:Net", "-o", names).status == 0
+    asked = ([*MODEL, f"{one}::model"], ["--model", names, f"{one}::model"], [f"{one}::model", whole])
+    for words in (*asked, [whole, f"{one}::model"]):
+        done = run("diff", *words)
+        assert done.status in (1, 2), words
+        assert f"name the files of all ranks at once, as in '{runs[2]}/{kind}_rank_*.pt'" in done.err, words
+        assert not ("what mends it" in done.out and words in asked)
+
+
 def test_the_plain_model_and_its_optimizer_load_the_result(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     out = tmp_path / "full.pt"
     assert run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--to", "serialized", "-o", out)[0] == 0
@@ -276,7 +290,9 @@ def test_dtensors_are_refused(run: Run, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "r0.pt", tmp_path / "r1.pt")
     status, _, error = run("inspect", tmp_path / "r*.pt")
     assert status == 2
-    assert "is a DTensor: save it with torch.distributed.checkpoint @ w" in error
+    assert "is a DTensor: its device mesh tells how its parts lie, no number of files does @ w" in error
+    assert "torch.distributed.checkpoint" in error
+    assert "name the files of all ranks" not in error
 
 
 def test_a_glob_that_matches_nothing(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Two saved optimizers in other forms, orders and groups: the command that mends one works as it is printed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.cli.app import main
+from command import Run
+
+CODE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)
+def one(model):
+    return torch.optim.AdamW(model.parameters())
+def by_rank(model):
+    named = list(model.named_parameters())
+    return torch.optim.AdamW([{"params": [p for _, p in named if p.ndim == n]} for n in (2, 1)])
+"""
+SIDES = ("ids", "named", "names", "flat", "groups")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One training's optimizer in every form, and in other groups."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(CODE)
+    scope: dict[str, Any] = {}
+    exec(CODE, scope)
+    torch.manual_seed(0)
+    model: nn.Module = scope["Net"]()
+    named = torch.optim.AdamW(model.named_parameters())
+    for optimizer, name in ((scope["one"](model), "ids"), (named, "named"), (scope["by_rank"](model), "groups")):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        torch.save(optimizer.state_dict(), f"{name}.pt")
+    for form, name in (("fqn", "names"), ("flat", "flat")):
+        main(["remap", "ids.pt", "--model", "net.py:Net", "--optimizer-keys", form, "-o", f"{name}.pt"])
+    return tmp_path
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("left", SIDES)
+@pytest.mark.parametrize("right", SIDES)
+def test_a_printed_command_works(run: Run, left: str, right: str, with_model: bool) -> None:
+    """Only the placeholders are filled in; then the two are the same, or there was no command, with a note."""
+    model = ["--model", "net.py:Net"] if with_model else []
+    ask = ("diff", f"{left}.pt", f"{right}.pt", *model, "--format", "json")
+    done = run(*ask)
+    assert done.status in (0, 1)
+    assert done.data["fix"] or done.status == 0 or done.data["notes"]
+    if with_model:
+        assert done.data["fix"] or done.status == 0
+    for command in done.data["fix"]:
+        filled = command.replace("MODEL", "net.py:Net")
+        filled = filled.replace("OPTIMIZER", "net.py:by_rank" if right == "groups" else "net.py:one")
+        words = shlex.split(filled)[1:]
+        told = run(*words)
+        assert told.status == 0, (command, told)
+        out = words[words.index("-o") + 1]
+        assert run("diff", out, f"{right}.pt", "--model", "net.py:Net").status == 0, command

@@ -1,0 +1,78 @@
+"""Kinds of tensors that do not load in each other's place: dense, sparse, in parts; torch itself says which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckpttool.cli.app import main
+from command import Run
+
+KINDS = ("dense", "conjugated", "sparse", "csr", "in_parts")
+MODEL = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("w", torch.zeros(3, 3, dtype=torch.complex64))
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file of each kind, all of them under one key with one dtype and one shape."""
+    folder = tmp_path_factory.mktemp("kinds")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for kind, value in tensors().items():
+        torch.save({"w": value}, folder / f"{kind}.pt")
+    (folder / "net.py").write_text(MODEL)
+    yield folder
+    dist.destroy_process_group()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    dense = torch.eye(3, dtype=torch.complex64)
+    parts = distribute_tensor(dense, init_device_mesh("cpu", (1,)), [Shard(0)])
+    return dict(zip(KINDS, (dense, dense.conj(), dense.to_sparse(), dense.to_sparse_csr(), parts), strict=True))
+
+
+def loads(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether what holds `right` loads `left` strictly."""
+    model = nn.Module()
+    model.register_buffer("w", right.clone())
+    try:
+        model.load_state_dict({"w": left}, strict=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(("left", "right"), list(product(KINDS, KINDS)))
+def test_the_same_only_where_torch_loads_one_for_the_other(files: Path, run: Run, left: str, right: str) -> None:
+    status = run("diff", files / f"{left}.pt", files / f"{right}.pt", "--format", "json").status
+    made = tensors()
+    assert status in (0, 1)
+    assert status == 1 or loads(made[left], made[right])
+    assert status == 0 or left != right
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_alone_do_not_tell_whether_another_kind_loads(files: Path, run: Run, kind: str) -> None:
+    """A names file says as much as names can: no answer, where only the model's code has one."""
+    names = files / "names.json"
+    assert main(["trace", f"{files / 'net.py'}:Net", "-o", str(names), "--force"]) == 0
+    done = run("diff", "--model", names, files / f"{kind}.pt")
+    is_dense = kind in ("dense", "conjugated")
+    assert done.status == (0 if is_dense else 2), done
+    assert is_dense or "a tensor of another kind" in done.err
+    assert ("is the part of one rank, of DTensors" in done.err) is (kind == "in_parts")
