@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dcp_ranks
 import wrapped_ranks
@@ -39,6 +41,13 @@ def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
     dcp_ranks.run("load", folder, wrapped_ranks.__file__)
     names, failures = (json.loads((folder / f"{name}.json").read_text()) for name in ("names", "failures"))
     return Wrapped(folder, names, failures)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _dynamo_begins_anew() -> None:
+    """Older releases of torch count how often a function was compiled over all modules of tests, and refuse at last."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
