@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,9 @@ def test_signals_clean_up(source: Path, number: signal.Signals) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 32))
     line = [sys.executable, "-m", "ckpttool", "remap", source.name, *RENAME, "-o", "out.safetensors"]
-    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    # What started the tests may ignore the signal, and a child would inherit that.
+    default = partial(signal.signal, number, signal.SIG_DFL)
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, preexec_fn=default)
     deadline = time.monotonic() + 300
     while names(source.parent) == {"in.safetensors"} and time.monotonic() < deadline:
         time.sleep(0.01)
