@@ -13,11 +13,6 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.evaluate.compare import fingerprints, verify
 from command import Run
 
-# What torch says of making such tensors.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
-    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.* are deprecated:UserWarning"),
-]
 KINDS: dict[str, Callable[[float], Any]] = {
     "sparse": lambda x: torch.tensor([[0.0, x], [0.0, 0.0]]).to_sparse(),
     "sparse rows": lambda x: torch.tensor([[0.0, x], [0.0, 0.0]]).to_sparse_csr(),
