@@ -6,14 +6,27 @@ A plan is checked against the index of its source before a byte is written, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Problem
 from ckpttool.expression import EXPRESSION, Expression, Ref
-from ckpttool.json_schema import TEXT, ListOf, ObjectOf, check, check_schema
+from ckpttool.json_schema import (
+    COUNT,
+    OBJECT,
+    SHAPE,
+    TEXT,
+    TEXTS,
+    ListOf,
+    MapOf,
+    Nullable,
+    ObjectOf,
+    check,
+    check_schema,
+    one_of,
+)
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
@@ -47,12 +60,37 @@ class ModuleRename:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupMove:
+    """A param group of the result: its parameters, and the group whose hyperparameters it has, or these `options`."""
+
+    params: tuple[str, ...]
+    like: int | None
+    options: Mapping[str, ex.Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerMove:
+    """An optimizer's state under other parameters. `form` is ``id``, ``fqn`` or ``flat``.
+
+    `sources` maps each parameter that has state to what it is of the source's parameters, as these are called there (an
+    id as text); `shapes` are those of the source's parameters of which others are made.
+    """
+
+    section: str
+    form: str
+    groups: tuple[GroupMove, ...]
+    sources: Mapping[str, Expression]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """What a remap does. Sections that no output and no drop names are carried through unchanged."""
+    """What a remap does. Sections that nothing here names are carried through unchanged."""
 
     outputs: tuple[Output, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     modules: tuple[ModuleRename, ...] = ()
+    optimizers: tuple[OptimizerMove, ...] = ()
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -83,6 +121,8 @@ class Plan:
         }
         if self.modules:
             plan["modules"] = [{"section": m.section, "old": m.old, "new": m.new} for m in self.modules]
+        if self.optimizers:
+            plan["optimizers"] = [_move_to_json(move) for move in self.optimizers]
         return plan
 
     @staticmethod
@@ -97,15 +137,63 @@ class Plan:
             tuple(Output(o["section"], o["key"], ex.whole_from_json(o["from"])) for o in value["outputs"]),
             tuple(Dropped(d["section"], d["key"], d["reason"]) for d in value["dropped"]),
             tuple(ModuleRename(m["section"], m["old"], m["new"]) for m in value.get("modules", ())),
+            tuple(map(_move_from_json, value.get("optimizers", ()))),
         )
 
 
+def _move_to_json(move: OptimizerMove) -> dict[str, Any]:
+    return {
+        "section": move.section,
+        "form": move.form,
+        "groups": [
+            {
+                "params": list(group.params),
+                "like": group.like,
+                "options": {name: ex.to_json(value) for name, value in group.options.items()},
+            }
+            for group in move.groups
+        ],
+        "params": [{"name": name, "from": ex.to_json(source)} for name, source in move.sources.items()],
+        "shapes": {name: list(shape) for name, shape in move.shapes.items()},
+    }
+
+
+def _move_from_json(value: Mapping[str, Any]) -> OptimizerMove:
+    return OptimizerMove(
+        value["section"],
+        value["form"],
+        tuple(
+            GroupMove(
+                tuple(group["params"]),
+                group["like"],
+                {name: ex.from_json(option) for name, option in group.get("options", {}).items()},
+            )
+            for group in value["groups"]
+        ),
+        {param["name"]: ex.whole_from_json(param["from"]) for param in value["params"]},
+        {name: tuple(shape) for name, shape in value.get("shapes", {}).items()},
+    )
+
+
+_GROUP = ObjectOf({"params": TEXTS, "like": Nullable(COUNT)}, {"options": OBJECT})
+_MOVE = ObjectOf(
+    {
+        "section": TEXT,
+        "form": one_of("id", "fqn", "flat"),
+        "groups": ListOf(_GROUP),
+        "params": ListOf(ObjectOf({"name": TEXT, "from": EXPRESSION}), unique="name"),
+    },
+    {"shapes": MapOf(SHAPE)},
+)
 _PLAN = ObjectOf(
     {
         "outputs": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "from": EXPRESSION})),
         "dropped": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "reason": TEXT})),
     },
-    {"modules": ListOf(ObjectOf({"section": TEXT, "old": TEXT, "new": TEXT}))},
+    {
+        "modules": ListOf(ObjectOf({"section": TEXT, "old": TEXT, "new": TEXT})),
+        "optimizers": ListOf(_MOVE, unique="section"),
+    },
 )
 
 

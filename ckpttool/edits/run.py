@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.ranks.recognise import put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
-from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
+from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
@@ -98,10 +98,7 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
         from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 
         done = with_gathered_optimizers(done, gathered, names)
-    done = with_optimizers(done, wanted)
-    if options.save_plan is not None and done.optimizers:
-        raise CkptError(NO_OPTIMIZERS, hint="write them to OUT, or take the model alone: CKPT::model")
-    return done
+    return with_optimizers(done, wanted)
 
 
 def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, OptimizerRequest]:
@@ -113,7 +110,7 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
         names=names,
         to=form,
         source_form=options.source_form,
-        to_names=to_names if options.to_model is not None else None,
+        to_names=to_names if options.to_model is not None and not steps else None,  # the rules are the way there
         like=_like(options),
         rules=() if steps else rules,
         rule_steps=steps,
@@ -124,7 +121,9 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
     renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
-    return asked, OptimizerRequest(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
+    return asked, OptimizerRequest(
+        options.optimizer_keys, names, to_names, renaming, called, beside=beside, old_model=old_model
+    )
 
 
 def _renaming(steps: tuple[RuleStep, ...]) -> tuple[Renaming, ...]:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, TensorEntry, contiguous_stride
 from ckpttool.evaluate.parts import concatenated, window
@@ -52,6 +53,12 @@ def _entry(node: Argument, have: Entries) -> TensorEntry | None:
             return _clone(_entry(of, have))
         case Op("aten.select.int", (of, int(dim), int(index)), ()):
             return _select(_narrow(_entry(of, have), dim, index, 1), dim)
+        case Op("aten.slice.Tensor", (of, int(dim), int(start), int(end)), ()):
+            return _slice(_entry(of, have), dim, start, end)
+        case Op("getitem", (Op(name, (of, *how), ()), int(index)), ()) if name in _PARTS:
+            return _one_part(_entry(of, have), name, how, index)
+        case Op("aten.cat.default", (tuple(parts),), ()):
+            return _cat([_entry(part, have) for part in parts], 0)
         case Op("aten.cat.default", (tuple(parts), int(dim)), ()):
             return _cat([_entry(part, have) for part in parts], dim)
         case Op("aten.stack.default", (tuple(parts), int(dim)), ()):
@@ -66,6 +73,42 @@ def _narrow(entry: TensorEntry | None, dim: int, start: int, length: int) -> Ten
         return None
     shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
     return replace(entry, shape=shape, offset=entry.offset + start * entry.stride[dim])
+
+
+def _slice(entry: TensorEntry | None, dim: int, start: int, end: int) -> TensorEntry | None:
+    if entry is None or not 0 <= dim < len(entry.shape) or start < 0 or end < start:
+        return None
+    length = entry.shape[dim]
+    return _narrow(entry, dim, min(start, length), min(end, length) - min(start, length))
+
+
+# Operators that give several tensors -> how long these are in a dimension of that length.
+_PARTS: Mapping[str, Callable[[int, Any], list[int]]] = {
+    "aten.split.Tensor": lambda length, size: _equal(length, size),
+    "aten.chunk.default": lambda length, count: _equal(
+        length, -(-length // count) if type(count) is int and count > 0 else 0
+    ),
+    "aten.split_with_sizes.default": lambda length, sizes: list(sizes) if isinstance(sizes, tuple) else [],
+}
+
+
+def _equal(length: int, size: Argument) -> list[int]:
+    """Parts of that size, of which the last may be shorter; none where that is no size, or makes very many."""
+    if type(size) is not int or size < 1 or not 0 < -(-length // size) <= limits().made_parts:
+        return []
+    return [min(size, length - start) for start in range(0, length, size)]
+
+
+def _one_part(entry: TensorEntry | None, name: str, how: Sequence[Argument], index: int) -> TensorEntry | None:
+    """One of the parts into which an operator cuts the tensor, as `torch.split` does."""
+    if entry is None or not 1 <= len(how) <= 2:
+        return None
+    cut, dim = how if len(how) == 2 else (how[0], 0)
+    if type(dim) is not int or not 0 <= dim < len(entry.shape):
+        return None
+    sizes = _PARTS[name](entry.shape[dim], cut)
+    fits = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == entry.shape[dim]
+    return _narrow(entry, dim, sum(sizes[:index]), sizes[index]) if fits and 0 <= index < len(sizes) else None
 
 
 def _select(entry: TensorEntry | None, dim: int) -> TensorEntry | None:

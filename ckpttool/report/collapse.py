@@ -35,7 +35,7 @@ def collapse(items: Iterable[tuple[str, Hashable]]) -> list[Group]:
 
 def first_pattern(keys: Iterable[str]) -> str:
     """The first pattern of the keys, and how many more there are: ``layers.{0-3}.wq (+2 more)``; ``-`` for none."""
-    groups = collapse((key, None) for key in keys)
+    groups = collapse((key, None) for key in dict.fromkeys(keys))
     if not groups:
         return "-"
     return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.evaluate.apply import apply
 from ckpttool.expression import Ref
 from ckpttool.naming.wrappers.chain import Evidence
@@ -19,7 +20,7 @@ class Draft:
 
     `wrappers` is what the section's keys show of wrappers; `canonical` maps the keys that the plan writes to canonical
     names, `form` says which form the section's keys are in. `counters` are keys of AveragedModels' counters that stand
-    aside while a model's names, which have none, are gone through.
+    aside while a model's names, which have none, are gone through. `ruled` is what a file of rules did.
     """
 
     section: Section
@@ -29,6 +30,7 @@ class Draft:
     form: str | None = None
     counters: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    ruled: Ruled | None = None
 
     @property
     def keys(self) -> list[str]:

@@ -9,13 +9,14 @@ from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
-from ckpttool.expression import Expression
+from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import class_of, lacking
-from ckpttool.naming.optimizers.ids import Owners, check, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, check, own_names, owners, resolve
 from ckpttool.naming.optimizers.moves import (
     arranged,
     between,
@@ -23,14 +24,20 @@ from ckpttool.naming.optimizers.moves import (
     from_serialized,
     grouped,
     identity,
+    in_form,
     in_groups,
+    move_of,
+    moved_by,
     placed,
     to_serialized,
 )
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.operands.checkpoint import saved_state_dicts, split
-from ckpttool.optimizer_state import FLAT, ID, OptimizerState, ParamGroup, numbered, renamed
+from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.plan import OptimizerMove
 from ckpttool.words import plural, shell
+
+_MOST_DROPS = 20  # parameters that a hint names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,9 @@ class OptimizerRequest:
 
     `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
     load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
-    `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
-    their keys speaks for or against ids. `old_model` is the same command with the model named that saved the file.
+    `ruled` is what the rules of a file make of the model. `beside` are the state dicts of the file as it was saved
+    (`operands.checkpoint.saved_state_dicts`): the order of their keys speaks for or against ids. `old_model` is the
+    same command with the model named that saved the file.
     """
 
     keys: str | None = None
@@ -48,6 +56,7 @@ class OptimizerRequest:
     to_names: Names | None = None
     rules: Sequence[Renaming] = ()
     form: str | None = None
+    ruled: Ruled | None = None
     beside: Sequence[Section] | None = None
     old_model: str | None = None
 
@@ -60,7 +69,7 @@ class OptimizerRequest:
 @dataclass(frozen=True, slots=True)
 class OptimizerRemap:
     """What became of one optimizer. `evidence` says what its ids are known from; `new` are parameters that have no
-    state yet, `dropped` those whose state has no place in the new optimizer.
+    state yet, `dropped` those whose state has no place in the new optimizer. `move` is the change as a plan holds it.
     """
 
     section: str
@@ -71,6 +80,7 @@ class OptimizerRemap:
     new: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    move: OptimizerMove | None = field(default=None, compare=False)
 
 
 def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
@@ -95,73 +105,126 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
     return (replace(source, sections=tuple(sections)) if done else source), tuple(done)
 
 
-def to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
-    """The `optimizer` object of the contract; `sections` has one for each optimizer of the file."""
-    if not done:
-        return None
-    sections = [
-        {
-            "section": one.section,
-            "from": one.was,
-            "to": one.to,
-            "params": one.params,
-            "evidence": one.evidence,
-            "new": list(one.new),
-            "dropped": list(one.dropped),
-        }
-        for one in done
-    ]
-    first = done[0]
-    return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}
-
-
 def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
     where = section.path or "(root)"
     state = forms.read(section)
     to = wanted.keys or state.form
-    renames = to != ID and (bool(wanted.rules) or wanted.form is not None)
     asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)
-    if not state.params or (to == state.form and not asked and not renames):
+    if not state.params or not (asked or to != state.form or _is_renamed(state, wanted, to)):
         return None
-    if wanted.to_names is not None and wanted.names is None:
+    if wanted.to_names is not None and wanted.names is None and wanted.ruled is None:
         raise Refused("the names of the model that saved the checkpoint are needed", hint="pass --model MODEL too")
-    named, known = _named(state, wanted, where)
-    sources = _sources(named, wanted, to)
-    groups = _groups(named, sources, wanted, to, where)
-    shapes: Mapping[str, Any] = {} if wanted.names is None else Parameters(wanted.names).shapes
-    moved = in_groups(named, groups, carry(named, _in(groups, sources), shapes, where))
-    _check_loads(moved, wanted, where, _leave_out(source, section.path))
-    made = numbered(moved) if to == ID else replace(moved, form=to)
+    named, known, own = _named(state, wanted, where)
+    ruled = _by_rules_file(named, wanted, to, where)
+    sources = _sources(named, wanted, to) if ruled is None else ruled
+    placed_by = wanted if ruled is None else replace(wanted, names=None)
+    groups = _groups(named, sources, placed_by, to, where)
+    held = _in(groups, sources)
+    shapes = _shapes(named, wanted)
+    move = move_of(section, state, to, groups, held, shapes)
+    try:
+        moved = moved_by(move, named, where)
+    except Refused as error:
+        hint = _without(section.path, [ref for one in error.problems for ref in _refs_of(held.get(one.key), own)])
+        raise Refused(error.message, hint=hint or error.hint, problems=error.problems) from None
+    over = {name: ex.substitute(made, own.__getitem__) for name, made in held.items()}
+    move = move_of(section, state, to, groups, over, _shapes_in_file(shapes, own, wanted))
+    _check_loads(moved, placed_by, where, _leave_out(source, section.path))
+    made = in_form(moved, to)
     if made == state and not asked:
         return None
     new = tuple(str(param) for param in moved.params if param not in sources)
-    read = {ref for param in moved.params if param in sources for ref in ex.refs(sources[str(param)])}
+    read = {ref for made_of in held.values() for ref in ex.refs(made_of)}
     dropped = tuple(str(param) for param in named.state if param not in read)
     notes = _notes(where, state, moved, to, new, dropped)
     if known is not None and known.assumed:
         notes = (*notes, known.rests_on(where))
     evidence = None if known is None else known.evidence
-    report = OptimizerRemap(section.path, state.form, to, len(moved.params), evidence, new, dropped, notes)
+    report = OptimizerRemap(section.path, state.form, to, len(moved.params), evidence, new, dropped, notes, move)
     return forms.write(made, section), report
 
 
-def _named(state: OptimizerState, wanted: OptimizerRequest, where: str) -> tuple[OptimizerState, Owners | None]:
-    """The state with its parameters under canonical names, and what these are known from."""
+def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> bool:
+    """Whether parameters change, or the names that the file has for them."""
+    if to != ID:
+        return bool(wanted.rules) or wanted.form is not None
+    if wanted.ruled is not None and not wanted.ruled.keeps_places:
+        return True
+    return bool(wanted.rules) and all(group.param_names for group in state.groups if group.params)
+
+
+def _named(
+    state: OptimizerState, wanted: OptimizerRequest, where: str
+) -> tuple[OptimizerState, Owners | None, dict[str, Expression]]:
+    """The state with its parameters under canonical names, what these are known from, and each as the file has it."""
     names = wanted.names
     if state.form == ID:
-        found = owners(state, names, where, wanted.beside or ())
+        found = _owners(state, wanted, where)
         if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
             found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
-        return renamed(state, found.settled(where).names), found
-    named = renamed(state, {param: str(param) for param in state.params})
-    if names is None:
-        return named, None
-    sources = from_serialized(names, state.params)
-    if sources is None:
-        return renamed(state, resolve(state, names, where).names), None
-    shapes = {s.key: s.shape for s in names.serialized}
-    return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None
+        known = found.settled(where).names
+        return renamed(state, known), found, _refs(known)
+    called = {param: str(param) for param in state.params}
+    if names is not None:
+        sources = from_serialized(names, state.params)
+        if sources is not None:
+            shapes = {s.key: s.shape for s in names.serialized}
+            named = renamed(state, called)
+            return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None, sources
+        called = dict(resolve(state, names, where).names)
+    return renamed(state, called), None, _refs(called)
+
+
+def _refs(names: Mapping[Param, str]) -> dict[str, Expression]:
+    return {name: Ref(str(param)) for param, name in names.items()}
+
+
+def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> Owners:
+    """Whose state the ids are: for rules alone the file's own keys say it too, where they can be these parameters."""
+    beside = wanted.beside or ()
+    by_keys = own_names(state, beside) if wanted.names is None and wanted.ruled is not None else None
+    return owners(state, wanted.names, where, beside) if by_keys is None else by_keys
+
+
+def _by_rules_file(
+    named: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+) -> dict[str, Expression] | None:
+    """What the parameters are after the rules of a file; None without one, or where they are none of its tensors."""
+    if wanted.ruled is None:
+        return None
+    ways = [identity(named.params)]
+    if wanted.names is not None:
+        ways.append(to_serialized(wanted.names, named.params))
+    known = [len(wanted.ruled.shapes(list(way))) for way in ways]
+    found = wanted.ruled.sources(ways[known.index(max(known))], where)
+    if found is None and not wanted.ruled.keeps_places and len(wanted.beside or ()) == 1:
+        raise Refused(
+            f"{where}: none of its parameters is a tensor of the model, so that nothing follows the rules",
+            hint=f"--drop {where} leaves it out",
+            problems=[Problem("no tensor of the model", str(param)) for param in named.params],
+        )
+    if found is not None and to == ID and wanted.to_names is None and not wanted.ruled.keeps_places:
+        raise Refused(
+            f"{where}: the rules make other parameters, and nothing says in which order the new model registers them",
+            hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn, which names them",
+        )
+    return found
+
+
+def _shapes(named: OptimizerState, wanted: OptimizerRequest) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the parameters, as far as they are known."""
+    found: dict[str, Any] = {} if wanted.ruled is None else wanted.ruled.shapes(list(map(str, named.params)))
+    return found if wanted.names is None else {**found, **Parameters(wanted.names).shapes}
+
+
+def _shapes_in_file(
+    shapes: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Expression], wanted: OptimizerRequest
+) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the parameters as the file calls them; of a model's keys, where these are its parameters."""
+    if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
+        return {s.key: s.shape for s in wanted.names.serialized}
+    return {source.key: shapes.get(name) for name, source in own.items() if isinstance(source, Ref)}
 
 
 def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, leave_out: str) -> None:
@@ -182,6 +245,18 @@ def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, le
             hint=f"the optimizer can only start afresh: {leave_out}",
             problems=[Problem("the optimizer needs it, and the file's state has none", name) for name in lacks],
         )
+
+
+def _refs_of(source: Expression | None, own: Mapping[str, Expression]) -> list[str]:
+    """What the file calls the parameters that a new one is made of."""
+    return [] if source is None else [ref for name in ex.refs(source) for ref in ex.refs(own[name])]
+
+
+def _without(section: str, refs: Sequence[str]) -> str | None:
+    """The options that leave out the state of these parameters; None for none, and for very many."""
+    params = list(dict.fromkeys(refs))
+    drops = [word for ref in params for word in ("--drop", ".".join(filter(None, (section, "state", ref, "*"))))]
+    return f"these parameters start anew with {shell(*drops)}" if 0 < len(params) <= _MOST_DROPS else None
 
 
 def _leave_out(source: str, section: str) -> str:

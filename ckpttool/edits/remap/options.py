@@ -16,7 +16,6 @@ from ckpttool.operands.checkpoint import split
 from ckpttool.optimizer_state import FORMS as KEYS
 from ckpttool.options import OptimizerOptions, OutputOptions, option
 
-NO_OPTIMIZERS = "a plan holds no changes of optimizers"
 RANK = "{rank}"  # in OUT, for the number of the rank
 
 
@@ -170,14 +169,14 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         "pass --model MODEL too",
     ),
     (
-        lambda a: a.to_optimizer is not None and a.model is None,
+        lambda a: a.to_optimizer is not None and a.model is None and a.to_model is None,
         "--to-optimizer is called with a model",
         "pass --model MODEL too",
     ),
     (
-        lambda a: (a.plan or a.save_plan) and (a.optimizer_keys or a.to_optimizer is not None),
-        NO_OPTIMIZERS,
-        "write them to OUT: leave the plan out",
+        lambda a: a.plan and (a.optimizer_keys or a.to_optimizer is not None),
+        "--plan stands alone: it says all that is to be done",
+        "leave --optimizer-keys and --to-optimizer out",
     ),
     (
         lambda a: not a.to_ranks and a.world_size is not None,

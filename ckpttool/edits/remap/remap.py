@@ -13,16 +13,18 @@ from ckpttool.edits.remap.drop import drop, without
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
+from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import apply
 from ckpttool.naming.model_form import Form
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.optimizers.moves import carried_out
 from ckpttool.naming.optimizers.saved_order import in_order_of
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain, Evidence
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.optimizer_state import ID
-from ckpttool.plan import Dropped, Plan
+from ckpttool.plan import Dropped, OptimizerMove, Plan
 
 _NOTHING = RemapRequest()
 
@@ -40,7 +42,8 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     rest = carried(other for other in source.sections if other.path in touched)
     plan = Plan((*draft.plan.outputs, *rest.outputs), (*draft.plan.dropped, *dropped), draft.plan.modules)
     notes = (*draft.notes, *_not_narrowed(source, asked))
-    return Remap(result, plan, draft.form, None if asked.to is None else str(asked.to), notes)
+    to = None if asked.to is None else str(asked.to)
+    return Remap(result, plan, draft.form, to, notes, ruled=draft.ruled)
 
 
 def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
@@ -68,34 +71,38 @@ def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
     still = []
     if asked.select is not None:
         still.append("the state of all parameters")
-    if _changes_values(asked):
-        still.append("the state of the parameters as they were before the rules file")
     return [f"{path} still holds {what} (--drop {path} leaves it out)" for path in paths for what in still]
 
 
-def _changes_values(asked: RemapRequest) -> bool:
-    """Whether the file of rules does more than rename."""
-    if not asked.rule_steps:
-        return False
-    from ckpttool.edits.rules.steps import Rename
-
-    return not all(isinstance(step, Rename) for step in asked.rule_steps)
-
-
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
-    """`done` with the optimizers of its result as `wanted`; the plan is silent on those that change.
+    """`done` with the optimizers of its result as `wanted`, and its plan with what becomes of them.
 
     A model beside ids gets the order of the model that these are now those of: else its keys would speak against them.
     """
+    wanted = replace(wanted, ruled=done.ruled)
     result, optimizers = remap_optimizers(done.result, wanted)
-    target = wanted.to_names or wanted.names
+    keeps = done.ruled is None or done.ruled.keeps_places
+    target = wanted.to_names or (wanted.names if keeps else None)
     if target is not None and any(one.to == ID for one in optimizers):
         ordered = (in_order_of(one, target) if one.kind == "state_dict" else one for one in result.sections)
         result = replace(result, sections=tuple(ordered))
     notes = [note for one in optimizers for note in one.notes]
-    changed = {one.section for one in optimizers}
-    plan = replace(done.plan, outputs=tuple(o for o in done.plan.outputs if o.section not in changed))
+    plan = _with_moves(done.plan, result, [one.move for one in optimizers if one.move is not None])
     return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
+
+
+def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:
+    """The plan with what becomes of optimizers, and its outputs in the order of the result's keys.
+
+    Of what the optimizers hold only what is left out of them stands among the outputs too.
+    """
+    dropped = {gone.section for gone in plan.dropped}
+    changed = {move.section for move in moves} - dropped
+    rank = {(s.path, key): n for s in result.sections if s.kind != "optimizer" for n, key in enumerate(s.by_key())}
+    place = {section: n for n, section in enumerate(plan.sections)}
+    outputs = [output for output in plan.outputs if output.section not in changed]
+    outputs.sort(key=lambda output: (place[output.section], rank.get((output.section, output.key), 0)))
+    return replace(plan, outputs=tuple(outputs), optimizers=tuple(moves))
 
 
 def by_plan(source: Checkpoint, plan: Plan) -> Remap:
@@ -104,7 +111,17 @@ def by_plan(source: Checkpoint, plan: Plan) -> Remap:
     paths.update(found.path for found in source.unreached)
     whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
-    return Remap(apply(rest, without(source, [d.key for d in whole])), plan)
+    made = apply(rest, without(source, [d.key for d in whole]))
+    moves = {move.section: move for move in plan.optimizers}
+    there = {section.path for section in made.sections if section.kind == "optimizer"}
+    if not moves.keys() <= there:
+        raise Refused(
+            f"the plan changes optimizers that {source.source} has not",
+            hint=f"`ckpttool inspect {source.source}` lists its sections",
+            problems=[Problem("no optimizer", path or "(root)") for path in moves if path not in there],
+        )
+    sections = (carried_out(moves[s.path], s) if s.path in moves else s for s in made.sections)
+    return Remap(replace(made, sections=tuple(sections)), plan)
 
 
 def _holds(source: Checkpoint, dropped: Dropped) -> bool:

@@ -10,6 +10,7 @@ from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import NO_COUNTER
 from ckpttool.edits.remap.draft import Draft, renamed
 from ckpttool.edits.remap.narrow import select
+from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Rule, rename
 from ckpttool.naming.alignment import align
 from ckpttool.naming.call_variants import aliases
@@ -114,4 +115,6 @@ class ByRuleSteps:
         """Raises `Refused` as `rules.steps.plan_of` does."""
         from ckpttool.edits.rules.steps import plan_of
 
-        return replace(draft, plan=compose(draft.plan, plan_of(self.steps, draft.evaluated())))
+        section = draft.evaluated()
+        plan = plan_of(self.steps, section)
+        return replace(draft, plan=compose(draft.plan, plan), ruled=Ruled(section, plan))

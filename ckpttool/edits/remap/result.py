@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.optimizer import OptimizerRemap
-from ckpttool.edits.remap.optimizer import to_json as optimizer_json
+from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.expression import Ref
 from ckpttool.plan import Plan
 
@@ -16,7 +17,8 @@ from ckpttool.plan import Plan
 class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.
 
-    `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
+    `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
+    of rules did to the model.
     """
 
     result: Checkpoint
@@ -25,6 +27,7 @@ class Remap:
     form: str | None = None
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
+    ruled: Ruled | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -44,6 +47,26 @@ class Remap:
             "to": self.form,
             **self.counts,
             "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
-            "optimizer": optimizer_json(self.optimizers),
+            "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),
         }
+
+
+def _to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
+    """The `optimizer` object of the contract; `sections` has one for each optimizer of the file."""
+    if not done:
+        return None
+    sections = [
+        {
+            "section": one.section,
+            "from": one.was,
+            "to": one.to,
+            "params": one.params,
+            "evidence": one.evidence,
+            "new": list(one.new),
+            "dropped": list(one.dropped),
+        }
+        for one in done
+    ]
+    first = done[0]
+    return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpttool import expression as ex
-from ckpttool.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate import without_torch
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import Names
 from ckpttool.naming.name_tables import NameTables
-from ckpttool.naming.optimizers.classes import WHOLE
+from ckpttool.naming.optimizers import forms
+from ckpttool.naming.optimizers.classes import ELEMENTWISE, WHOLE
 from ckpttool.naming.optimizers.forms import same_option, same_options
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.optimizer_state import PARAM_NAMES, OptimizerState, Param, ParamGroup
+from ckpttool.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
+from ckpttool.plan import GroupMove, OptimizerMove
 
 Sources = Mapping[str, Expression]  # new name of a parameter -> what it is of the old ones
 Shapes = Mapping[str, "tuple[int, ...] | None"]
 
-# Operators that put elements elsewhere and leave them as they are: what they make of a parameter they make of moments.
+# Operators that put elements elsewhere and leave them as they are, and casts, which round each by itself: what they
+# make of a parameter they make of its moments. (`Optimizer.load_state_dict` casts moments as their parameter.)
 _MOVES = frozenset(
     f"aten.{name}"
     for name in (
         *("alias", "cat", "chunk", "clone", "concat", "contiguous", "detach", "expand", "flatten", "flip", "index"),
         *("index_select", "movedim", "narrow", "permute", "reshape", "roll", "select", "slice", "split"),
         *("split_with_sizes", "squeeze", "stack", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze"),
-        *("view", "_unsafe_view", "_reshape_alias"),
+        *("view", "_unsafe_view", "_reshape_alias", "_to_copy"),
     )
 )
 
@@ -143,7 +148,10 @@ def _computed(
 
 def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shapes) -> Any:
     """One entry of a parameter's state: moments by the parameter's own expression, a step where all agree on it."""
-    if all(isinstance(value, TensorEntry) and value.shape == shapes.get(ref) for ref, value in values.items()):
+    if all(_is_moment(key.rpartition(".")[2], value, shapes.get(ref)) for ref, value in values.items()):
+        made = without_torch.entry_of(key, source, values)
+        if made is not None:
+            return made
         from ckpttool.evaluate import with_torch
 
         return with_torch.entry_of(key, source, values)
@@ -152,7 +160,14 @@ def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shap
         raise Refused("it has not the shape of its parameter", hint="")
     if not all(same_option(first, other) for other in others):
         raise Refused(f"not the same in {', '.join(values)}", hint="")
+    if isinstance(first, TensorEntry) and first.storage is not None:  # a step of its own: each is counted up in place
+        return replace(first, storage=Storage(first.storage.data), payload=None)
     return first
+
+
+def _is_moment(name: str, value: Any, shape: tuple[int, ...] | None) -> bool:
+    """Whether it has an element for each of the parameter's. Of a parameter without dimensions only the name tells."""
+    return isinstance(value, TensorEntry) and value.shape == shape and (bool(shape) or name in ELEMENTWISE)
 
 
 def _operators(source: ex.Argument) -> list[str]:
@@ -257,3 +272,69 @@ def in_groups(state: OptimizerState, groups: tuple[ParamGroup, ...], own: Mappin
     """`state` with these groups and this state, in the order of the groups."""
     params = [param for group in groups for param in group.params]
     return replace(state, groups=groups, state={param: own[param] for param in params if param in own})
+
+
+# As a plan
+
+
+def move_of(
+    section: Section, state: OptimizerState, to: str, groups: Sequence[ParamGroup], sources: Sources, shapes: Shapes
+) -> OptimizerMove:
+    """What becomes of the optimizer in `section`, as data: `sources` are over the parameters as `state` calls them.
+
+    `shapes` are those of these parameters.
+    """
+    held = {str(param): sources[str(param)] for group in groups for param in group.params if str(param) in sources}
+    parts = dict.fromkeys(ref for source in held.values() if isinstance(source, Op) for ref in ex.refs(source))
+    known = {ref: shape for ref in parts if (shape := shapes.get(ref)) is not None}
+    return OptimizerMove(section.path, to, tuple(_group_move(group, state) for group in groups), held, known)
+
+
+def _group_move(group: ParamGroup, state: OptimizerState) -> GroupMove:
+    params = tuple(map(str, group.params))
+    alike = (n for n, own in enumerate(state.groups) if same_options(own.hyperparameters, group.hyperparameters))
+    like = next((n for n in alike if (PARAM_NAMES in state.groups[n].options) == (PARAM_NAMES in group.options)), None)
+    return GroupMove(params, like, {} if like is not None else group.hyperparameters)
+
+
+def moved_by(move: OptimizerMove, state: OptimizerState, where: str) -> OptimizerState:
+    """The state as the plan has it, its parameters by name. Raises `Refused` where it cannot follow the parameters."""
+    named = renamed(state, {param: str(param) for param in state.params})
+    _check(move, named, where)
+    groups = tuple(
+        grouped(group.params, group.options if group.like is None else named.groups[group.like].options)
+        for group in move.groups
+    )
+    return in_groups(named, groups, carry(named, move.sources, move.shapes, where))
+
+
+def in_form(state: OptimizerState, form: str) -> OptimizerState:
+    """The state, whose parameters have names, in one of the three forms."""
+    return numbered(state) if form == ID else replace(state, form=form)
+
+
+def carried_out(move: OptimizerMove, section: Section) -> Section:
+    """The optimizer's section as the plan has it. Raises `Refused` where its state cannot follow the parameters."""
+    moved = moved_by(move, forms.read(section), section.path or "(root)")
+    return forms.write(in_form(moved, move.form), section)
+
+
+def _check(move: OptimizerMove, state: OptimizerState, where: str) -> None:
+    """Raises `Refused`, all problems at once, where the plan is not one for this optimizer."""
+    have = set(map(str, state.params))
+    read = dict.fromkeys(ref for source in move.sources.values() for ref in ex.refs(source))
+    counts = Counter(param for group in move.groups for param in group.params)
+    problems = [
+        Problem("the plan reads a parameter that the optimizer has not", ref) for ref in read if ref not in have
+    ]
+    problems += [
+        Problem("stands in more than one place of the plan's groups", one) for one, n in counts.items() if n > 1
+    ]
+    problems += [Problem("is in no group of the plan", name) for name in move.sources if name not in counts]
+    problems += [
+        Problem(f"the plan takes the options of param group {group.like}, and there are {len(state.groups)}", where)
+        for group in move.groups
+        if group.like is not None and group.like >= len(state.groups)
+    ]
+    if problems:
+        raise Refused(f"{where}: the plan is not one for this optimizer", hint="make it anew", problems=problems)

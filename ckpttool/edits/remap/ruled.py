@@ -1,0 +1,86 @@
+"""What a file of rules makes of an optimizer's parameters: as of the model's tensors, of which they are some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckpttool import expression as ex
+from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.errors import Problem, Refused
+from ckpttool.expression import Expression, Op, Ref
+from ckpttool.naming.wrappers import chain
+from ckpttool.naming.wrappers.table import strip
+from ckpttool.plan import Plan
+
+_CAST = "aten._to_copy.default"
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """The model's section before the rules, and their plan for it."""
+
+    section: Section
+    plan: Plan
+
+    @cached_property
+    def keeps_places(self) -> bool:
+        """Whether every tensor stays one, of the same elements in the same order: ids stay what they are."""
+        return not self.plan.dropped and all(_is_whole(output.source) for output in self.plan.outputs)
+
+    def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters of these names that are tensors of the model."""
+        entries = self.section.by_key()
+        found = ((name, entries.get(key)) for name, key in self._keys(names).items())
+        return {name: entry.shape for name, entry in found if isinstance(entry, TensorEntry)}
+
+    def sources(self, found: Mapping[str, Expression], where: str) -> dict[str, Expression] | None:
+        """The parameters after the rules, from those before them; None where none is a tensor of this model.
+
+        Raises `Refused`, all problems at once, where some are and others are not.
+        """
+        keys = self._keys(list(found))
+        if not keys:
+            return None
+        problems = [
+            Problem("is no tensor of the model that the rules change", name) for name in found if name not in keys
+        ]
+        first = self.section.aliases()
+        names = {first.get(key, key): name for name, key in keys.items()}
+        literal = all(name == key for name, key in keys.items())
+        paths = () if literal else chain.infer([output.key for output in self.plan.outputs]).paths
+        known = {
+            key: found[names[first.get(key, key)]] for key in self.section.by_key() if first.get(key, key) in names
+        }
+        made: dict[Expression, str] = {}
+        for output in self.plan.outputs:
+            read = list(dict.fromkeys(first.get(key, key) for key in ex.refs(output.source)))
+            others = [key for key in read if key not in names]
+            if others and len(others) < len(read):
+                problems.append(Problem(f"is made of {', '.join(others)} too, which the optimizer has not", output.key))
+            elif read and not others:
+                source = ex.substitute(output.source, known.__getitem__)
+                made.setdefault(source, strip(output.key, paths))
+        if problems:
+            raise Refused(
+                f"{where}: the rules do not fit its parameters",
+                hint="leave it out with --drop SECTION, and start the optimizer anew",
+                problems=problems,
+            )
+        return {name: source for source, name in made.items()}
+
+    def _keys(self, names: Sequence[str]) -> dict[str, str]:
+        """Which of the names are which keys: as they are, or without the wrappers' segments of the keys."""
+        keys = list(self.section.by_key())
+        paths = chain.infer(keys).paths
+        stripped = {strip(key, paths): key for key in reversed(keys)}
+        there = set(keys)
+        return {name: name if name in there else stripped[name] for name in names if name in there or name in stripped}
+
+
+def _is_whole(source: Expression) -> bool:
+    """Whether it is one tensor as it is, but perhaps for a cast."""
+    return isinstance(source, Ref) or (
+        isinstance(source, Op) and source.op == _CAST and isinstance(source.args[0], Ref)
+    )
