@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from ckpttool.cli.streams import for_log
+from ckpttool.cli.streams import for_log, is_quiet
 from ckpttool.errors import CkptError
 from ckpttool.io import sources, write_file
 from ckpttool.io.pieces import Piece
@@ -56,6 +56,8 @@ def emit(
     """
     for path in reports or ():
         write_text(path, _rendered(format_of(path), document, data), force=force)
+    if is_quiet():
+        return
     if format == "text":
         shown, warnings = warnings_apart(document())
         sys.stdout.write(for_log(render(format, shown, {}, _terminal()), format))
