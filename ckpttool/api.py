@@ -127,12 +127,20 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
     found = run(first, second, options, model)
-    if found.identical:
-        return found  # nothing to mend: what could is a third of the program, and is not loaded
+    if found.identical:  # nothing to mend: what could is a third of the program, and is not loaded
+        return _judged(found, options)
     from ckpttool.edits.mend.attempt import Question
     from ckpttool.edits.mend.run import answered
 
-    return answered(Question(first, second, options, model), found)
+    return _judged(answered(Question(first, second, options, model), found), options)
+
+
+def _judged(diff: Diff, options: DiffOptions) -> Diff:
+    if not options.says_what_fails:
+        return diff
+    from ckpttool.accepted import judged
+
+    return judged(diff, options)
 
 
 @_takes(RemapOptions)

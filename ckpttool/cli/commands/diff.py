@@ -25,6 +25,7 @@ def command(
     suggest: Annotated[
         str | None, option("--suggest", metavar="FILE", help="Write the rules that would mend it to FILE (TOML).")
     ] = None,
+    exit_zero: Annotated[bool, option("--exit-zero", help="Status 0 also where they differ; errors stay 2.")] = False,
     all: All = False,
     force: Force = False,
     format: Format = "text",
@@ -49,7 +50,7 @@ def command(
     if suggest is not None:
         result = _written(result, suggest)
     emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
-    return 0 if result.identical else 1
+    return 0 if result.passes or exit_zero else 1
 
 
 def _written(result: Diff, path: str) -> Diff:
