@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
+from ckpttool.errors import CkptError
 from ckpttool.operands.checkpoint import open_operand
+from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
 
@@ -121,9 +123,16 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
-    from ckpttool.operands.model import operand_of
+    from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.queries.diff.run import run
 
+    if is_names_file(left):
+        from ckpttool.edits.mend import contract
+
+        other = ModelOperand(right) if options.model is None and is_names_file(right) else None
+        if right is not None and other is None:
+            raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
+        return _judged(contract.run(str(left), other or operand_of(options), options), options)
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
     found = run(first, second, options, model)
