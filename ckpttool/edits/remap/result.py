@@ -11,6 +11,8 @@ from ckpttool.edits.remap.optimizer import to_json as optimizer_json
 from ckpttool.expression import Ref
 from ckpttool.plan import Plan
 
+SCHEMA = "ckpttool.remap/1"
+
 
 @dataclass(frozen=True, slots=True)
 class Remap:
@@ -37,7 +39,7 @@ class Remap:
     def to_json(self, source: str, output: str) -> Mapping[str, object]:
         """The `remap` object of the contract, without its plan."""
         return {
-            "schema": "ckpttool.remap/1",
+            "schema": SCHEMA,
             "source": source,
             "output": output,
             "from": self.source_form,

@@ -23,6 +23,8 @@ from ckpttool.formats.pt2.program import program_of
 from ckpttool.names import Names
 from ckpttool.words import plural
 
+SCHEMA = "ckpttool.swap/1"
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:
@@ -45,7 +47,7 @@ class Swap:
         """The `swap-weights` object of the contract."""
         program_file = program_of(self.program)
         return {
-            "schema": "ckpttool.swap/1",
+            "schema": SCHEMA,
             "program": program,
             "weights": weights,
             "output": output,
