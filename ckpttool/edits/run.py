@@ -149,8 +149,9 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
     if options.rules is None:
         return ()
     from ckpttool.edits.rules.file import read  # imports a TOML reader
+    from ckpttool.edits.rules.sizes import given
 
-    return read(options.rules, reverse=options.reverse, rules=rules)
+    return read(options.rules, reverse=options.reverse, rules=rules, sizes=given(options.size or ()))
 
 
 def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:

@@ -36,6 +36,9 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     rules: Annotated[
         str | None, option("--rules", metavar="FILE", help="Rules in a TOML file; they also split, join, ...")
     ] = None
+    size: Annotated[
+        Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
+    ] = None
     reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
     drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
     like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
@@ -143,6 +146,11 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         lambda a: a.reverse and not a.has_rules,
         "--reverse without --rule or --rules",
         "--to runtime and --to serialized are each other's reverse",
+    ),
+    (
+        lambda a: a.size and a.rules is None,
+        "--size without --rules",
+        "--rules FILE has the rules that name it",
     ),
     (lambda a: a.keep_prefix and not a.select, "--keep-prefix without --select", "--select PREFIX names the submodule"),
     (
