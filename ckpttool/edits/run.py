@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.ranks.recognise import put_together
+from ckpttool.edits.ranks.replicas import without_replicas
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
@@ -87,6 +88,7 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
         return by_plan(
             source, Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         )
+    source = without_replicas(source)
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
