@@ -95,11 +95,12 @@ def _recorded(model: LoadedModel, section: Section, real: bool) -> Verdict:
     given = stored(section, real)
     verdict = loaded(model.build(real), given.state, real)
     if given.unknown and not verdict.missing and not verdict.unexpected:
-        raise _undecided(model, given.unknown)
+        raise undecided(model, given.unknown)
     return verdict
 
 
-def _undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
+def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
+    """The error for objects of the file that are not made here."""
     return CkptError(
         f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no safe loader makes",
         hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ def _with_feeders(model: LoadedModel, saved: Saved, key: SerializedKey) -> Seria
 def _state_with_other(model: LoadedModel, name: str) -> Mapping[str, Any]:
     """The state dict of an instance in which the tensor `name` has other values."""
     instance = model.build(True)
-    fill(instance, FILLINGS[0], only=name)
+    fill(instance, FILLINGS[0], only=[name])
     try:
         return _run(instance, True)[0].state
     except CodeFailed:
@@ -151,13 +151,13 @@ def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, .
     )
 
 
-def fill(model: nn.Module, seed: int, only: str | None = None) -> None:
-    """Gives every tensor that has values (or `only` the one of that first name) other ones, integers as `others`."""
+def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
+    """Gives every tensor that has values (or `only` those of these first names) other ones, integers as `others`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for item in listed(model):
             tensor = item.tensor
-            if only is not None and item.first != only:
+            if only is not None and item.first not in only:
                 continue
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
             if not plain or tensor.device.type != "cpu" or 0 in tensor.stride():
