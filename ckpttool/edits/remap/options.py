@@ -33,7 +33,8 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     trainable_only: Annotated[bool, option("--trainable-only", help="Leave frozen parameters out.")] = False
     rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
     rules: Annotated[
-        str | None, option("--rules", metavar="FILE", help="Rules in a TOML file; they also split, join, ...")
+        str | None,
+        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set: --rules list names them."),
     ] = None
     size: Annotated[
         Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
@@ -42,6 +43,9 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
     like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
     to_model: Annotated[Any, option("--to-model", metavar="MODEL", help="The model that is to load OUT.")] = None
+    to_model_kwargs: Annotated[
+        Any, option("--to-model-kwargs", metavar="JSON", help="Arguments for that MODEL's factory.")
+    ] = None
     # Optimizers
     to_optimizer: Annotated[
         Any, option("--to-optimizer", metavar="OPTIMIZER", help="The optimizer that is to load OUT.")
@@ -132,14 +136,14 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         "pass --model MODEL",
     ),
     (
-        lambda a: a.plan and (a.model is not None or a.has_rules),
+        lambda a: a.plan and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only),
         "--plan stands alone: it says all that is to be done",
-        "leave --model and the rules out",
+        "leave the rules, --to, --select and the like out",
     ),
     (
-        lambda a: a.plan and (a.select or a.trainable_only),
-        "--plan stands alone: it says all that is to be done",
-        "leave --select and the like out",
+        lambda a: a.to_model_kwargs is not None and a.to_model is None,
+        "--to-model-kwargs without --to-model",
+        "--model-kwargs are the arguments of --model",
     ),
     (
         lambda a: a.reverse and not a.has_rules,
