@@ -6,10 +6,12 @@ Every key of each side stands in exactly one entry.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from ckpttool.names import Hook, hook_json
+from ckpttool.checkpoint import Section
+from ckpttool.names import Hook, Names, hook_json
 from ckpttool.naming.inference.values import Inference
 
 SCHEMA = "ckpttool.diff/1"
@@ -24,9 +26,37 @@ STATUSES = (
 )
 
 
+class Outline(Protocol):
+    """What is told of a tensor beside its key; the shape is None where it hangs on values."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name without ``torch.``."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Its sizes."""
+
+
+Outlines = Mapping[str, Outline]
+
+
+def outlines(section: Section) -> Outlines:
+    """The tensors of a section, by key."""
+    return {entry.key: entry for entry in section.tensors}
+
+
+def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
+    """What a model saves, by key, and its own tensors, by FQN."""
+    return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own."""
+    """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
+
+    `spread` is how far other values are apart, where that was measured: pairs of ``(exponent of 2, elements)``.
+    """
 
     status: str
     left: tuple[str, ...]
@@ -34,6 +64,7 @@ class Entry:
     reason: str = ""
     hook: Hook | None = None
     detail: str | None = None
+    spread: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +74,8 @@ class Diff:
     `inferred` is what may be one tensor under two names, where no model was there to ask: suggestions, on which
     `identical` does not rest; `rules` is the text of a rules file that carries them out. None where the question does
     not arise, and where there are no such rules. `exchangeable` are keys of one shape in the same layers, which only
-    their names tell apart: a tuple for each shape.
+    their names tell apart: a tuple for each shape. `outlines` are the tensors of each side by key, in its own order, as
+    far as they are known.
     """
 
     left: str
@@ -55,6 +87,7 @@ class Diff:
     inferred: Inference | None = None
     rules: str | None = None
     exchangeable: tuple[tuple[str, ...], ...] = ()
+    outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
 
     @property
     def summary(self) -> dict[str, int]:

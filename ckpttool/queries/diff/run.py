@@ -36,7 +36,7 @@ from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_mode
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, names_outlines, outlines
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import plural, shell
 
@@ -84,7 +84,8 @@ def _names(model: ModelOperand) -> Diff:
     lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
     renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
     notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
-    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
+    left, right = f"{names.model} (serialized)", f"{names.model} (runtime)"
+    return Diff(left, right, identical, entries, notes=notes, outlines=names_outlines(names))
 
 
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -110,7 +111,8 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     notes += _of_other_order(names, checkpoint)
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"
-    return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
+    sides = outlines(section), names_outlines(names)[0]
+    return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike, outlines=sides)
 
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
@@ -237,7 +239,8 @@ def _checkpoints(
     ranks = (*one_rank(left), *one_rank(right))
     notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
     inferred = suggestions(left, right, entries, values is not None) if names is None else None
-    return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred)
+    sides = outlines(mine), outlines(theirs)
+    return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, outlines=sides)
 
 
 def _optimizers(

@@ -8,6 +8,7 @@ from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, templat
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table, shortened
+from ckpttool.report.documents.listing import of_diff, said_of
 from ckpttool.words import number, plural
 
 _ROWS = 40
@@ -55,7 +56,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
-    return Document("diff", verdict, diff.identical, shown)
+    return Document("diff", verdict, diff.identical, shown, of_diff(diff, _ROLES))
 
 
 def _summary(diff: Diff) -> Table:
@@ -85,8 +86,7 @@ def _causes(entries: Iterable[Entry]) -> Table:
 
 def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
     first = group[0]
-    hook = first.hook
-    why = first.reason if hook is None else f"{first.reason}: {hook.function} ({hook.file}:{hook.line})"
+    why = said_of(first)
     details = list(dict.fromkeys(entry.detail for entry in group if entry.detail is not None))
     if 0 < len(details) <= _FEW:
         why += f": {', '.join(details)}"
@@ -155,4 +155,5 @@ def _listed(entries: Iterable[Entry]) -> Table:
         )
         for entry in entries
     )
-    return Table("Every key", (Column("status"), Column("left", "key"), Column("right", "key"), Column("why")), rows)
+    columns = (Column("status"), Column("left", "key"), Column("right", "key"), Column("why"))
+    return Table("Every key", columns, rows, is_listed=True)
