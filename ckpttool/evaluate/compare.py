@@ -112,7 +112,7 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     if same_values(left, right):
         return None
     if _is_digest(left) or _is_digest(right):
-        return f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}"
+        return Difference(f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}")
     if left.storage is None or right.storage is None:
         return Difference(f"{left.layout} tensors of other content, or not to be compared")
     if with_numpy.reader(left.dtype) is not None:

@@ -66,6 +66,12 @@ class Entry:
     detail: str | None = None
     spread: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def why(self) -> str:
+        """The reason, and by which hook."""
+        hook = self.hook
+        return self.reason if hook is None else f"{self.reason}: {hook.function} ({hook.file}:{hook.line})"
+
 
 @dataclass(frozen=True, slots=True)
 class Diff:

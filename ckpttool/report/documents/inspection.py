@@ -9,8 +9,7 @@ from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection
 from ckpttool.report.collapse import Group, collapse
-from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table, shortened
-from ckpttool.report.documents.listing import of_inspection
+from ckpttool.report.document import Cell, Column, Document, Finding, Inline, Listing, Note, Table, shortened
 from ckpttool.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
@@ -39,7 +38,16 @@ def document(inspection: Inspection, *, all: bool = False) -> Document:
     )
     notes = [Note(note, "warning") for note in inspection.notes]
     shown = [table for table in tables if table.rows]
-    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown), of_inspection(inspection))
+    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown), _listing(inspection))
+
+
+def _listing(inspection: Inspection) -> Listing:
+    def findings() -> Iterator[Finding]:
+        from ckpttool.report.documents.listing import of_inspection  # shown by few formats
+
+        return of_inspection(inspection)
+
+    return Listing((inspection.checkpoint.source,), {"tensor": "plain"}, findings)
 
 
 def _sections(inspection: Inspection) -> Table:

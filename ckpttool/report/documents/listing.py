@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf, prod
 
@@ -10,19 +10,12 @@ from ckpttool.checkpoint import TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.queries.diff.result import Diff, Entry, Outline, Outlines
 from ckpttool.queries.inspection import Inspection
-from ckpttool.report.document import Finding, Listing, Named, Role
+from ckpttool.report.document import Finding, Named
 from ckpttool.words import shape_text
 
 
-def of_diff(diff: Diff, roles: Mapping[str, Role]) -> Listing:
-    """Every entry; those that are the same are shown at first only where there are no others."""
-    statuses = {status: roles.get(status, "bad") for status in diff.summary}
-    quiet = frozenset({"same"} if len(statuses) > 1 else ())
-    return Listing((diff.left, diff.right), statuses, lambda: _entries(diff), quiet)
-
-
-def _entries(diff: Diff) -> Iterator[Finding]:
-    """In the order of the tensors on the right, and those that only left has by their own."""
+def of_diff(diff: Diff) -> Iterator[Finding]:
+    """Every entry, in the order of the tensors on the right, and those that only left has by their own."""
     left, right = diff.outlines
     places = [{key: place for place, key in enumerate(side)} for side in (left, right)]
 
@@ -32,21 +25,11 @@ def _entries(diff: Diff) -> Iterator[Finding]:
 
     for entry in sorted(diff.entries, key=place):
         sides = _named(entry.left, left), _named(entry.right, right)
-        yield Finding(entry.status, *sides, said_of(entry), entry.detail or "", entry.spread)
+        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread)
 
 
-def said_of(entry: Entry) -> str:
-    """Why it differs, and by which hook."""
-    hook = entry.hook
-    return entry.reason if hook is None else f"{entry.reason}: {hook.function} ({hook.file}:{hook.line})"
-
-
-def of_inspection(inspection: Inspection) -> Listing:
+def of_inspection(inspection: Inspection) -> Iterator[Finding]:
     """Every tensor, below the path of its section."""
-    return Listing((inspection.checkpoint.source,), {"tensor": "plain"}, lambda: _tensors(inspection))
-
-
-def _tensors(inspection: Inspection) -> Iterator[Finding]:
     for section in inspection.checkpoint.sections:
         aliases, prefix = inspection.aliases[section.path], f"{section.path}." if section.path else ""
         for entry in section.all_tensors():
