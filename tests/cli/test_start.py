@@ -37,8 +37,8 @@ LINES = [
     ("diff a.safetensors a.pt", 0, 155),
     ("diff a.safetensors a.pt --values", 0, 155),
     ("diff a.safetensors renamed.safetensors", 1, 212),
-    ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 127),
-    ("swap-weights p.pt2 new.pt -o o.pt2", 0, 126),
+    ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 138),
+    ("swap-weights p.pt2 new.pt -o o.pt2", 0, 132),
 ]
 
 
