@@ -12,7 +12,7 @@ PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
 
-.PHONY: help demo test faults check wild models fuzz fix coverage floor constraints clean
+.PHONY: help demo test browser faults check wild models fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetc
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+browser: $(VENV)/for-test ## the HTML report in a real Chromium, which has to be there (CKPTTOOL_BROWSER=EXECUTABLE)
+	CKPTTOOL_BROWSER=$${CKPTTOOL_BROWSER:-required} $(BIN)/python -m pytest tests/report/test_page.py $(ARGS)
 
 models: $(VENV)/for-test ## the ready sets of rules, with the models of torchvision, timm and torchtune (large installations)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) torchvision timm torchtune torchao==0.14.1
