@@ -9,6 +9,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.optimizer import to_json as optimizer_json
 from ckpttool.expression import Ref
+from ckpttool.io.edit_in_place import Written
 from ckpttool.plan import Plan
 
 
@@ -17,6 +18,7 @@ class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
+    `written` says how a file that was to be changed in place was written.
     """
 
     result: Checkpoint
@@ -25,6 +27,7 @@ class Remap:
     form: str | None = None
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
+    written: Written | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -46,4 +49,5 @@ class Remap:
             "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
             "optimizer": optimizer_json(self.optimizers),
             "notes": list(self.notes),
+            **({} if self.written is None else {"written": self.written.to_json()}),
         }

@@ -23,6 +23,8 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
     if done.form is not None:
         pairs.append(("form", done.form if done.source_form is None else f"{done.source_form} -> {done.form}"))
     pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
+    if done.written is not None:
+        pairs.append(("written", str(done.written)))
     if verified and not dry_run:
         pairs.append(("verified", "every tensor of the output was read back and compared"))
     blocks: list[Block] = [Facts(tuple(pairs))]
