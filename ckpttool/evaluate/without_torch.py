@@ -28,7 +28,8 @@ def entry_of(key: str, source: Expression, have: Entries) -> TensorEntry | None:
     made = _entry(source, have)
     if made is None or made.nbytes > _most(source, have):
         return None
-    return replace(made, key=key, payload=None)
+    shape, stride = (*made.shape,), (*made.stride,)  # of its own: a pickle refers back to a tuple that it has written
+    return replace(made, key=key, shape=shape, stride=stride, payload=None)
 
 
 def _most(source: Expression, have: Entries) -> int:

@@ -10,6 +10,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.expression import Ref
+from ckpttool.io.edit_in_place import Written
 from ckpttool.plan import Plan
 
 SCHEMA = "ckpttool.remap/1"
@@ -21,6 +22,7 @@ class Remap:
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
     of rules did to the model.
+    `written` says how a file that was to be changed in place was written.
     """
 
     result: Checkpoint
@@ -30,6 +32,7 @@ class Remap:
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
     ruled: Ruled | None = None
+    written: Written | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -52,6 +55,7 @@ class Remap:
             "by_code": [{"way": run.way, "model": run.model, "keys": keys} for run, keys in self.plan.by_code],
             "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),
+            **({} if self.written is None else {"written": self.written.to_json()}),
         }
 
 
