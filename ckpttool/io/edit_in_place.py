@@ -22,7 +22,7 @@ from ckpttool.io.write_file import failing
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"
 _READ_ONLY = "it is read-only"
-_MOVED = "more than its names changes"
+_MOVED = "more changes than names, or it is in a format that has no place for new ones"
 _MAPPED = "its header has no room, and a process has the file mapped, whose data would move"
 _NO_ROOM = "its header has no room, and the file system cannot move the data by changing its extents"
 
