@@ -140,6 +140,7 @@ _SECTION = ObjectOf(
     }
 )
 _PLAN = ObjectOf({"schema": one_of(PLAN_SCHEMA), **PLAN.needs}, PLAN.may)
+_WAY = one_of("model.load", "model.save")
 _REMAP = ObjectOf(
     {
         "schema": one_of(REMAP),
@@ -149,13 +150,13 @@ _REMAP = ObjectOf(
         "to": Nullable(TEXT),
         **dict.fromkeys(("renamed", "transformed", "unchanged"), COUNT),
         "dropped": TEXTS,
-        "by_code": ListOf(ObjectOf({"way": TEXT, "model": TEXT, "keys": TEXTS})),
         "optimizer": Nullable(ObjectOf({"from": _FORM, "to": _FORM, "params": COUNT, "sections": ListOf(_SECTION)})),
+        "by_code": ListOf(ObjectOf({"way": _WAY, "model": TEXT, "keys": TEXTS})),
         "notes": TEXTS,
     },
     {
         "plan": _PLAN,
-        "written": ObjectOf({"way": one_of("edited", "undone", "copied"), "bytes": COUNT, "reason": Nullable(TEXT)}),
+        "written": ObjectOf({"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": Nullable(TEXT)}),
     },
 )
 _SWAP: Mapping[str, AnyKind] = {
