@@ -9,6 +9,7 @@ import shutil
 import signal
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.cli.app import main
-from ckpttool.io import edit_journal, patch
+from ckpttool.formats.table import FORMATS
+from ckpttool.io import edit_in_place, edit_journal, patch
 from command import Run
 from places import DATA
 
@@ -94,10 +96,19 @@ def test_the_inverse_rename_gives_the_same_bytes(source: Path, run: Run) -> None
     assert records(Path()) == []
 
 
-def test_metadata_is_names_too(source: Path, run: Run) -> None:
-    found = ckpttool.remap(str(source), in_place=True, rule=["a.w => a.W"])
-    assert found.written is not None
-    assert found.written.way == "edited"
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, {"note": "x" * 5000}])
+def test_metadata_is_changed_like_names(source: Path, metadata: dict[str, str]) -> None:
+    save_file(load_file(source), source, {"was": "there"})
+    found = ckpttool.open_checkpoint(str(source))
+    asked = FORMATS["safetensors"].layout_in_place(replace(found, metadata=metadata), source.name)
+    done = edit_in_place.edit(asked, ".", fsync=True)
+    if done.way == "copied" and len(str(metadata)) > 5000:
+        assert not moves(Path())
+        return
+    assert done.way == "edited"
+    with safe_open(source, "pt") as file:
+        assert (file.metadata() or {}) == metadata
+        assert file.get_tensor("a.w").tolist() == list(range(9_000))
 
 
 @pytest.mark.parametrize(
