@@ -283,6 +283,20 @@ def test_shards_change_together(tmp_path: Path, run: Run, monkeypatch: pytest.Mo
             assert Path("m", name).read_bytes() == Path("old", name).read_bytes()
 
 
+def test_shards_that_are_links_are_left_alone(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cache of Hugging Face, whose snapshots share their blobs."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"a.w": torch.arange(9_000.0), "a.b": torch.ones(3)}, "in.safetensors")
+    Path("cache/snapshots/one").mkdir(parents=True)
+    assert run("remap", "in.safetensors", "-o", "cache/blobs/", "--max-shard-size", "20KB")[0] == 0
+    blobs = {path: path.read_bytes() for path in Path("cache/blobs").iterdir()}
+    for path in blobs:
+        Path("cache/snapshots/one", path.name).symlink_to(f"../../blobs/{path.name}")
+    assert "share" in str(way(run, Path("cache/snapshots/one"), "a.{x} => z.{x}")["reason"])
+    assert {path: path.read_bytes() for path in blobs} == blobs
+    assert run("inspect", "cache/snapshots/one")[0] == 0
+
+
 # torch zip
 
 
