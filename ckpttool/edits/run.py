@@ -194,7 +194,9 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
         writer.target(target, target.lay_out(fitted, _shard_size(options)))
     if options.verify:
         prove(target.path, expected)
-    return replace(done, written=written)
+    if written is not None and written.way == "edited" and done.plan.dropped:
+        notes = (*notes, "the file still holds the bytes of what was left out, until --in-place --compact")
+    return replace(done, written=written, notes=notes)
 
 
 def undone(ckpt: object, options: RemapOptions) -> Remap:

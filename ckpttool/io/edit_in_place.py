@@ -21,8 +21,9 @@ from ckpttool.io.switch import NOT_HERE
 from ckpttool.io.write_file import failing
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"
+_SHARED = "its shards are links to files that other folders may share"
 _READ_ONLY = "it is read-only"
-_MOVED = "more than its names changes"
+_MOVED = "more changes than names, or it is in a format that has no place for new ones"
 _MAPPED = "its header has no room, and a process has the file mapped, whose data would move"
 _NO_ROOM = "its header has no room, and the file system cannot move the data by changing its extents"
 
@@ -89,10 +90,11 @@ def _changes(files: Mapping[str, Edited], folder: str) -> tuple[Path, dict[str, 
     changes: dict[str, Change] = {}
     homes = set()
     for name, own in files.items():
-        path = Path(os.path.realpath(os.path.join(folder, name)))
+        place = os.path.join(folder, name)
+        path = Path(os.path.realpath(place))
         state = path.stat()
         homes.add(path.parent)
-        reason = _unfit(path, state)
+        reason = _SHARED if len(files) > 1 and os.path.islink(place) else _unfit(path, state)
         patch = of_pieces(own.pieces, str(path), state.st_size)
         if reason or patch is None or len(homes) > 1:
             return path.parent, reason or _MOVED

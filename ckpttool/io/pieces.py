@@ -32,6 +32,8 @@ class Piece:
 
 
 Pieces = Sequence[Piece]
+BLOCK = 4096  # bytes; file systems move and share the bytes of files by such blocks
+LEAST = 1 << 20  # bytes of data for which it is worth keeping their place within a block
 LINKS = ("copy", "hard", "reflink")  # the ways to take over a file as it is
 
 

@@ -20,6 +20,7 @@ from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Pieces, Progress
 from ckpttool.io.ranges import stream
+from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
 from ckpttool.io.temporary import staged_file
 
@@ -165,16 +166,28 @@ def _put(staged: Path, path: Path, out: str, *, replace: bool) -> None:
 
 
 def fill(descriptor: int, pieces: Pieces, progress: Progress | None, digest: Digest | None = None) -> None:
-    """Writes the pieces to the open file. Raises OSError, and `CkptError` on a source that changed meanwhile."""
-    blocks = _Blocks(descriptor)
+    """Makes the open, empty file of the pieces; blocks are shared with the sources where that can be.
+
+    Raises OSError, and `CkptError` on a source that changed meanwhile. A `digest` is of bytes that were read.
+    """
+    size = sum(piece.nbytes for piece in pieces)
     with sources_stay():
-        for data in stream(pieces):
-            blocks.write(data)
-            if digest is not None:
-                digest.update(data)
-            if progress is not None:
-                progress(len(data))
-    blocks.finish()
+        segments = share(descriptor, pieces) if digest is None else [(0, pieces)]
+        if progress is not None:
+            progress(size - sum(piece.nbytes for _, own in segments for piece in own))
+        for offset, own in segments:
+            if offset:
+                os.lseek(descriptor, offset, os.SEEK_SET)
+            blocks = _Blocks(descriptor)
+            for data in stream(own):
+                blocks.write(data)
+                if digest is not None:
+                    digest.update(data)
+                if progress is not None:
+                    progress(len(data))
+            blocks.finish()
+    if os.fstat(descriptor).st_size < size:  # nothing follows what was shared last
+        os.ftruncate(descriptor, size)
 
 
 class _Blocks:

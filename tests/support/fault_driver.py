@@ -174,7 +174,7 @@ def drive(scenario: Scenario, scratch: Path, points: int | None, choose: Callabl
     """`points` of each mode, spread over the calls; all of them without a number."""
     judge = Judge(scenario, scratch)
     for row, mode in enumerate(MODES):
-        numbers = [i for i, call in enumerate(judge.calls) if mode != "short" or call == "write"]
+        numbers = [i for i, call in enumerate(judge.calls) if mode not in ("short", "KILL within") or call == "write"]
         if points is not None and len(numbers) > points:
             step = len(numbers) / points
             numbers = [numbers[choose(int(i * step), row) % len(numbers)] for i in range(points)]

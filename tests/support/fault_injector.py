@@ -23,7 +23,7 @@ CHANGES = (
 _OPENS_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "HUP": signal.SIGHUP}
 
-MODES = ("EIO", "ENOSPC", "all EIO", "short", "KILL before", "KILL after", "TERM", "INT", "HUP")
+MODES = ("EIO", "ENOSPC", "all EIO", "short", "KILL before", "KILL within", "KILL after", "TERM", "INT", "HUP")
 
 
 @dataclass
@@ -64,9 +64,12 @@ class Injector:
             return call(*args, **how)
         if self.mode == "KILL before":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.mode == "short" and name == "write":
+        if self.mode in ("short", "KILL within") and name == "write":
             descriptor, data = args
-            return call(descriptor, data[: max(1, len(data) // 2)])
+            count = call(descriptor, data[: max(1, len(data) // 2)])
+            if self.mode == "short":
+                return count
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.mode in ("EIO", "ENOSPC"):
             raise OSError(getattr(errno, self.mode), os.strerror(getattr(errno, self.mode)))
         try:

@@ -66,13 +66,18 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Archive:
-    """The index of the archive that begins at byte `base` of the file `path` and is `length` bytes long."""
+    """The index of the archive that begins at byte `base` of the file `path` and is `length` bytes long.
+
+    `records` are in the directory's order; `is_tight` where they lie in it too, with nothing between them: an archive
+    that was changed in place holds dead ones, and has the new ones at its end.
+    """
 
     path: str
     base: int
     length: int
     records: tuple[Record, ...]
     by_name: dict[str, Record]
+    is_tight: bool = True
 
     def span(self, record: Record) -> Span:
         """Where the record's stored bytes lie in the file."""
@@ -160,12 +165,12 @@ def _read_archive(window: _Window) -> Archive:
         batch = entries[first : first + _AT_A_TIME]
         window.file.prefetch((window.base + entry.start, LOCAL.size + len(entry.raw_name)) for entry in batch)
         records += [_locate(window, entry) for entry in batch]
-    records = _close_regions(window, records, end.offset)
+    records, is_tight = _close_regions(window, records, end.offset)
     by_name = {record.name: record for record in records}
     if len(by_name) != len(records):
         twice = [name for name, count in Counter(record.name for record in records).items() if count > 1]
         raise _corrupt(window.path, "the archive holds two records of one name", twice)
-    return Archive(window.path, window.base, window.length, tuple(records), by_name)
+    return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
 
 
 def _find_end(window: _Window) -> _End:
@@ -283,19 +288,23 @@ def _decode(path: str, raw_name: bytes, flags: int) -> str:
         raise _corrupt(path, f"a record's name is not UTF-8: {raw_name[:80]!r}") from None
 
 
-def _close_regions(window: _Window, records: list[Record], directory: int) -> list[Record]:
-    """The records, in file order, their `end`s moved behind their data descriptors. Raises where two overlap."""
-    records.sort(key=lambda record: record.start)
-    starts = [record.start for record in records[1:]]
-    closed = []
-    for record, limit in zip(records, [*starts, directory]):
+def _close_regions(window: _Window, records: list[Record], directory: int) -> tuple[list[Record], bool]:
+    """The records, their `end`s moved behind their data descriptors, and whether all lie in this order without gaps.
+
+    Raises where two overlap.
+    """
+    placed = sorted(records, key=lambda record: record.start)
+    is_tight = placed == records and (not placed or placed[0].start == 0)
+    starts = [record.start for record in placed[1:]]
+    closed = {}
+    for record, limit in zip(placed, [*starts, directory]):
         gap = limit - record.end
         if gap < 0:
             raise _corrupt(window.path, "a record overlaps what follows it", [record.name])
         if gap > _LONGEST_DESCRIPTOR:  # bytes that belong to no record, as after an update in place
-            gap = _descriptor_length(window, record)
-        closed.append(record._replace(end=record.end + gap) if gap else record)
-    return closed
+            gap, is_tight = _descriptor_length(window, record), False
+        closed[record.start] = record._replace(end=record.end + gap) if gap else record
+    return [closed[record.start] for record in records], is_tight
 
 
 def _descriptor_length(window: _Window, record: Record) -> int:

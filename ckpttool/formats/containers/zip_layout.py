@@ -47,7 +47,7 @@ def layout_archive(
     """
     if source is not None:
         entries = [_with_crc(source, entry) for entry in entries]
-    if source is not None and tuple(entries) == source.records:
+    if source is not None and source.is_tight and tuple(entries) == source.records:
         return [Piece(Span(source.path, source.base, source.length))]
     layout = _Layout(alignment)
     for entry in entries:
@@ -57,6 +57,22 @@ def layout_archive(
             layout.keep(source, entry)
         else:
             raise ValueError("a kept record needs the archive that it is kept from")
+    layout.finish()
+    return layout.pieces
+
+
+def layout_behind(source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT) -> list[Piece]:
+    """The pieces of an archive of `entries` that leaves `source` where it lies: new records and a directory follow it.
+
+    What it replaces, the directory too, belongs to no record any more; cutting the file off gives it back.
+    """
+    layout = _Layout(alignment)
+    layout.put(_region(source, 0, source.length))
+    for entry in entries:
+        if isinstance(entry, NewRecord):
+            layout.add(entry)
+        else:
+            layout.directory.append((entry.central, None))
     layout.finish()
     return layout.pieces
 

@@ -23,12 +23,11 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.safetensors.overlap import overlapping
 from ckpttool.io.files import opened
-from ckpttool.io.pieces import Edited, Piece
+from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece
 
 FORMAT = "safetensors"
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
-BLOCK = 4096  # bytes; file systems share and move the bytes of files by such blocks
 PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
 
 _U64_MAX = 2**64 - 1
@@ -224,7 +223,8 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     if isinstance(header, Header) and checkpoint.metadata == header.metadata:
         renamed = _rename(header, tensors)
         if renamed is not None:
-            return _pieces(renamed, _spare(header), [Piece(header.data)])
+            raw = _encoded(renamed)
+            return [_header(raw, _length(header, raw)), *_with_bytes([Piece(header.data)])]
     return _layout_afresh(tensors, checkpoint.metadata)
 
 
@@ -303,9 +303,18 @@ def _bytes_of(entry: TensorEntry) -> object:
     return entry.payload if entry.storage is None else entry.storage
 
 
-def _spare(header: Header) -> int:
-    """Spaces beyond those that alignment needs: room that the source's writer left for the header to grow."""
-    return max(0, header.length - _aligned(len(header.text.encode()))) // 8 * 8
+def _length(header: Header, raw: bytes) -> int:
+    """How long the header `raw` of a file is to be whose data is that of `header`: with as much room as that had.
+
+    Large data keeps its place within a block, so that files can share it; room is then a number of whole blocks. Both
+    ways a rename and its inverse give the same length.
+    """
+    needed, had = _aligned(len(raw)), _aligned(len(header.text.encode()))
+    spare = max(0, header.length - had)
+    if header.data.length < LEAST or header.length % 8:
+        return needed + spare // 8 * 8
+    least = needed + spare // BLOCK * BLOCK
+    return least + (header.length - least) % BLOCK
 
 
 def _aligned(length: int) -> int:
@@ -320,7 +329,8 @@ def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]
     for code, shape, entry in coded:
         begin, end = end, end + entry.nbytes
         infos[entry.key] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    return _pieces(json_text.dumps(infos), 0, [_data(entry) for _, _, entry in coded])
+    raw = _encoded(json_text.dumps(infos))
+    return [_header(raw, _aligned(len(raw))), *_with_bytes(_data(entry) for _, _, entry in coded)]
 
 
 def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
@@ -337,11 +347,6 @@ def _data(entry: TensorEntry) -> Piece:
         return Piece(entry.span)
     assert entry.storage is not None  # tensor_problem has seen to it
     return Piece(entry.storage.data)
-
-
-def _pieces(text: str, spare: int, data: Iterable[Piece]) -> list[Piece]:
-    raw = _encoded(text)
-    return [_header(raw, _aligned(len(raw)) + spare), *_with_bytes(data)]
 
 
 def _encoded(text: str) -> bytes:

@@ -22,12 +22,20 @@ def dumped(root: Any, protocol: int) -> tuple[bytes, dict[str, None]]:
 
 
 def changed_records(
-    archive: Archive, folder: str, root: Any, protocol: int, rebuilder: Rebuilder, orphans: Sequence[str] = ()
+    archive: Archive,
+    folder: str,
+    root: Any,
+    protocol: int,
+    rebuilder: Rebuilder,
+    orphans: Sequence[str] = (),
+    *,
+    keep_numbers: bool = False,
 ) -> tuple[Entries, dict[str, None]]:
     """The records of `archive` with another pickle, and the keys of its storages in the order of that pickle.
 
     A way there and back gives the same file: where storages are new, or would not stand in the order of their numbers
-    as they did, all are numbered again. `orphans` are the keys of storages that no pickle refers to and that stay.
+    as they did, all are numbered again (with `keep_numbers` only where some are new). `orphans` are the keys of
+    storages that no pickle refers to and that stay.
     """
     data, keys = dumped(root, protocol)
     missing = [key for key in keys if key not in rebuilder.taken]
@@ -35,7 +43,7 @@ def changed_records(
         raise malformed(f"storage {missing[0]} is missing")
     old = [key for record in archive.records if (key := key_of(record, folder)) is not None]
     in_order = list(keys) == _first_numbers(len(keys))
-    if set(keys) <= set(old) and (in_order or old != _first_numbers(len(old))):
+    if set(keys) <= set(old) and (keep_numbers or in_order or old != _first_numbers(len(old))):
         return _kept(archive, folder, data, {*keys, *orphans}), keys
     whole = [*keys, *orphans]
     numbers = dict(zip(whole, _first_numbers(len(whole))))

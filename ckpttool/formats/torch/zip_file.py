@@ -15,14 +15,14 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import ALIGNMENT, NewRecord, layout_archive
+from ckpttool.formats.containers.zip_layout import ALIGNMENT, NewRecord, layout_archive, layout_behind
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
 from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
 from ckpttool.formats.torch.tree import Tree, find_sections
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
-from ckpttool.io.pieces import Pieces
+from ckpttool.io.pieces import Edited, Pieces
 from ckpttool.limits import limits
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
@@ -164,34 +164,94 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     return _fresh(checkpoint)
 
 
+@many_objects()
+def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
+    """The file that was read as it is, with a new pickle and a new directory behind it; what these replace stays, dead.
+
+    None where the file is none of its own, or storages are new. Raises as `layout`.
+    """
+    container = checkpoint.container
+    if not isinstance(container, Container) or container.archive is None:
+        return None
+    archive = container.archive
+    made = _changed_records(checkpoint, container, archive, keep_numbers=True)
+    if made is None:
+        return None
+    new = [entry.data for entry in made[0] if isinstance(entry, NewRecord)]
+    written = [data for data in new if isinstance(data, bytes)]
+    if len(written) < len(new):
+        return None
+    entries = _without_version(made[0], container.folder, made[1], _where_they_lie(made[0]))
+    pieces = layout_behind(archive, entries, _alignment(archive, container.folder))
+    before = read_record(archive, archive.by_name[container.folder + "data.pkl"], limits().pickle_bytes)
+    return Edited(pieces, _index(archive.records, before), _index(entries, b"".join(written)))
+
+
+def _index(entries: Sequence[Record | NewRecord], pickle: bytes) -> bytes:
+    return b"\0".join([*(entry.name.encode() for entry in entries), pickle])
+
+
 def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
     archive, folder, pickle = container.archive, container.folder, container.pickle
+    if archive is None:
+        root, rebuilder = _changed_root(checkpoint, container)
+        return new_archive(root, pickle.protocol, rebuilder)
+    made = _changed_records(checkpoint, container, archive)
+    if made is None:
+        return layout_archive(archive, archive.records)
+    return layout_archive(archive, _without_version(made[0], folder, made[1], made[0]), _alignment(archive, folder))
+
+
+def _changed_root(checkpoint: Checkpoint, container: Container) -> tuple[Any, Rebuilder]:
+    """The pickle's tree with the checkpoint's tensors, and what its new nodes and storages were made with."""
+    archive, folder = container.archive, container.folder
     records = () if archive is None else archive.records
     rebuilder = Rebuilder(taken={key for r in records if (key := key_of(r, folder)) is not None})
-    for found in reversed(pickle.globals):  # new nodes name a class by the node that the old ones have
+    for found in reversed(container.pickle.globals):  # new nodes name a class by the node that the old ones have
         rebuilder.globals[str(found)] = found
     rebuilder.learn(container.tree.storages)
-    root = changed_root(checkpoint, pickle.root, container.tree, rebuilder)
-    if archive is None:
-        return new_archive(root, pickle.protocol, rebuilder)
-    if root is pickle.root and checkpoint.unreached == container.tree.unreached:
-        return layout_archive(archive, archive.records)
+    return changed_root(checkpoint, container.pickle.root, container.tree, rebuilder), rebuilder
+
+
+def _changed_records(
+    checkpoint: Checkpoint, container: Container, archive: Archive, *, keep_numbers: bool = False
+) -> tuple[list[Record | NewRecord], dict[str, None]] | None:
+    """The records of the archive with the checkpoint's tensors, and their keys in the pickle's order.
+
+    None where nothing changes.
+    """
+    root, rebuilder = _changed_root(checkpoint, container)
+    if root is container.pickle.root and checkpoint.unreached == container.tree.unreached:
+        return None
     orphans = [found.path.removeprefix("data/") for found in checkpoint.unreached if not found.is_referred]
-    entries, keys = changed_records(archive, folder, root, pickle.protocol, rebuilder, orphans)
-    return layout_archive(archive, _without_version(entries, folder, keys), _alignment(archive, folder))
+    folder, protocol = container.folder, container.pickle.protocol
+    return changed_records(archive, folder, root, protocol, rebuilder, orphans, keep_numbers=keep_numbers)
 
 
-def _without_version(entries: list[Record | NewRecord], folder: str, keys: dict[str, None]) -> list[Record | NewRecord]:
+def _without_version(
+    entries: list[Record | NewRecord], folder: str, keys: dict[str, None], placed: Sequence[Record | NewRecord | None]
+) -> list[Record | NewRecord]:
     """The entries; without ``.format_version`` where a reader that trusts it would look for storages in wrong places.
 
     From version 1 on torch computes where a storage lies from those read before it, if they are read in file order and
-    the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device).
+    the first one is called 0 (`calculate_storage_offsets`, and always when it loads to the meta device). `placed` is
+    what lies in the file, in its order; None stands for bytes of no record.
     """
-    stored = {index: key for index, entry in enumerate(entries) if (key := key_of(entry, folder)) is not None}
+    keys_placed = [None if entry is None else key_of(entry, folder) for entry in placed]
+    stored = {index: key for index, key in enumerate(keys_placed) if key is not None}
     in_a_row = not stored or max(stored) - min(stored) == len(stored) - 1
     if in_a_row and list(stored.values()) == list(keys) and list(keys)[:1] in ([], ["0"]):
         return entries
     return [entry for entry in entries if entry.name != folder + ".format_version"]
+
+
+def _where_they_lie(entries: Sequence[Record | NewRecord]) -> list[Record | None]:
+    """The kept records in the order of the file, with None where other bytes lie between two."""
+    kept = sorted((entry for entry in entries if isinstance(entry, Record)), key=lambda record: record.start)
+    placed: list[Record | None] = []
+    for last, record in zip([None, *kept], kept):
+        placed += [record] if last is None or last.end == record.start else [None, record]
+    return placed
 
 
 def _alignment(archive: Archive, folder: str) -> int:
@@ -225,7 +285,7 @@ def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
         NewRecord(_FOLDER + "version", b"3\n"),
         NewRecord(_FOLDER + ".data/serialization_id", b"%040d" % serialization_id),
     ]
-    return layout_archive(None, _without_version(entries, _FOLDER, keys))
+    return layout_archive(None, _without_version(entries, _FOLDER, keys, entries))
 
 
 def _record(folder: str, key: str, rebuilder: Rebuilder) -> NewRecord:

@@ -1,0 +1,85 @@
+"""Copies that copy nothing, on real file systems in images: they need root, loop devices and the makers of both."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from command import Run
+
+MAKERS = {"xfs": ["mkfs.xfs", "-q"], "btrfs": ["mkfs.btrfs", "-q"]}
+RENAME = ("--rule", "a.{x} => a.longer.name.than.before.{x}")
+NBYTES = 32 << 20
+
+
+@pytest.fixture(params=MAKERS)
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    maker, image, place = MAKERS[request.param], tmp_path / "image", tmp_path / "disk"
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if os.geteuid() != 0 or shutil.which(maker[0], path=path) is None:
+        pytest.skip(f"needs root and {maker[0]}")
+    with open(image, "wb") as file:
+        file.truncate(400 << 20)
+    place.mkdir()
+    subprocess.run([*maker, image], check=True, env={**os.environ, "PATH": path}, stdout=subprocess.DEVNULL)
+    if subprocess.run(["mount", "-o", "loop", image, place], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip(f"no loop device can be mounted as {request.param}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def used(place: Path) -> int:
+    """Bytes of the file system that are not free."""
+    subprocess.run(["sync", "-f", place], check=True)
+    found = os.statvfs(place)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+@pytest.mark.parametrize("metadata", [{}, {"note": "x" * 100}])
+def test_a_renamed_copy_takes_up_its_header(disk: Path, run: Run, metadata: dict[str, str]) -> None:
+    tensor = torch.arange(NBYTES // 4, dtype=torch.int32)
+    save_file({"a.w": tensor, "a.b": torch.ones(3)}, disk / "in.safetensors", metadata)
+    before = used(disk)
+    assert run("remap", disk / "in.safetensors", *RENAME, "-o", disk / "out.safetensors")[0] == 0
+    assert used(disk) - before < NBYTES // 8
+    os.unlink(disk / "in.safetensors")
+    assert torch.equal(load_file(disk / "out.safetensors")["a.longer.name.than.before.w"], tensor)
+
+
+def test_a_copy_that_shares_is_the_copy_that_does_not(disk: Path, tmp_path: Path, run: Run) -> None:
+    save_file({"a.w": torch.arange(NBYTES // 4), "a.b": torch.ones(3)}, disk / "in.safetensors")
+    assert run("remap", disk / "in.safetensors", *RENAME, "-o", disk / "out.safetensors")[0] == 0
+    assert run("remap", disk / "in.safetensors", *RENAME, "-o", tmp_path / "out.safetensors")[0] == 0
+    assert (disk / "out.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
+    back = ("--rule", "a.longer.name.than.before.{x} => a.{x}")
+    assert run("remap", disk / "out.safetensors", *back, "-o", disk / "back.safetensors")[0] == 0
+    assert (disk / "back.safetensors").read_bytes() == (disk / "in.safetensors").read_bytes()
+
+
+def test_what_is_written_to_the_source_later_stays_there(disk: Path, run: Run) -> None:
+    save_file({"a.w": torch.arange(NBYTES // 4)}, disk / "in.safetensors")
+    assert run("remap", disk / "in.safetensors", *RENAME, "-o", disk / "out.safetensors")[0] == 0
+    old = (disk / "out.safetensors").read_bytes()
+    with open(disk / "in.safetensors", "r+b") as file:
+        file.seek(NBYTES // 2)
+        file.write(b"changed" * 1000)
+    assert (disk / "out.safetensors").read_bytes() == old
+
+
+def test_in_place_moves_blocks_on_xfs(disk: Path, run: Run) -> None:
+    save_file({"a.w": torch.arange(NBYTES // 4)}, disk / "in.safetensors")
+    old = (disk / "in.safetensors").read_bytes()
+    rule = ("--rule", f"a.{{x}} => {'a.longer.name.' * 20}{{x}}")
+    status, out, _ = run("remap", disk / "in.safetensors", *rule, "--in-place")
+    assert status == 0
+    assert ("in place" in out) == (subprocess.getoutput(f"stat -f -c %T {disk}") == "xfs")
+    if "in place" in out:
+        assert run("remap", disk / "in.safetensors", "--undo")[0] == 0
+        assert (disk / "in.safetensors").read_bytes() == old
