@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
+    "check": (
+        "ckpttool.cli.commands.check",
+        "Files in a repository: names still true, no pickle that calls anything, rules that parse.",
+    ),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
 
