@@ -151,6 +151,7 @@ _REMAP = ObjectOf(
         **dict.fromkeys(("renamed", "transformed", "unchanged"), COUNT),
         "dropped": TEXTS,
         "optimizer": Nullable(ObjectOf({"from": _FORM, "to": _FORM, "params": COUNT, "sections": ListOf(_SECTION)})),
+        "by_code": ListOf(ObjectOf({"way": TEXT, "model": TEXT, "keys": TEXTS})),
         "notes": TEXTS,
     },
     {"plan": _PLAN},
@@ -158,7 +159,7 @@ _REMAP = ObjectOf(
 _SWAP: Mapping[str, AnyKind] = {
     **dict.fromkeys(("program", "weights", "output", "layout", "from"), TEXT),
     "swapped": COUNT,
-    **dict.fromkeys(("kept", "constants", "ignored"), TEXTS),
+    **dict.fromkeys(("kept", "constants", "ignored", "by_code"), TEXTS),
 }
 _ERROR: Mapping[str, AnyKind] = {
     "status": COUNT,

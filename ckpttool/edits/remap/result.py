@@ -46,6 +46,7 @@ class Remap:
             "to": self.form,
             **self.counts,
             "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
+            "by_code": [{"way": run.way, "model": run.model, "keys": keys} for run, keys in self.plan.by_code],
             "optimizer": optimizer_json(self.optimizers),
             "notes": list(self.notes),
         }
