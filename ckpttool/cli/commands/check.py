@@ -22,10 +22,15 @@ def command(
     format: Format = "text",
     report: Reports = None,
 ) -> int:
-    """Files in a repository: names still true, no pickle that calls anything, rules that parse.
+    """Files of a repository: names, rules, plans, pickles.
 
     A names file is compared with --model; a checkpoint's pickles may call for what is torch's own and what --allow
     names; rules and plans are read whole. Status 1 where something is wrong with one of them.
+
+    \b
+    Examples:
+      ckpttool check names.json rules.toml train.pt
+      ckpttool check old.ckpt --allow 'argparse.*'
     """
     from ckpttool.report.documents.check import document
 

@@ -26,6 +26,12 @@ def command(
 
     Reads the index only (--stats reads the values, in chunks): no tensor is loaded, no pickle is run. CKPT::SECTION
     looks at one section.
+
+    \b
+    Examples:
+      ckpttool inspect train.pt
+      ckpttool inspect train.pt::optimizer --all
+      ckpttool inspect s3://bucket/model.safetensors --format json
     """
     from ckpttool.report.documents.inspection import document
 
