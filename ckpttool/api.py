@@ -76,14 +76,20 @@ def _with_values(ckpt: Ckpt) -> Checkpoint:
     return checkpoint
 
 
-def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
+def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> Inspection:
     """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
 
-    Raises `CkptError` where something cannot be read.
+    `filter` is a pattern, as of `remap`'s `drop`, that names the tensors which are looked at; a note says how many
+    others there are. Raises `CkptError` where something cannot be read.
     """
     from ckpttool.queries import inspection
 
-    return inspection.inspect(open_checkpoint(ckpt), stats=stats)
+    checkpoint = open_checkpoint(ckpt)
+    if filter is not None:
+        from ckpttool.edits.remap.drop import only
+
+        checkpoint = only(checkpoint, filter)
+    return inspection.inspect(checkpoint, stats=stats)
 
 
 def manifest(ckpt: str, *, leave_out: Collection[str] = ()) -> dict[str, Any]:

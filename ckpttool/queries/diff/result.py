@@ -6,10 +6,12 @@ Every key of each side stands in exactly one entry.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from ckpttool.names import Hook, hook_json
+from ckpttool.checkpoint import Section
+from ckpttool.names import Hook, Names, hook_json
 from ckpttool.naming.inference.values import Inference
 
 SCHEMA = "ckpttool.diff/1"
@@ -24,11 +26,37 @@ STATUSES = (
 )
 
 
+class Outline(Protocol):
+    """What is told of a tensor beside its key; the shape is None where it hangs on values."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name without ``torch.``."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Its sizes."""
+
+
+Outlines = Mapping[str, Outline]
+
+
+def outlines(section: Section) -> Outlines:
+    """The tensors of a section, by key."""
+    return {entry.key: entry for entry in section.tensors}
+
+
+def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
+    """What a model saves, by key, and its own tensors, by FQN."""
+    return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
 
     `ignored` is why a pipeline lives with it.
+    `spread` is how far other values are apart, where that was measured: pairs of ``(exponent of 2, elements)``.
     """
 
     status: str
@@ -37,7 +65,14 @@ class Entry:
     reason: str = ""
     hook: Hook | None = None
     detail: str | None = None
+    spread: tuple[tuple[int, int], ...] = ()
     ignored: str | None = None
+
+    @property
+    def why(self) -> str:
+        """The reason, and by which hook."""
+        hook = self.hook
+        return self.reason if hook is None else f"{self.reason}: {hook.function} ({hook.file}:{hook.line})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +85,7 @@ class Diff:
     their names tell apart: a tuple for each shape. `harmless` are the statuses whose entries do not stand against
     `identical`; with `beyond` something does that no entry shows. `accepted` says whether all that does is what a
     pipeline lives with, where it was said what that is; `unused_ignores` are lines of it that spoke of nothing.
+    `outlines` are the tensors of each side by key, in its own order, as far as they are known.
     """
 
     left: str
@@ -65,6 +101,7 @@ class Diff:
     beyond: bool = False
     accepted: bool | None = None
     unused_ignores: tuple[str, ...] = ()
+    outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
 
     @property
     def passes(self) -> bool:

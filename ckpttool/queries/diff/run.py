@@ -37,7 +37,7 @@ from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_mode
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, names_outlines, outlines
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import plural, shell
 
@@ -90,7 +90,7 @@ def _names(model: ModelOperand) -> Diff:
     renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
     notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
     sides = f"{names.model} (serialized)", f"{names.model} (runtime)"
-    return Diff(*sides, identical, entries, notes=notes, beyond=lost)
+    return Diff(*sides, identical, entries, notes=notes, beyond=lost, outlines=names_outlines(names))
 
 
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -118,7 +118,8 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     right = f"{model.title} (what it loads)"
     harmless = HARMLESS | ({"dtype"} if ignore_dtype else set())
     beyond = not identical and _is_beyond(verdict, entries)
-    shown = Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
+    sides = outlines(section), names_outlines(names)[0]
+    shown = Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike, outlines=sides)
     return replace(shown, harmless=harmless, beyond=beyond)
 
 
@@ -263,7 +264,8 @@ def _checkpoints(
     ranks = (*one_rank(left), *one_rank(right))
     notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
     inferred = suggestions(left, right, entries, values is not None) if names is None else None
-    return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
+    shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
+    return replace(shown, outlines=(outlines(mine), outlines(theirs)))
 
 
 def _optimizers(

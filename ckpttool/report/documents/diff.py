@@ -7,7 +7,20 @@ from collections.abc import Iterable, Sequence
 from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.report.collapse import collapse, first_pattern
-from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table, shortened
+from ckpttool.report.document import (
+    Block,
+    Cell,
+    Column,
+    Commands,
+    Document,
+    Facts,
+    Finding,
+    Listing,
+    Note,
+    Role,
+    Table,
+    shortened,
+)
 from ckpttool.words import number, plural
 
 _ROWS = 40
@@ -52,7 +65,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
-    return Document("diff", _verdict(diff), diff.passes, shown)
+    return Document("diff", _verdict(diff), diff.passes, shown, _listing(diff))
 
 
 def _verdict(diff: Diff) -> str:
@@ -86,6 +99,18 @@ def _ignored(diff: Diff) -> Table:
     return Table("Ignored, and not the same", columns, rows)
 
 
+def _listing(diff: Diff) -> Listing:
+    """Every entry; those that are the same are hidden at first where there are others."""
+
+    def findings() -> Iterable[Finding]:
+        from ckpttool.report.documents.listing import of_diff  # shown by few formats
+
+        return of_diff(diff)
+
+    roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
+    return Listing((diff.left, diff.right), roles, findings, frozenset({"same"} if len(roles) > 1 else ()))
+
+
 def _summary(diff: Diff) -> Table:
     rows = tuple(
         (Cell(status, _ROLES.get(status, "bad")), number(n), _MEANING[status]) for status, n in diff.summary.items()
@@ -113,8 +138,7 @@ def _causes(entries: Iterable[Entry]) -> Table:
 
 def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
     first = group[0]
-    hook = first.hook
-    why = first.reason if hook is None else f"{first.reason}: {hook.function} ({hook.file}:{hook.line})"
+    why = first.why
     details = list(dict.fromkeys(entry.detail for entry in group if entry.detail is not None))
     if 0 < len(details) <= _FEW:
         why += f": {', '.join(details)}"
@@ -183,4 +207,5 @@ def _listed(entries: Iterable[Entry]) -> Table:
         )
         for entry in entries
     )
-    return Table("Every key", (Column("status"), Column("left", "key"), Column("right", "key"), Column("why")), rows)
+    columns = (Column("status"), Column("left", "key"), Column("right", "key"), Column("why"))
+    return Table("Every key", columns, rows, is_listed=True)
