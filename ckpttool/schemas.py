@@ -141,6 +141,7 @@ _SECTION = ObjectOf(
     }
 )
 _PLAN = ObjectOf({"schema": one_of(PLAN_SCHEMA), **PLAN.needs}, PLAN.may)
+_WAY = one_of("model.load", "model.save")
 _REMAP = ObjectOf(
     {
         "schema": one_of(REMAP),
@@ -151,10 +152,13 @@ _REMAP = ObjectOf(
         **dict.fromkeys(("renamed", "transformed", "unchanged"), COUNT),
         "dropped": TEXTS,
         "optimizer": Nullable(ObjectOf({"from": _FORM, "to": _FORM, "params": COUNT, "sections": ListOf(_SECTION)})),
-        "by_code": ListOf(ObjectOf({"way": TEXT, "model": TEXT, "keys": TEXTS})),
+        "by_code": ListOf(ObjectOf({"way": _WAY, "model": TEXT, "keys": TEXTS})),
         "notes": TEXTS,
     },
-    {"plan": _PLAN},
+    {
+        "plan": _PLAN,
+        "written": ObjectOf({"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": Nullable(TEXT)}),
+    },
 )
 _SWAP: Mapping[str, AnyKind] = {
     **dict.fromkeys(("program", "weights", "output", "layout", "from"), TEXT),

@@ -27,7 +27,7 @@ _GROUPS = {
     "Optimizers": ("to_optimizer", "optimizer_keys"),
     "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
     "The output": ("out", "plan", "save_plan", "keep_aliases", "max_shard_size", "link"),
-    "How it is written": ("in_place", "force", "dry_run", "verify", "no_fsync"),
+    "How it is written": ("in_place", "copy", "undo", "force", "dry_run", "verify", "no_fsync"),
     "The report": ("format", "report", "manifest", "all", "quiet"),
     "In common": ("limit", "no_defaults", "help"),
 }
