@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Refused",
+    "check",
     "diff",
     "explain",
     "inspect",

@@ -7,7 +7,7 @@ the options' dataclass, those of the command in Python's spelling (``to``, ``fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, TypeVar, Union
@@ -23,6 +23,7 @@ from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
 
 if TYPE_CHECKING:
+    from ckpttool.checks import Checks
     from ckpttool.edits.remap.result import Remap
     from ckpttool.edits.swap.swap import Swap
     from ckpttool.edits.write import Progress
@@ -75,14 +76,20 @@ def _with_values(ckpt: Ckpt) -> Checkpoint:
     return checkpoint
 
 
-def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
+def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> Inspection:
     """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
 
-    Raises `CkptError` where something cannot be read.
+    `filter` is a pattern, as of `remap`'s `drop`, that names the tensors which are looked at; a note says how many
+    others there are. Raises `CkptError` where something cannot be read.
     """
     from ckpttool.queries import inspection
 
-    return inspection.inspect(open_checkpoint(ckpt), stats=stats)
+    checkpoint = open_checkpoint(ckpt)
+    if filter is not None:
+        from ckpttool.edits.remap.drop import only
+
+        checkpoint = only(checkpoint, filter)
+    return inspection.inspect(checkpoint, stats=stats)
 
 
 def manifest(ckpt: str, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
@@ -173,6 +180,23 @@ def _judged(diff: Diff, options: DiffOptions) -> Diff:
     from ckpttool.accepted import judged
 
     return judged(diff, options)
+
+
+@_takes(OptimizerOptions)
+def check(files: Sequence[str], *, allow: Sequence[str] = (), **options: Any) -> Checks:
+    """Files of a repository, each for what it is: names files (against `model`), rules, plans, checkpoints.
+
+    A checkpoint's pickles may call for what is torch's own, and what a shell pattern in `allow` names.
+    """
+    return check_by(files, OptimizerOptions(**options), allow)
+
+
+def check_by(files: Sequence[str], options: OptimizerOptions, allow: Sequence[str] = ()) -> Checks:
+    """`check`, with its options as a value."""
+    from ckpttool import checks
+
+    asked = {field.name: getattr(options, field.name) for field in fields(OptimizerOptions)}
+    return checks.check(files, DiffOptions(**asked), allow)
 
 
 @_takes(RemapOptions)

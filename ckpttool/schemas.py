@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpttool.checks import SCHEMA as CHECK
 from ckpttool.edits.remap.result import SCHEMA as REMAP
 from ckpttool.edits.swap.swap import SCHEMA as SWAP
 from ckpttool.errors import CkptError
@@ -170,6 +171,11 @@ _ERROR: Mapping[str, AnyKind] = {
     "problems": ListOf(ObjectOf({"problem": TEXT, "key": TEXT})),
     "hint": TEXT,
 }
+_PROBLEMS = ListOf(ObjectOf({"problem": TEXT, "key": TEXT}))
+_CHECK: Mapping[str, AnyKind] = {
+    "ok": FLAG,
+    "files": ListOf(ObjectOf({"path": TEXT, "kind": TEXT, "problems": _PROBLEMS, "notes": TEXTS})),
+}
 # Name -> what the object says that it is, and all that it has.
 OBJECTS: dict[str, tuple[str, AnyKind]] = {
     "inspect": (INSPECT, ObjectOf({"schema": one_of(INSPECT), **_INSPECT})),
@@ -179,6 +185,7 @@ OBJECTS: dict[str, tuple[str, AnyKind]] = {
     "remap": (REMAP, _REMAP),
     "swap": (SWAP, ObjectOf({"schema": one_of(SWAP), **_SWAP})),
     "plan": (PLAN_SCHEMA, _PLAN),
+    "check": (CHECK, ObjectOf({"schema": one_of(CHECK), **_CHECK})),
     "error": (ERROR, ObjectOf({"schema": one_of(ERROR), **_ERROR})),
     "manifest": (STATEMENT, MANIFEST_KIND),
 }

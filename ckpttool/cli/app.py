@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
 
@@ -28,8 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
+    "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
+_COMPLETION = ("--complete", "--show-completion", "--install-completion")
 
 
 def process() -> int:
@@ -65,6 +67,12 @@ def _asks_for_json(args: Sequence[str]) -> bool:
 
 def run(args: list[str]) -> int:
     """Runs one command line and returns 0 or 1. Raises whatever the command raises, and `CkptError` for bad usage."""
+    if args and args[0] in _COMPLETION:
+        from ckpttool.cli import completion
+
+        return completion.run(args, COMMANDS, lambda name: taken_by(_command(name)))
+    if args[:1] == ["help"]:
+        args = [*args[1:2], "--help"]
     name = next((arg for arg in args if not arg.startswith("-")), None)
     if not args or (name is not None and name not in COMMANDS):
         raise _no_such_command(name)
@@ -79,7 +87,7 @@ def run(args: list[str]) -> int:
 
 def _loaded(name: str, args: Sequence[str]) -> Loaded:
     """The command, which takes what the command line leaves out from elsewhere, where it is not to help only."""
-    command = with_common(import_module(COMMANDS[name][0]).command)
+    command = _command(name)
     taken = taken_by(command)
     if not {"--help", "-h", "--no-defaults"} & set(args):
         taken = with_defaults(name, taken, _words)
@@ -88,9 +96,11 @@ def _loaded(name: str, args: Sequence[str]) -> Loaded:
 
 def _words() -> dict[str, set[str]]:
     """Each command's words for its options."""
-    return {
-        name: words_of(taken_by(with_common(import_module(module).command))) for name, (module, _) in COMMANDS.items()
-    }
+    return {name: words_of(taken_by(_command(name))) for name in COMMANDS}
+
+
+def _command(name: str) -> Callable[..., int | None]:
+    return with_common(import_module(COMMANDS[name][0]).command)
 
 
 def _no_such_command(name: str | None) -> CkptError:

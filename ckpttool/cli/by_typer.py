@@ -8,6 +8,7 @@ from inspect import Parameter, Signature
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 from typer.main import get_command
 
 from ckpttool import __version__
@@ -16,6 +17,21 @@ from ckpttool.cli.fields import Loaded, Taken
 from ckpttool.errors import CkptError
 from ckpttool.options import Argument
 
+# The headings of the help, and the options under each; what is under none is the command's own.
+_GROUPS = {
+    "The model": ("model", "model_kwargs", "materialize", "optimizer"),
+    "Which names": (
+        *("to", "from_", "select", "keep_prefix", "trainable_only", "rule", "rules", "size", "reverse", "drop", "like"),
+        *("to_model", "to_model_kwargs", "units", "world_size"),
+    ),
+    "Optimizers": ("to_optimizer", "optimizer_keys"),
+    "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
+    "The output": ("out", "plan", "save_plan", "keep_aliases", "max_shard_size", "link"),
+    "How it is written": ("in_place", "copy", "undo", "force", "dry_run", "verify", "no_fsync"),
+    "The report": ("format", "report", "manifest", "all", "quiet"),
+    "In common": ("limit", "no_defaults", "help"),
+}
+_HELP = {"help_option_names": ["-h", "--help"]}
 Commands = Mapping[str, tuple[str, str]]  # command -> its module, which defines `command`, and its line in the help
 
 # click's UsageError; typer brings its own copy of click since 0.26, so it cannot be imported by name.
@@ -40,14 +56,36 @@ def run(commands: Commands, args: list[str], loaded: Loaded | None) -> int:
 
 def build_app(commands: Commands, loaded: Loaded | None) -> typer.Typer:
     """The typer app; the commands that are not loaded are there for the list of commands in the help."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=_HELP)
     app.callback()(_root)
     for name, (_, summary) in commands.items():
         if loaded is not None and loaded.name == name:
-            app.command(name)(typed(loaded))
+            app.command(name, cls=Grouped)(typed(loaded))
         else:
             app.command(name, help=summary)(_not_loaded)
     return app
+
+
+class Grouped(TyperCommand):
+    """A command whose help has its options under headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the arguments, then the options, group by group."""
+        sections: dict[str, list[Any]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(_section(param), []).append(record)
+        order = ["Arguments", "Options", *_GROUPS]
+        for title in sorted(sections, key=order.index):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
+
+def _section(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return "Arguments"
+    return next((title for title, names in _GROUPS.items() if param.name in names), "Options")
 
 
 def typed(loaded: Loaded) -> Callable[..., int | None]:
@@ -109,13 +147,19 @@ def _print_version(asked: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
-    Exit status: 0 the same, or done; 1 the answer is no; 2 no answer.
+    Exit status: 0 the same, or done; 1 the answer is no; 2 no answer. `ckpttool help COMMAND` has examples;
+    `ckpttool --install-completion bash|zsh|fish` completes them (--show-completion prints the script).
     """
+
+
+def about() -> str:
+    """What the help says of the program as a whole."""
+    return _root.__doc__ or ""
 
 
 def _in_words(error: Any) -> CkptError:

@@ -24,7 +24,19 @@ _PREFIX = "CKPTTOOL_"
 _KWARGS = "model-kwargs"  # the one option that may be a table
 _OTHERS = {"CKPTTOOL_DEBUG", "CKPTTOOL_LOG", PYPROJECT}
 # What one run reads, writes or overwrites is said where it is run.
-_EACH_RUN = {"base", "force", "in_place", "manifest", "no_defaults", "out", "plan", "save_plan", "suggest", "update"}
+_EACH_RUN = {
+    "base",
+    "force",
+    "in_place",
+    "manifest",
+    "no_defaults",
+    "out",
+    "plan",
+    "save_plan",
+    "suggest",
+    "undo",
+    "update",
+}
 # They belong together: nothing of it goes with a MODEL that is named elsewhere.
 _MODEL = ("model", "model_kwargs", "materialize", "optimizer")
 _NEAR = 0.9  # how like an option a variable has to be to be one that is misspelt: others have theirs too
@@ -34,6 +46,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 _NEEDS_MODEL: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "trace": lambda given: True,
     "explain": lambda given: True,
+    "check": lambda given: any(path.endswith(".json") for path in given["files"] or ()),
     "diff": lambda given: len(given["operands"] or ()) < 2,
     "remap": lambda given: given["plan"] is None and _asks_names(given),
     "swap-weights": lambda given: given["from_"] is not None,

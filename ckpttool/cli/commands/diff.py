@@ -41,6 +41,13 @@ def command(
     names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
     With --model and a names file: what the model's code has changed since that was written.
     CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
+
+    \b
+    Examples:
+      ckpttool diff old.pt new.safetensors --values
+      ckpttool diff --model model.py:build train.pt
+      ckpttool diff names.json --model model.py:build
+      ckpttool diff old.pt new.pt --suggest rules.toml
     """
     from ckpttool.report.documents.diff import document
 

@@ -20,7 +20,13 @@ def command(
     format: Format = "text",
     report: Reports = None,
 ) -> None:
-    """One tensor: all its names, and the hook that renames it."""
+    """One tensor: all its names, and the hook that renames it.
+
+    \b
+    Examples:
+      ckpttool explain layers.3.norm.weight --model model.py:build
+      ckpttool explain layers.3.norm.weight --model names.json --format json
+    """
     from ckpttool.report.documents.names import explained
 
     check_texts(report or (), (), force=force)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.output import Force, Format, Manifest, Reports, check_texts, emit, write_manifest
+from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument, option
+
+
+def _check_sort(word: str) -> None:
+    if word not in ("name", "bytes"):
+        raise CkptError(f"--sort {word}: no such order", hint="name, as in the file, or bytes")
 
 
 def command(
@@ -16,6 +23,15 @@ def command(
     stats: Annotated[
         bool, option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
     ] = False,
+    depth: Annotated[
+        int | None, option("--depth", metavar="N", least=0, help="The tree of modules, N levels deep, not the tensors.")
+    ] = None,
+    sort: Annotated[
+        str | None, option("--sort", metavar="name|bytes", check=_check_sort, help="bytes: the largest first.")
+    ] = None,
+    filter: Annotated[
+        str | None, option("--filter", metavar="PATTERN", help="Only tensors whose keys it names: 'layers.*'.")
+    ] = None,
     all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
     force: Force = False,
     format: Format = "text",
@@ -26,10 +42,18 @@ def command(
 
     Reads the index only (--stats reads the values, in chunks): no tensor is loaded, no pickle is run. CKPT::SECTION
     looks at one section.
+
+    \b
+    Examples:
+      ckpttool inspect train.pt
+      ckpttool inspect train.pt::optimizer --all
+      ckpttool inspect train.pt --depth 3 --sort bytes
+      ckpttool inspect s3://bucket/model.safetensors --format json
     """
     from ckpttool.report.documents.inspection import document
 
     check_texts((manifest, *(report or ())), files_of(split(ckpt)[0]), force=force)
-    inspection = api.inspect(ckpt, stats=stats)
+    inspection = api.inspect(ckpt, stats=stats, filter=filter)
     write_manifest(manifest, ckpt, force=force)
-    emit(lambda: document(inspection, all=all), inspection.to_json, format, report, force=force)
+    shown = partial(document, inspection, all=all, depth=depth, by_bytes=sort == "bytes")
+    emit(shown, inspection.to_json, format, report, force=force)

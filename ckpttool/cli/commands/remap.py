@@ -28,6 +28,13 @@ def command(
 
     The ending of OUT decides the format; a folder becomes what CKPT is, or sharded safetensors. What would lose,
     collide or have to be guessed is refused, and nothing is written.
+
+    \b
+    Examples:
+      ckpttool remap old.pt -o new.pt --rule 'encoder.{x*} => backbone.{x*}'
+      ckpttool remap train.pt -o runtime.pt --model model.py:build --to runtime
+      ckpttool remap train.pt -o ema.safetensors --like other.safetensors --dry-run
+      ckpttool remap train.pt --in-place --drop 'head.*'
     """
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json

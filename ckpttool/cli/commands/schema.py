@@ -14,6 +14,11 @@ def command(
     """The JSON Schema of an object that the commands write.
 
     JSON Schema 2020-12. Members may be added to an object, and are never renamed or removed under the same version.
+
+    \b
+    Examples:
+      ckpttool schema
+      ckpttool schema diff
     """
     from ckpttool.report.renderers import json
     from ckpttool.schemas import OBJECTS, schema

@@ -29,6 +29,11 @@ def command(
 
     The graph is not read, so the machine needs neither the program's custom operators nor its torch version. Refused,
     with nothing written: weights that are missing, left over, of another shape or dtype, or tied and different.
+
+    \b
+    Examples:
+      ckpttool swap-weights deployed.pt2 train.pt -o swapped.pt2 --model model.py:build
+      ckpttool swap-weights deployed.pt2 train.pt --dry-run
     """
     from ckpttool.report.documents.swap import document
 

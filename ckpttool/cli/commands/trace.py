@@ -25,6 +25,12 @@ def command(
 
     Runs the model's own saving and loading once on the meta device, and says which hook renames or computes which key.
     A names file takes the model's place as --model where its code is not installed.
+
+    \b
+    Examples:
+      ckpttool trace model.py:build -o names.json
+      ckpttool trace model.py:build --model-kwargs '{"layers": 4}'
+      ckpttool trace model.py:build --optimizer model.py:optimizer
     """
     from ckpttool.report.documents.names import document
     from ckpttool.report.renderers import json

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.rules.patterns import matches
-from ckpttool.errors import Problem, Refused
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.plan import Dropped
+from ckpttool.words import number, plural
 
 
 def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
@@ -47,6 +48,28 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
         )
     left = replace(checkpoint, sections=tuple(sections), others=others, unreached=unreached, beside=beside)
     return left, dropped
+
+
+def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
+    """The tensors and extra entries that the pattern names, and a note on how many it does not name.
+
+    Raises `CkptError` where it names none.
+    """
+
+    def kept(section: Section) -> Section:
+        def hit(key: str) -> bool:
+            return any(matches(pattern, name) for name in (key, ".".join(filter(None, (section.path, key)))))
+
+        tensors = tuple(entry for entry in section.tensors if hit(entry.key))
+        return replace(section, tensors=tensors, extras=tuple(entry for entry in section.extras if hit(entry.key)))
+
+    sections = tuple(kept(section) for section in checkpoint.sections)
+    count, found = (sum(len(one.all_tensors()) for one in own) for own in (checkpoint.sections, sections))
+    if not found:
+        hint = f"`ckpttool inspect {checkpoint.source}` lists what is there"
+        raise CkptError(f"{pattern!r} names none of {plural(count, 'tensor')}", hint=hint)
+    note = f"only what {pattern!r} names: {number(found)} of {plural(count, 'tensor')}"
+    return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
 
 
 def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:

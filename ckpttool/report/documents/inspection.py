@@ -10,6 +10,7 @@ from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection
 from ckpttool.report.collapse import Group, collapse
 from ckpttool.report.document import Cell, Column, Document, Finding, Inline, Listing, Note, Table, shortened
+from ckpttool.report.documents.tree import tree
 from ckpttool.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
@@ -18,8 +19,13 @@ _VALUE_WIDTH = 200  # characters of a metadata value that are shown
 _ROOT = "(root)"
 
 
-def document(inspection: Inspection, *, all: bool = False) -> Document:
-    """The document; with `all` every tensor has a line of its own and no list is cut."""
+def document(
+    inspection: Inspection, *, all: bool = False, depth: int | None = None, by_bytes: bool = False
+) -> Document:
+    """The document; with `all` every tensor has a line of its own and no list is cut.
+
+    With a `depth` the modules stand in the place of the tensors; `by_bytes` puts what is largest first.
+    """
     checkpoint = inspection.checkpoint
     tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
     verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
@@ -27,7 +33,7 @@ def document(inspection: Inspection, *, all: bool = False) -> Document:
     tables = (
         _sections(inspection),
         _dtypes(inspection),
-        shortened(_tensors(inspection, all), limit),
+        shortened(_tensors(inspection, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(inspection), limit),
         _adapters(inspection),
@@ -72,7 +78,7 @@ def _dtypes(inspection: Inspection) -> Table:
     return Table("Dtypes", (*columns, Column("size", "number")), tuple(rows))
 
 
-def _tensors(inspection: Inspection, all: bool) -> Table:
+def _tensors(inspection: Inspection, all: bool, by_bytes: bool) -> Table:
     """A line a group of alike tensors; the columns that would say nothing (one section, no groups) are left out."""
     sections = inspection.checkpoint.sections
     groups = [(section, group) for section in sections for group in _groups(section, all)]
@@ -80,6 +86,8 @@ def _tensors(inspection: Inspection, all: bool) -> Table:
     counted = any(len(group.keys) > 1 for _, group in groups)
     columns = [Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number")]
     entries = {section.path: {entry.key: entry for entry in section.all_tensors()} for section in sections}
+    if by_bytes:
+        groups.sort(key=lambda one: -entries[one[0].path][one[1].keys[0]].nbytes * len(one[1].keys))
     rows: list[tuple[Inline, ...]] = []
     for section, group in groups:
         first = entries[section.path][group.keys[0]]

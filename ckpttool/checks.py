@@ -1,0 +1,112 @@
+"""Files that are kept in a repository, each checked for what it is: before a commit, and in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckpttool.edits.mend import contract
+from ckpttool.edits.rules import file as rules
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.containers import json_text
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.operands.model import operand_of
+from ckpttool.operands.names_file import is_names_file, read_names
+from ckpttool.plan import SCHEMA as PLAN_SCHEMA
+from ckpttool.plan import Plan
+from ckpttool.queries.diff.options import DiffOptions
+
+SCHEMA = "ckpttool.check/1"
+_CALLED = "a class or function that a pickle calls for when it is loaded"
+_NOT_COMPARED = (
+    "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A file, what it is taken for, all that is wrong with it, and what was not looked at."""
+
+    path: str
+    kind: str
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """The files, in the order in which they were named."""
+
+    files: tuple[Checked, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with any of them."""
+        return not any(file.problems for file in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `check` object of the contract."""
+        return {
+            "schema": SCHEMA,
+            "ok": self.ok,
+            "files": [
+                {
+                    "path": file.path,
+                    "kind": file.kind,
+                    "problems": [{"problem": one.problem, "key": one.key} for one in file.problems],
+                    "notes": list(file.notes),
+                }
+                for file in self.files
+            ],
+        }
+
+
+def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ()) -> Checks:
+    """Each file for what it is: a names file (against the options' model), rules, a plan, or a checkpoint.
+
+    A checkpoint's pickles call for nothing but torch's own and what a shell pattern in `allow` names. Raises OSError
+    for a file that cannot be read.
+    """
+    return Checks(tuple(_checked(path, options, allow) for path in paths))
+
+
+def _checked(path: str, options: DiffOptions, allow: Sequence[str]) -> Checked:
+    with open(path, "rb") as file:
+        head = file.read(200)
+    kind = "names" if is_names_file(path) else "checkpoint"
+    kind = "rules" if path.endswith(".toml") else kind
+    kind = "plan" if path.endswith(".json") and PLAN_SCHEMA.rpartition("/")[0].encode() in head else kind
+    try:
+        if kind == "rules":
+            rules.read(path)
+        elif kind == "plan":
+            Plan.from_json(json_text.read_file(path, "write one with --save-plan"), path)
+        elif kind == "names":
+            return _names(path, options)
+        else:
+            foreign = [name for name in open_operand(path).globals if not any(fnmatchcase(name, one) for one in allow)]
+            return Checked(path, kind, tuple(Problem(_CALLED, name) for name in foreign))
+    except CkptError as error:
+        return Checked(path, kind, _problems(error, path))
+    return Checked(path, kind)
+
+
+def _problems(error: CkptError, path: str) -> tuple[Problem, ...]:
+    return error.problems or (Problem(error.message, path),)
+
+
+def _names(path: str, options: DiffOptions) -> Checked:
+    model = operand_of(options)
+    if model is None:
+        read_names(path)
+        return Checked(path, "names", notes=(_NOT_COMPARED,))
+    diff = contract.run(path, model, options)
+    found = (entry for entry in diff.entries if diff.weighs(entry))
+    problems = tuple(
+        Problem(f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right)) for entry in found
+    )
+    if not diff.identical and not problems:
+        problems = (Problem("; ".join(diff.notes), path),)
+    return Checked(path, "names", problems, () if diff.identical else diff.notes)

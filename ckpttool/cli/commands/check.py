@@ -1,0 +1,40 @@
+"""``ckpttool check``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ckpttool import api
+from ckpttool.cli.fields import with_options
+from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.options import Argument, OptimizerOptions, option
+
+
+@with_options(OptimizerOptions)
+def command(
+    files: Annotated[list[str], Argument("FILE...", "Names files, rules, plans and checkpoints.")],
+    options: OptimizerOptions,
+    allow: Annotated[
+        list[str] | None,
+        option("--allow", metavar="NAME", help="A class that pickles may call for: 'argparse.*'. Repeatable."),
+    ] = None,
+    force: Force = False,
+    format: Format = "text",
+    report: Reports = None,
+) -> int:
+    """Files of a repository: names, rules, plans, pickles.
+
+    A names file is compared with --model; a checkpoint's pickles may call for what is torch's own and what --allow
+    names; rules and plans are read whole. Status 1 where something is wrong with one of them.
+
+    \b
+    Examples:
+      ckpttool check names.json rules.toml train.pt
+      ckpttool check old.ckpt --allow 'argparse.*'
+    """
+    from ckpttool.report.documents.check import document
+
+    check_texts(report or (), files, force=force)
+    found = api.check_by(files, options, allow or ())
+    emit(lambda: document(found), found.to_json, format, report, force=force)
+    return 0 if found.ok else 1

@@ -1,0 +1,240 @@
+"""`check`, and the hooks and the action that run it: each step is run as its runner would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import schemas
+from command import Run
+from places import ROOT
+
+yaml = pytest.importorskip("yaml")
+
+
+@pytest.fixture(autouse=True)
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("CKPTTOOL_")]:
+        monkeypatch.delenv(name)
+    shutil.copytree(ROOT / "examples" / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(tmp_path / "ci")
+    torch.save({"w": torch.ones(2)}, "good.pt")
+    torch.save({"w": torch.ones(2), "args": argparse.Namespace(lr=1)}, "args.pt")
+    save_file({"w": torch.ones(2)}, "good.safetensors")
+    Path("rules.toml").write_text('[[rule]]\nrename = "a.{x*} => b.{x*}"\n')
+    return tmp_path / "ci"
+
+
+def rename() -> None:
+    text = Path("model.py").read_text()
+    Path("model.py").write_text(text.replace("self.head", "self.classifier"))
+    shutil.rmtree("__pycache__", ignore_errors=True)
+
+
+@pytest.fixture
+def renames(run: Run) -> Callable[[], None]:
+    """What renames the head. The model is a names file here, so that no step has to import torch."""
+    Path("pyproject.toml").write_text('[tool.ckpttool]\nmodel = "now.json"\n')
+    shutil.copy("names.json", "now.json")
+
+    def renames() -> None:
+        rename()
+        line = ("trace", "model.py:build", "--optimizer", "model.py:optimizer", "-o", "now.json", "--force", "-q")
+        assert run(*line).status == 0
+
+    return renames
+
+
+def test_each_file_is_checked_for_what_it_is(run: Run) -> None:
+    assert run("remap", "good.pt", "--save-plan", "plan.json", "--rule", "w=>v").status == 0
+    files = ("good.pt", "good.safetensors", "rules.toml", "plan.json", "names.json")
+    done = run("check", *files, "--format", "json")
+    assert (done.status, done.data["ok"]) == (0, True)
+    assert [file["kind"] for file in done.data["files"]] == ["checkpoint", "checkpoint", "rules", "plan", "names"]
+    assert schemas.check(done.data) == "check"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("rules.toml", '[[rule]]\nrenam = "a => b"\n', "rule"),
+        ("rules.toml", "[[rule", "not TOML"),
+        ("plan.json", '{"schema": "ckpttool.plan/1", "outputs": 3, "dropped": []}', "$.outputs"),
+        ("names.json", '{"schema": "ckpttool.names/1"}', "$.model"),
+        ("bad.pt", "no checkpoint", "bad.pt"),
+    ],
+)
+def test_what_is_wrong_is_said(run: Run, name: str, content: str, problem: str) -> None:
+    Path(name).write_text(content)
+    done = run("check", "good.pt", name, "--format", "json")
+    assert (done.status, done.data["ok"]) == (1, False)
+    assert problem in str(done.data["files"][1]["problems"])
+    assert done.data["files"][0]["problems"] == []
+
+
+def test_pickles_call_for_nothing_but_what_is_allowed(run: Run) -> None:
+    done = run("check", "args.pt", "--format", "json")
+    assert (done.status, done.data["files"][0]["problems"][0]["key"]) == (1, "argparse.Namespace")
+    assert run("check", "args.pt", "--allow", "argparse.*").status == 0
+    assert run("check", "none.pt").status == 2
+
+
+def test_names_are_compared_where_a_model_is_named(run: Run) -> None:
+    rename()
+    done = run("check", "names.json")
+    assert done.status == 1
+    assert "unexpected: only left has it @ head.weight" in done.out
+    done = run("check", "names.json", "--no-defaults")
+    assert (done.status, "were not compared with a model's code" in done.err) == (0, True)
+
+
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+
+
+def hook(name: str, *args: str, files: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    """As pre-commit runs it: the entry, the repository's arguments, the files whose names match."""
+    (found,) = [one for one in HOOKS if one["id"] == name]
+    chosen = [path for path in files or [] if re.search(found.get("files", ""), path)]
+    passed = chosen if found.get("pass_filenames", True) else []
+    assert files is None or passed or not chosen
+    command = [sys.executable, "-m", *shlex.split(found["entry"]), *args, *passed]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_hooks_of_pre_commit(renames: Callable[[], None]) -> None:
+    everything = sorted(map(str, Path().iterdir()))
+    assert hook("ckpttool-names", "names.json").returncode == 0
+    failed = hook("ckpttool-pickles", files=everything)
+    assert (failed.returncode, "argparse.Namespace" in failed.stdout) == (1, True)
+    assert hook("ckpttool-pickles", "--allow", "argparse.*", files=everything).returncode == 0
+    assert hook("ckpttool-rules", files=everything).returncode == 0
+    Path("rules.toml").write_text("[[rule]]\n")
+    assert hook("ckpttool-rules", files=everything).returncode == 1
+    renames()
+    assert hook("ckpttool-names", "names.json").returncode == 1
+
+
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+
+
+def job(tmp: Path, **inputs: str) -> tuple[int, dict[str, str], str, str]:
+    """The steps of the action, by bash as a runner calls it: status, outputs, the job's summary, the log."""
+    given = {name: one.get("default", "") for name, one in ACTION["inputs"].items()} | inputs
+    assert set(inputs) <= set(ACTION["inputs"])
+    tmp.mkdir(exist_ok=True)
+    written = {name: tmp / name for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
+    log = ""
+    for step in ACTION["runs"]["steps"]:
+        if step.get("if") == "inputs.install != ''" and not given["install"]:
+            continue
+        env = {name: filled(value, given) for name, value in step["env"].items()}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "GITHUB_ACTIONS": "true",
+            **env,
+            **{n: str(p) for n, p in written.items()},
+        }
+        for path in written.values():
+            path.touch()
+        where = filled(step.get("working-directory", "."), given)
+        bash = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        done = subprocess.run(bash, env=env, cwd=where, capture_output=True, text=True, check=False)
+        log += done.stdout + done.stderr
+        if done.returncode:
+            break
+    outputs = dict(line.split("=", 1) for line in written["GITHUB_OUTPUT"].read_text().splitlines())
+    said = {name: one["value"] for name, one in ACTION["outputs"].items()}
+    assert set(said.values()) == {f"${{{{ steps.run.outputs.{name} }}}}" for name in said}
+    return done.returncode, outputs, written["GITHUB_STEP_SUMMARY"].read_text(), log
+
+
+def filled(text: str, given: dict[str, Any]) -> str:
+    install = "${{ inputs.install == '.' && github.action_path || inputs.install }}"
+    values = {f"${{{{ inputs.{name} }}}}": value for name, value in given.items()}
+    values |= {"${{ github.action_path }}": str(ROOT), install: given["install"]}
+    return values.get(text, text)
+
+
+def test_the_action_from_green_to_red(tmp_path: Path, renames: Callable[[], None]) -> None:
+    inputs = {"command": "diff names.json", "install": "", "python": sys.executable}
+    status, outputs, summary, log = job(tmp_path / "1", **inputs)
+    assert (status, outputs) == (0, {"identical": "true", "status": "0", "summary": '{"same": 16}'})
+    assert "the same" in summary
+    assert "::notice title=diff::the same" in log
+    renames()
+    status, outputs, summary, log = job(tmp_path / "2", **inputs)
+    assert (status, outputs["identical"], outputs["status"]) == (1, "false", "1")
+    assert json.loads(outputs["summary"]) == {"same": 14, "missing": 2, "unexpected": 2}
+    assert "head.weight" in summary
+    assert re.search("^::error title=diff::4 differences%0Ackpttool remap CKPT --rule", log, re.MULTILINE)
+    status, outputs, *_ = job(tmp_path / "3", **inputs, fail="report")
+    assert (status, outputs["identical"]) == (0, "false")
+
+
+def test_the_action_without_an_answer(tmp_path: Path) -> None:
+    inputs = {"install": "", "python": sys.executable, "working-directory": ".."}
+    status, outputs, summary, log = job(tmp_path / "1", command="diff 'no %0A.pt' x.pt", fail="report", **inputs)
+    assert (status, outputs) == (2, {"identical": "", "status": "2", "summary": "{}"})
+    assert "no %0A.pt" in summary
+    assert re.search("^::error title=ckpttool::no such file: no %250A.pt", log, re.MULTILINE)
+    status, outputs, *_ = job(tmp_path / "2", command="inspect ci/good.pt", **inputs)
+    assert (status, outputs) == (0, {"identical": "", "status": "0", "summary": "{}"})
+
+
+def snippets() -> dict[str, Any]:
+    """The YAML of docs/ci.md, by the heading that it stands under."""
+    page = (ROOT / "docs" / "ci.md").read_text()
+    found = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return {title: yaml.safe_load(text) for title, text in found}
+
+
+def shell(script: str, tmp: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the script where `ckpttool` and the agent of Buildkite are on the path, and pip installs nothing."""
+    programs = {
+        "ckpttool": f'exec {sys.executable} -m ckpttool "$@"',
+        "pip": "exit 0",
+        "buildkite-agent": 'echo "$@" > ../annotated; cat >> ../annotated',
+    }
+    (tmp / "bin").mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (tmp / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp / "bin" / name).chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-e", "-c", script], env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_snippets_of_the_page(tmp_path: Path, renames: Callable[[], None]) -> None:
+    found = snippets()
+    assert set(found) == {"GitHub", "Before a commit", "GitLab", "Buildkite"}
+    assert set(found["GitHub"][0]["with"]) <= set(ACTION["inputs"])
+    hooks = found["Before a commit"][0]["hooks"]
+    assert [one["id"] for one in hooks] == [one["id"] for one in HOOKS]
+    gitlab = "\n".join(found["GitLab"]["names"]["script"])
+    (buildkite,) = [step["command"] for step in found["Buildkite"]["steps"]]
+    assert shell(gitlab, tmp_path).returncode == 0
+    assert Path("names.html").exists()
+    Path("names.html").unlink()
+    assert shell(buildkite, tmp_path).returncode == 0
+    assert "--style success" in (tmp_path / "annotated").read_text()
+    Path("names.md").unlink()
+    renames()
+    assert shell(gitlab, tmp_path).returncode == 1
+    assert Path("names.html").exists()
+    assert shell(buildkite, tmp_path).returncode == 1
+    assert "--style error" in (tmp_path / "annotated").read_text()
+    assert "head.weight" in (tmp_path / "annotated").read_text()
