@@ -11,6 +11,8 @@ from ckpttool.edits.remap.optimizer import to_json as optimizer_json
 from ckpttool.expression import Ref
 from ckpttool.plan import Plan
 
+SCHEMA = "ckpttool.remap/1"
+
 
 @dataclass(frozen=True, slots=True)
 class Remap:
@@ -37,13 +39,14 @@ class Remap:
     def to_json(self, source: str, output: str) -> Mapping[str, object]:
         """The `remap` object of the contract, without its plan."""
         return {
-            "schema": "ckpttool.remap/1",
+            "schema": SCHEMA,
             "source": source,
             "output": output,
             "from": self.source_form,
             "to": self.form,
             **self.counts,
             "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
+            "by_code": [{"way": run.way, "model": run.model, "keys": keys} for run, keys in self.plan.by_code],
             "optimizer": optimizer_json(self.optimizers),
             "notes": list(self.notes),
         }
