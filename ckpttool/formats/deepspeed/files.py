@@ -8,8 +8,10 @@ partition (``deepspeed/checkpoint/constants.py``).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ckpttool.checkpoint import TensorEntry
@@ -47,10 +49,16 @@ class File:
 
     def entry(self, key: str, node: Any) -> TensorEntry:
         """The entry of a tensor's node. Raises `CkptError` where it is none, or no contiguous one of one dimension."""
-        found = entry_of(key, node, self.storages) if is_tensor(node) else None
-        if found is None or found.storage is None or not found.is_contiguous:
+        if not is_tensor(node):
             raise malformed(f"{self.path}: {key} is no flat tensor")
-        return found
+        return flat(self, entry_of(key, node, self.storages))
+
+
+def flat(file: File, entry: TensorEntry) -> TensorEntry:
+    """The entry, whose elements lie side by side. Raises `CkptError` where they do not."""
+    if entry.storage is None or not entry.is_contiguous:
+        raise malformed(f"{file.path}: {entry.key} is no flat tensor")
+    return entry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,15 +121,13 @@ def _check_ranks(folder: str, files: Files, found: Mapping[re.Pattern[str], Mapp
     count = partition_count(files.optimizers[0])
     problems = []
     for kind in found:
-        have = [rank for rank, _ in found[kind].values()]
+        have = Counter(rank for rank, _ in found[kind].values())
         if kind is _MODEL and len(have) == 1 and zero_stage(files.optimizers[0]) < 3:
             continue
         what = "optimizer" if kind is _OPTIMIZER else "model"
-        missing = [rank for rank in range(count) if rank not in have][:_MOST_MISSING]
+        missing = islice((rank for rank in range(count) if rank not in have), _MOST_MISSING)
         problems += [Problem(f"no file of this rank's {what} states", f"rank {rank}") for rank in missing]
-        problems += [
-            Problem("two files are of this rank", f"rank {rank}") for rank in {r for r in have if have.count(r) > 1}
-        ]
+        problems += [Problem("two files are of this rank", f"rank {rank}") for rank in have if have[rank] > 1]
         problems += [Problem(f"the run had {count} ranks", f"rank {rank}") for rank in have if rank >= count]
     problems += _of_one_run(files.optimizers, ("zero_stage", "partition_count", "ds_version"), "optimizer_state_dict")
     problems += _of_one_run(files.models, ("global_steps", "dp_world_size", "ds_version"))

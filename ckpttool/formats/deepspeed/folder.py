@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import concatenated, window
 from ckpttool.formats.containers.many_objects import many_objects
-from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, read_files, sequence, shape_of
+from ckpttool.formats.deepspeed.files import COPY, File, Files, flat, mapping, plain, read_files, sequence, shape_of
 from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
 from ckpttool.formats.torch.tensors import is_tensor
 
@@ -85,7 +85,7 @@ def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
         missing = [Problem("a rank has no part of it", name) for own in fragments if name not in own]
         if missing:
             raise CkptError(f"{files.models[0].path}: frozen parameters are not whole", hint=COPY, problems=missing)
-        found |= one.gather([[own[name]] for own in fragments])
+        found |= one.gather([[flat(file, own[name])] for file, own in zip(files.models, fragments)])
     return found
 
 
@@ -95,10 +95,10 @@ def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
 def _optimizer(files: Files, cut: Partitions, notes: list[str]) -> Section | None:
     """The optimizer's state by the names of its parameters; None, and a note, where its layout is not known."""
     key = "optimizer_state_dict" if cut.stage == 3 else "base_optimizer_state"
-    states = []
+    states: list[Any] = []
     for file in files.optimizers:
         base = mapping(file.items, "optimizer_state_dict").get(key)
-        if type(base) is not dict or type(base.get("param_groups")) is not list:
+        if not _is_known(base, len(cut.groups)):
             notes.append(f"the optimizer is not read: {key} of {file.path} is not laid out as DeepSpeed does today")
             return None
         states.append(base)
@@ -119,9 +119,20 @@ def _optimizer(files: Files, cut: Partitions, notes: list[str]) -> Section | Non
     return Section("optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": groups})
 
 
+def _is_known(base: Any, groups: int) -> bool:
+    """Whether the state is laid out as an optimizer of as many param groups, each of flat parameters with numbers."""
+    if type(base) is not dict or type(base.get("state")) is not dict or type(base.get("param_groups")) is not list:
+        return False
+    own = base["param_groups"]
+    params = [group.get("params") for group in own if type(group) is dict]
+    return len(own) == len(params) == groups and all(
+        type(ids) is list and all(type(param) is int for param in ids) for ids in params
+    )
+
+
 def _differing(group: int, states: Sequence[Mapping[str, Any]], files: Sequence[File]) -> list[Problem]:
     """Hyperparameters of a param group that are not on all ranks the same."""
-    own = [state["param_groups"][group] if group < len(state["param_groups"]) else {} for state in states]
+    own = [state["param_groups"][group] for state in states]
     return [
         Problem(f"{name} is {plain(other.get(name))!r}, and {plain(value)!r} on rank 0", file.path)
         for name, value in own[0].items()

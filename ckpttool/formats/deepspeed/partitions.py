@@ -34,7 +34,13 @@ class Partitions:
     sizes: tuple[tuple[int, ...], ...]
 
     def gather(self, flats: Sequence[Sequence[TensorEntry]]) -> dict[str, TensorEntry]:
-        """Parameter -> the tensor of its shape, of the flat tensors of every rank (ranks first)."""
+        """Parameter -> the tensor of its shape, of the flat tensors of every rank (ranks first).
+
+        Raises `CkptError` where the ranks hold too few elements of one, or of several dtypes.
+        """
+        dtypes = sorted({flat.dtype for own in flats for flat in own})
+        if len(dtypes) > 1:
+            raise CkptError(f"the ranks' partitions are of several dtypes: {', '.join(dtypes)}", hint=COPY)
         gathered = self._of_parameters if self.stage == 3 else self._of_groups
         return {name: _whole(name, shape, parts, flats[0][0].dtype) for name, shape, parts in gathered(flats)}
 
@@ -154,4 +160,9 @@ def _of_stage_3(cut: Partitions) -> list[Problem]:
 
 
 def _whole(name: str, shape: tuple[int, ...], parts: Sequence[Part], dtype: str) -> TensorEntry:
-    return TensorEntry(name, dtype, shape, contiguous_stride(shape), 0, concatenated(parts))
+    entry = TensorEntry(name, dtype, shape, contiguous_stride(shape), 0, concatenated(parts))
+    if entry.storage is None or entry.storage.nbytes != entry.nbytes:
+        raise CkptError(
+            "the ranks' partitions do not hold a parameter whole", hint=COPY, problems=[Problem("is cut short", name)]
+        )
+    return entry

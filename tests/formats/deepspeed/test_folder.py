@@ -71,6 +71,18 @@ def test_it_is_named_and_listed(saved: Path, run: Run) -> None:
     assert step["tensors"] == listed["tensors"]
 
 
+def test_it_is_read_and_not_written(saved: Path, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    done = run("remap", tmp_path / "run", "--rule", "emb.{x*} => e.{x*}", "--in-place")
+    assert (done.status, "is in another format (DeepSpeed ZeRO folder) than what would replace it" in done.err) == (
+        1,
+        True,
+    )
+    done = run("remap", f"{tmp_path / 'run'}::model", "--keep-aliases", "-o", f"{tmp_path / 'out'}/")
+    assert done.status == 0, done.err
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
     with zipfile.ZipFile(path) as source:
         records = {name: source.read(name) for name in source.namelist()}
