@@ -188,10 +188,12 @@ def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = Non
 
 def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None) -> Remap:
     """`remap`, with its options as a value."""
-    from ckpttool.edits.run import run
+    from ckpttool.edits.run import run, undone
     from ckpttool.edits.write import quiet
 
     options.check(ckpt if isinstance(ckpt, str) else None)
+    if options.undo:
+        return undone(ckpt, options)
     return run(_with_values(ckpt), options, progress or quiet)
 
 

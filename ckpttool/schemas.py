@@ -140,6 +140,7 @@ _SECTION = ObjectOf(
     }
 )
 _PLAN = ObjectOf({"schema": one_of(PLAN_SCHEMA), **PLAN.needs}, PLAN.may)
+_WAY = one_of("model.load", "model.save")
 _REMAP = ObjectOf(
     {
         "schema": one_of(REMAP),
@@ -150,14 +151,18 @@ _REMAP = ObjectOf(
         **dict.fromkeys(("renamed", "transformed", "unchanged"), COUNT),
         "dropped": TEXTS,
         "optimizer": Nullable(ObjectOf({"from": _FORM, "to": _FORM, "params": COUNT, "sections": ListOf(_SECTION)})),
+        "by_code": ListOf(ObjectOf({"way": _WAY, "model": TEXT, "keys": TEXTS})),
         "notes": TEXTS,
     },
-    {"plan": _PLAN},
+    {
+        "plan": _PLAN,
+        "written": ObjectOf({"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": Nullable(TEXT)}),
+    },
 )
 _SWAP: Mapping[str, AnyKind] = {
     **dict.fromkeys(("program", "weights", "output", "layout", "from"), TEXT),
     "swapped": COUNT,
-    **dict.fromkeys(("kept", "constants", "ignored"), TEXTS),
+    **dict.fromkeys(("kept", "constants", "ignored", "by_code"), TEXTS),
 }
 _ERROR: Mapping[str, AnyKind] = {
     "status": COUNT,

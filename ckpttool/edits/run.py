@@ -22,6 +22,9 @@ from ckpttool.expression import LOADED, SAVED
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.recognise_folder import locate
+from ckpttool.io.edit_in_place import Written, undo
+from ckpttool.io.files import is_dir, look_anew
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -181,13 +184,39 @@ def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Opti
 def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap) -> Remap:
     """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
     fitted = fit(done.result, target.format, keep_aliases=options.keep_aliases)
-    content = target.lay_out(fitted, _shard_size(options))
-    if not options.dry_run:
-        expected = fingerprints(fitted) if options.verify and options.in_place else fitted
-        writer.target(target, content)
-        if options.verify:
-            prove(target.path, expected)
-    return replace(done, result=fitted, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+    notes = (*source.notes, *done.notes, *losses(done.result, target.format))
+    done = replace(done, result=fitted, notes=notes)
+    if options.dry_run:
+        target.lay_out(fitted, _shard_size(options))
+        return done
+    expected = fingerprints(fitted) if options.verify and options.in_place else fitted
+    written = _edited(options, writer, target, fitted)
+    if written is None or written.way == "copied":
+        writer.target(target, target.lay_out(fitted, _shard_size(options)))
+    if options.verify:
+        prove(target.path, expected)
+    return replace(done, written=written)
+
+
+def undone(ckpt: object, options: RemapOptions) -> Remap:
+    """Gives a file or a folder back as it was before the last edit in place; what it holds now, as a remap of nothing.
+
+    Raises `CkptError` where there is no way back.
+    """
+    if not isinstance(ckpt, str) or split(ckpt)[1] is not None:
+        raise CkptError("--undo gives a whole file back", hint="name the file without ::SECTION")
+    look_anew(ckpt)
+    undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
+    return replace(remap(open_operand(ckpt)), written=Written("undone"))
+
+
+def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint) -> Written | None:
+    """Changes the source where it lies, if that is asked for and can be; None where it is not."""
+    if not options.in_place:
+        return None
+    if options.copy or options.max_shard_size is not None:
+        return Written("copied", reason="asked for")
+    return writer.edit(target, target.lay_in_place(fitted))
 
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:

@@ -22,5 +22,5 @@ def check(data: Any) -> str:
     """The object's name. Fails where its schema does not take it."""
     name = NAMES[data.get("schema", data.get("_type"))]
     problems = [f"{error.json_path}: {error.message:.200}" for error in validator(name).iter_errors(data)]
-    assert problems == []
+    assert not problems, problems
     return name

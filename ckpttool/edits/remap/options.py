@@ -69,6 +69,11 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     world_size: Annotated[
         int | None, option("--world-size", metavar="N", help=f"How many rank files --to {FSDP_FLAT} writes.")
     ] = None
+    copy: Annotated[
+        bool,
+        option("--copy", "--compact", help="With --in-place: write all anew, and leave out what earlier edits left."),
+    ] = False
+    undo: Annotated[bool, option("--undo", help="Take the last --in-place back.")] = False
     link: Annotated[
         str, option("--link", metavar="HOW", help=f"Data files that stay as they are: {', '.join(LINKS)}.")
     ] = "copy"
@@ -124,6 +129,12 @@ def _is_rank_file(out: str) -> bool:
 
 # What excludes what, the error, and its hint; the first that holds is said.
 _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
+    (
+        lambda a: a.undo and a != RemapOptions(undo=True, no_fsync=a.no_fsync),
+        "--undo stands alone: it gives the file back as it was",
+        "leave everything else out",
+    ),
+    (lambda a: a.copy and not a.in_place, "--copy is a way of --in-place", "pass --in-place, or -o OUT"),
     (lambda a: a.in_place and a.out, "--in-place and -o OUT exclude each other", "choose one"),
     (
         lambda a: _needs_model(a.to) and a.model is None,
