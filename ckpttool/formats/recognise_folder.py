@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.huggingface.index_file import read_index
 from ckpttool.formats.recognise_file import sniff
-from ckpttool.io.files import is_dir, is_file, names_in
+from ckpttool.io.files import is_dir, is_file, names_in, opened
 from ckpttool.io.paths import join
 from ckpttool.io.safe_path import safe_path
 
@@ -27,6 +27,8 @@ _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".meta
 # What a trainer saves beside the weights; never meant where there is anything else.
 _BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
+
+_MAX_TAG = 1024  # bytes of the name of a step's folder
 
 
 class Found(NamedTuple):
@@ -60,7 +62,7 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
     if DCP_METADATA in files or any(HF_SHARD.fullmatch(name) for name in files):
         return [Found("dcp", folder)]
     if _is_deepspeed(folder, names):
-        raise _deepspeed(folder, names)
+        return [Found("deepspeed", _step_of(folder, names))]
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
     shards = {shard for index in found for shard in _shards_of(index.path)}
     single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
@@ -85,13 +87,20 @@ def _is_deepspeed(folder: str, names: list[str]) -> bool:
     )
 
 
-def _deepspeed(folder: str, names: list[str]) -> CkptError:
-    home = folder if "latest" in names else os.path.dirname(os.path.abspath(folder))
-    out = quote(os.path.join(home, "fp32"))
-    return CkptError(
-        f"{folder} is a DeepSpeed ZeRO checkpoint: every rank's file holds its part of the flattened parameters",
-        hint=f"gather them first: python {quote(os.path.join(home, 'zero_to_fp32.py'))} {quote(home)} {out}",
-    )
+def _step_of(folder: str, names: list[str]) -> str:
+    """The folder of one step: the one that ``latest`` names, which DeepSpeed itself loads, or `folder`."""
+    if any(_DEEPSPEED.fullmatch(name) for name in names):
+        return folder
+    with opened(join(folder, "latest")) as file:
+        tag = file.read(_MAX_TAG).decode("utf-8", "replace").strip()
+    path = safe_path(folder, tag) if tag in names else None
+    if path is None or not is_dir(path):
+        steps = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
+        raise CkptError(
+            f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `latest` names is not there",
+            hint=f"name one: {quote(join(folder, steps[-1]))}" if steps else "copy the folder again",
+        )
+    return path
 
 
 def _nothing(folder: str, names: list[str]) -> CkptError:

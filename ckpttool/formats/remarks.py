@@ -10,7 +10,7 @@ from ckpttool.words import human_bytes, plural
 
 _NAMED = 5  # storages that are listed
 
-_GATHER = "`python zero_to_fp32.py CHECKPOINT_DIR OUT` gathers them (DeepSpeed puts the script beside the checkpoint)"
+_GATHER = "`ckpttool remap FOLDER -o whole.pt` gathers them from the folder of all ranks' files"
 PLACEHOLDER = (
     "no elements, as in a ZeRO-3 placeholder or in what another rank of FSDP holds: the ranks' files hold its values; "
     f"of ZeRO-3 {_GATHER}"

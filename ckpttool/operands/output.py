@@ -94,7 +94,9 @@ def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) 
     if row.folder:
         return Target(out, row, out)
     if from_folder and max_shard_size is None:
-        return Target(out, row, out, name_of(locate(source.source).path))
+        found = locate(source.source).path
+        if not is_dir(found):  # one file in a folder, and no folder that is only read
+            return Target(out, row, out, name_of(found))
     return Target(out, FORMATS["sharded_bin" if row.name == "torch_zip" and from_folder else "sharded"], out)
 
 

@@ -54,9 +54,21 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
         (["notes.txt", "step_100/model.pt", "step_200/model.pt"], "no checkpoint", "step_200"),
         (["model-00001-of-00002.safetensors"], "1 shards without their index", "index.json"),
         (["__0_0.distcp"], "without its .metadata", "hidden"),
-        (["latest", "global_step5/mp_rank_00_model_states.pt"], "DeepSpeed ZeRO", "zero_to_fp32.py"),
-        (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed ZeRO", "zero_to_fp32.py"),
-        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed ZeRO", "zero_to_fp32.py"),
+        (
+            ["latest", "global_step5/mp_rank_00_model_states.pt"],
+            "the step '{}' that its file `latest` names",
+            "global_step5",
+        ),
+        (
+            ["zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+            "DeepSpeed checkpoint without the model's own file",
+            "copy the folder again",
+        ),
+        (
+            ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+            "DeepSpeed checkpoint without the model's own file",
+            "copy the folder again",
+        ),
     ],
 )
 def test_what_is_none_is_named(tmp_path: Path, names: list[str], message: str, hint: str) -> None:

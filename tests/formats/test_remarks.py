@@ -92,10 +92,10 @@ def test_files_of_deepspeed_are_told_with_the_way_to_gather_them(tmp_path):
     first, second = open_checkpoint(str(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")).notes
     assert "the model's part of a DeepSpeed checkpoint" in first
     assert second.startswith("2 tensors have shape [0]: ZeRO-3 placeholders")
-    assert "zero_to_fp32.py" in second
+    assert "ckpttool remap FOLDER -o whole.pt" in second
     (note,) = open_checkpoint(str(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")).notes
     assert "one rank's part of a DeepSpeed checkpoint" in note
-    assert "zero_to_fp32.py" in inspected(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert "ckpttool remap FOLDER -o whole.pt" in inspected(tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
 def test_placeholders_are_the_reason_of_a_diff(tmp_path):
@@ -107,4 +107,4 @@ def test_placeholders_are_the_reason_of_a_diff(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1
     assert "ZeRO-3 placeholder" in done.stdout
-    assert "zero_to_fp32.py" in done.stdout
+    assert "ckpttool remap FOLDER -o whole.pt" in done.stdout

@@ -1,0 +1,201 @@
+"""The files of a DeepSpeed checkpoint: which ranks they are of, and what each says, as inert nodes of its pickle.
+
+``mp_rank_00_model_states.pt`` (ZeRO-1 and -2) or one ``zero_pp_rank_N_mp_rank_00_model_states.pt`` a rank (ZeRO-3) hold
+the module's state dict and the shapes of its parameters, ``zero_pp_rank_N_mp_rank_00_optim_states.pt`` each rank's
+partition (``deepspeed/checkpoint/constants.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ckpttool.checkpoint import TensorEntry
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.containers.pickle_tree import Call
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.recognise_file import sniff
+from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.mappings import pairs_of
+from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor, malformed
+from ckpttool.io.files import is_file, names_in
+from ckpttool.io.paths import join
+
+COPY = "copy the folder again, or take an older step: the file `latest` beside it names the one that DeepSpeed loads"
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+_EXPERTS = re.compile(r"(?:layer_\d+[-_]|expp?_).*_states\.pt")
+_MOST_MISSING = 20  # ranks that are listed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class File:
+    """One file: the items of its pickled dict, and the storages of its tensors."""
+
+    path: str
+    nbytes: int
+    items: Mapping[Any, Any]
+    storages: Storages
+    globals: tuple[str, ...]
+
+    def tensors(self, key: str) -> dict[str, TensorEntry]:
+        """The tensors of the dict under `key`, by their names."""
+        nodes = {str(name): node for name, node in mapping(self.items, key).items() if is_tensor(node)}
+        return {name: entry_of(name, node, self.storages) for name, node in nodes.items()}
+
+    def entry(self, key: str, node: Any) -> TensorEntry:
+        """The entry of a tensor's node. Raises `CkptError` where it is none, or no contiguous one of one dimension."""
+        if not is_tensor(node):
+            raise malformed(f"{self.path}: {key} is no flat tensor")
+        return flat(self, entry_of(key, node, self.storages))
+
+
+def flat(file: File, entry: TensorEntry) -> TensorEntry:
+    """The entry, whose elements lie side by side. Raises `CkptError` where they do not."""
+    if entry.storage is None or not entry.is_contiguous:
+        raise malformed(f"{file.path}: {entry.key} is no flat tensor")
+    return entry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Files:
+    """The files of all ranks in order, first those of the model: one, or with ZeRO-3 one a rank."""
+
+    models: tuple[File, ...]
+    optimizers: tuple[File, ...]
+
+
+def read_files(folder: str) -> Files:
+    """The files in `folder`. Raises `CkptError`, all problems at once, where one is missing or of another run."""
+    names = [name for name in names_in(folder) if is_file(join(folder, name))]
+    found = {kind: _numbered(names, kind) for kind in (_MODEL, _OPTIMIZER)}
+    others = [name for name in names if _EXPERTS.fullmatch(name)]
+    others += [name for kind in found for name, (_, part) in found[kind].items() if part]
+    if others:
+        raise CkptError(
+            f"{folder} is a DeepSpeed checkpoint of a model that is cut by layers, by experts or within tensors",
+            hint="convert it with DeepSpeed's ds_to_universal.py",
+            problems=[Problem("not of the one model part that is read", name) for name in others],
+        )
+    optimizers, models = _ordered(found[_OPTIMIZER]), _ordered(found[_MODEL])
+    if not optimizers or not models:
+        what = (
+            "partitions of the weights (*_optim_states.pt)"
+            if not optimizers
+            else "model's own file (*_model_states.pt)"
+        )
+        raise CkptError(f"{folder} is a DeepSpeed checkpoint without the {what}", hint=COPY)
+    files = Files(
+        tuple(_file(join(folder, name)) for name in models), tuple(_file(join(folder, name)) for name in optimizers)
+    )
+    _check_ranks(folder, files, found)
+    return files
+
+
+def _numbered(names: Sequence[str], kind: re.Pattern[str]) -> dict[str, tuple[int, int]]:
+    """Name -> rank and model part, of the files of a kind."""
+    matches = {name: kind.fullmatch(name) for name in names}
+    return {name: (int(m["rank"] or 0), int(m["part"])) for name, m in matches.items() if m is not None}
+
+
+def _ordered(found: Mapping[str, tuple[int, int]]) -> list[str]:
+    return sorted(found, key=lambda name: found[name])
+
+
+def _file(path: str) -> File:
+    if sniff(path) != "torch_zip":
+        raise CkptError(f"{path} is no file of torch.save", hint=COPY)
+    archive = read_archive(path)
+    _, pickle, storages = torch_zip.open_tree(archive)
+    items = pairs_of(pickle.root)
+    if items is None:
+        raise malformed(f"{path} holds no dict")
+    return File(path, archive.length, items, storages, torch_zip.foreign(pickle.globals))
+
+
+def _check_ranks(folder: str, files: Files, found: Mapping[re.Pattern[str], Mapping[str, tuple[int, int]]]) -> None:
+    count = partition_count(files.optimizers[0])
+    problems = []
+    for kind in found:
+        have = Counter(rank for rank, _ in found[kind].values())
+        if kind is _MODEL and len(have) == 1 and zero_stage(files.optimizers[0]) < 3:
+            continue
+        what = "optimizer" if kind is _OPTIMIZER else "model"
+        missing = islice((rank for rank in range(count) if rank not in have), _MOST_MISSING)
+        problems += [Problem(f"no file of this rank's {what} states", f"rank {rank}") for rank in missing]
+        problems += [Problem("two files are of this rank", f"rank {rank}") for rank in have if have[rank] > 1]
+        problems += [Problem(f"the run had {count} ranks", f"rank {rank}") for rank in have if rank >= count]
+    problems += _of_one_run(files.optimizers, ("zero_stage", "partition_count", "ds_version"), "optimizer_state_dict")
+    problems += _of_one_run(files.models, ("global_steps", "dp_world_size", "ds_version"))
+    if problems:
+        raise CkptError(f"{folder} does not hold the files of all ranks of one step", hint=COPY, problems=problems)
+
+
+def _of_one_run(files: Sequence[File], keys: Sequence[str], inside: str | None = None) -> list[Problem]:
+    """What all files have to say alike, and do not."""
+    said = [file.items if inside is None else mapping(file.items, inside) for file in files]
+    return [
+        Problem(f"{key} is {plain(own.get(key))!r}, in {files[0].path} {plain(said[0].get(key))!r}", file.path)
+        for key in keys
+        for file, own in zip(files, said)
+        if plain(own.get(key)) != plain(said[0].get(key))
+    ]
+
+
+def zero_stage(file: File) -> int:
+    """1, 2 or 3, as the optimizer's file says."""
+    stage = plain(mapping(file.items, "optimizer_state_dict").get("zero_stage"))
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise malformed(f"{file.path}: ZeRO stage {stage!r}")
+    return stage
+
+
+def partition_count(file: File) -> int:
+    """Over how many ranks the file's partitions are cut; of several param groups the most."""
+    said = plain(mapping(file.items, "optimizer_state_dict").get("partition_count"))
+    counts = said if type(said) is list else [said]
+    if not counts or any(type(count) is not int or count < 1 for count in counts):
+        raise malformed(f"{file.path}: {said!r} partitions")
+    if len(set(counts)) > 1:
+        raise CkptError(
+            f"{file.path}: its param groups are cut over {counts} ranks, as those of experts are",
+            hint="convert it with DeepSpeed's ds_to_universal.py",
+        )
+    return int(counts[0])
+
+
+def mapping(items: Mapping[Any, Any], key: Any) -> dict[Any, Any]:
+    """The dict under `key`; empty where there is None. Raises `CkptError` where it is something else."""
+    found = {} if items.get(key) is None else pairs_of(items[key])
+    if found is None:
+        raise malformed(f"{key} is no dict")
+    return found
+
+
+def sequence(items: Mapping[Any, Any], key: str) -> list[Any]:
+    """The list under `key`; empty where there is None. Raises `CkptError` where it is something else."""
+    found = items.get(key)
+    if found is not None and type(found) not in (list, tuple):
+        raise malformed(f"{key} is no list")
+    return list(found or ())
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """A ``torch.Size``, or a tuple of sizes."""
+    sizes = node.args[0] if type(node) is Call and len(node.args) == 1 else node
+    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise malformed("param_shapes without shapes")
+    return tuple(sizes)
+
+
+def plain(node: Any) -> Any:
+    """A number, a word or a list of such; the value of an enum; None for any other node."""
+    if type(node) in (bool, int, float, str, type(None)):
+        return node
+    if type(node) in (list, tuple):
+        return type(node)(plain(item) for item in node)
+    return plain(node.args[0]) if type(node) is Call and len(node.args) == 1 else None

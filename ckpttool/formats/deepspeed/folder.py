@@ -1,0 +1,178 @@
+"""A DeepSpeed ZeRO checkpoint as an ordinary one: the section ``model`` of fp32 weights and buffers, and ``optimizer``.
+
+What `zero_to_fp32.py` gathers, without running it, and the optimizer's state beside it, with the parameters' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.compare import same_values
+from ckpttool.evaluate.parts import concatenated, window
+from ckpttool.formats.containers.many_objects import many_objects
+from ckpttool.formats.deepspeed.files import COPY, File, Files, flat, mapping, plain, read_files, sequence, shape_of
+from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
+from ckpttool.formats.torch.tensors import is_tensor
+
+# What describes the run and its partitions, and means nothing beside the gathered tensors.
+_OWN = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
+_OWN |= {"shared_params", "ds_config", "ds_version", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+_OWN |= {"checkpoint_parallel_dimensions"}
+
+
+@many_objects()
+def read(folder: str) -> Checkpoint:
+    """The index of the checkpoint in `folder`, one step's. Raises `CkptError` where files are missing or do not fit."""
+    files = read_files(folder)
+    cut, weights = partitions_of(files)
+    notes: list[str] = []
+    sections = [Section("model", "state_dict", _model(files, cut, weights, notes))]
+    optimizer = _optimizer(files, cut, notes)
+    every = (*files.models, *files.optimizers)
+    lost = [str(key) for key, value in files.models[0].items.items() if key not in _OWN and value is not None]
+    if lost:
+        notes.append(f"not carried: {', '.join(lost)} of {files.models[0].path}")
+    return Checkpoint(
+        folder,
+        "deepspeed",
+        sum(file.nbytes for file in every),
+        tuple(sections + ([optimizer] if optimizer is not None else [])),
+        globals=tuple(sorted({name for file in every for name in file.globals})),
+        notes=(f"ZeRO-{cut.stage} of {cut.world_size} ranks, gathered", *notes),
+    )
+
+
+def _model(
+    files: Files, cut: Partitions, weights: Mapping[str, TensorEntry], notes: list[str]
+) -> tuple[TensorEntry, ...]:
+    """The state dict in the module's order: weights, what was frozen, buffers, and second names of shared weights."""
+    first = files.models[0]
+    module = first.tensors("module")
+    found = {**weights, **_frozen(files, cut)}
+    buffers = [name for name in map(plain, sequence(first.items, "buffer_names")) if name in module]
+    whole = [name for name, entry in module.items() if cut.stage < 3 or entry.numel]  # ZeRO-3 leaves a placeholder
+    found = {**{name: module[name] for name in (*whole, *buffers)}, **found}
+    for name, other in mapping(first.items, "shared_params").items():
+        if plain(other) in found:
+            found[str(name)] = replace(found[str(plain(other))], key=str(name))
+    unknown = [name for name in module if name not in found]
+    if unknown:
+        raise CkptError(
+            f"{first.path}: of some entries of the module no partition holds the values",
+            hint=COPY,
+            problems=[Problem("neither a parameter, a buffer nor shared", name) for name in unknown],
+        )
+    for file in files.models[1:]:
+        own = file.tensors("module")
+        differing = [name for name in buffers if name not in own or not same_values(own[name], module[name])]
+        notes += [f"{name} differs between the ranks: rank 0's is taken" for name in differing]
+    return tuple(found[name] for name in dict.fromkeys((*module, *found)))
+
+
+def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
+    """Parameters that are not trained: whole in the model's file, with ZeRO-3 in equal parts."""
+    fragments = [file.tensors("frozen_param_fragments") for file in files.models]
+    if cut.stage < 3 or not fragments[0]:
+        return fragments[0]
+    shapes = {str(k): shape_of(v) for k, v in mapping(files.models[0].items, "frozen_param_shapes").items()}
+    found: dict[str, TensorEntry] = {}
+    for name, shape in shapes.items():
+        one = replace(cut, groups=({name: shape},))
+        missing = [Problem("a rank has no part of it", name) for own in fragments if name not in own]
+        if missing:
+            raise CkptError(f"{files.models[0].path}: frozen parameters are not whole", hint=COPY, problems=missing)
+        found |= one.gather([[flat(file, own[name])] for file, own in zip(files.models, fragments)])
+    return found
+
+
+# The optimizer
+
+
+def _optimizer(files: Files, cut: Partitions, notes: list[str]) -> Section | None:
+    """The optimizer's state by the names of its parameters; None, and a note, where its layout is not known."""
+    key = "optimizer_state_dict" if cut.stage == 3 else "base_optimizer_state"
+    states: list[Any] = []
+    for file in files.optimizers:
+        base = mapping(file.items, "optimizer_state_dict").get(key)
+        if not _is_known(base, len(cut.groups)):
+            notes.append(f"the optimizer is not read: {key} of {file.path} is not laid out as DeepSpeed does today")
+            return None
+        states.append(base)
+    problems = [problem for at in range(len(cut.groups)) for problem in _differing(at, states, files.optimizers)]
+    state: dict[str, dict[str, Any]] = {name: {} for shapes in cut.groups for name in shapes}
+    flat_ids = [param for group in states[0]["param_groups"] for param in sequence(group, "params")]
+    own_states = [[mapping(own["state"], param) for param in flat_ids] for own in states]
+    for name in dict.fromkeys(str(name) for own in own_states[0] for name in own):
+        for param, value in _gathered(name, own_states, files.optimizers, cut, problems).items():
+            state[param][name] = value
+    if problems:
+        raise CkptError(f"{files.optimizers[0].path}: the ranks' optimizers do not fit", hint=COPY, problems=problems)
+    groups = [
+        {"params": list(shapes), **{k: plain(v) for k, v in states[0]["param_groups"][at].items() if k != "params"}}
+        for at, shapes in enumerate(cut.groups)
+    ]
+    tensors = tuple(v for own in state.values() for v in own.values() if isinstance(v, TensorEntry))
+    return Section("optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": groups})
+
+
+def _is_known(base: Any, groups: int) -> bool:
+    """Whether the state is laid out as an optimizer of as many param groups, each of flat parameters with numbers."""
+    if type(base) is not dict or type(base.get("state")) is not dict or type(base.get("param_groups")) is not list:
+        return False
+    own = base["param_groups"]
+    params = [group.get("params") for group in own if type(group) is dict]
+    return len(own) == len(params) == groups and all(
+        type(ids) is list and all(type(param) is int for param in ids) for ids in params
+    )
+
+
+def _differing(group: int, states: Sequence[Mapping[str, Any]], files: Sequence[File]) -> list[Problem]:
+    """Hyperparameters of a param group that are not on all ranks the same."""
+    own = [state["param_groups"][group] for state in states]
+    return [
+        Problem(f"{name} is {plain(other.get(name))!r}, and {plain(value)!r} on rank 0", file.path)
+        for name, value in own[0].items()
+        for file, other in zip(files, own)
+        if plain(other.get(name)) != plain(value)
+    ]
+
+
+def _gathered(
+    name: str,
+    states: Sequence[Sequence[Mapping[Any, Any]]],
+    files: Sequence[File],
+    cut: Partitions,
+    problems: list[Problem],
+) -> dict[str, Any]:
+    """Parameter -> its value of the state `name`: its part of the flat ones, or the one that all ranks have."""
+    values = [[own.get(name) for own in rank] for rank in states]
+    entries = [
+        [file.entry(name, value) if is_tensor(value) else None for value in rank] for file, rank in zip(files, values)
+    ]
+    flats = [[entry for entry in rank if entry is not None] for rank in entries]
+    holds = [all(e.numel >= size and len(e.shape) == 1 for e, size in zip(*pair)) for pair in zip(flats, cut.sizes)]
+    if all(len(own) == len(sizes) for own, sizes in zip(flats, cut.sizes)) and all(holds):
+        return {param: replace(entry, key=f"state.{param}.{name}") for param, entry in cut.gather(flats).items()}
+    one = entries[0][0] if entries[0] else None
+    if any(len(rank) != len(own) for rank, own in zip(flats, entries)):
+        same = all(type(plain(v)) in (int, float, bool) and plain(v) == plain(values[0][0]) for r in values for v in r)
+    else:
+        same = one is not None and one.numel == 1 and all(same_values(one, e) for rank in flats for e in rank)
+    if not same:
+        problems.append(Problem("has neither the shape of the partitions nor one value on all ranks", name))
+        return {}
+    value = plain(values[0][0]) if one is None else one
+    return {param: _own(value, param, name) for shapes in cut.groups for param in shapes}
+
+
+def _own(value: Any, param: str, name: str) -> Any:
+    """The same value in a storage of its own: torch.load would tie what shares one, and ``step += 1`` add up."""
+    if not isinstance(value, TensorEntry):
+        return value
+    return replace(
+        value, key=f"state.{param}.{name}", storage=concatenated([window(value, 0, 1)]), offset=0, payload=None
+    )

@@ -1,0 +1,165 @@
+"""ZeRO folders that DeepSpeed wrote: what is gathered is what its own programs gather, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepspeed_run
+from command import Run
+from places import DATA
+
+FOLDERS = sorted((DATA / "deepspeed-0.19.8").iterdir())
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
+def saved(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
+
+
+def test_weights_and_moments_are_those_that_deepspeed_gathers(saved: Path, run: Run, tmp_path: Path) -> None:
+    """`zero_to_fp32` gives buffers in fp32; here they, and what is frozen, keep the dtype in which they were saved."""
+    done = run("remap", saved, "-o", tmp_path / "whole.pt", "--verify")
+    assert done.status == 0, done.err
+    assert "not carried: skipped_steps, global_steps, global_samples, epoch of" in done.err
+    want, have = torch.load(saved / "whole.pt"), torch.load(tmp_path / "whole.pt")
+    model = have["model"]
+    assert want["model"].keys() <= model.keys() <= {*want["model"], "frozen.weight"}
+    assert all(torch.equal(model[key].to(value.dtype), value) for key, value in want["model"].items())
+    assert model["head.weight"].data_ptr() == model["emb.weight"].data_ptr()
+    state = have["optimizer"]["state"]
+    assert state.keys() == want["optimizer"].keys()
+    assert [own["step"].item() for own in state.values()] == [2.0] * 7
+    for name, moments in want["optimizer"].items():
+        assert all(torch.equal(state[name][key].flatten(), value.flatten()) for key, value in moments.items())
+        assert {key: value.shape for key, value in state[name].items() if key != "step"} == dict.fromkeys(
+            moments, model[name].shape
+        )
+
+
+def test_the_gathered_optimizer_steps_the_model(saved: Path, run: Run, tmp_path: Path) -> None:
+    """With ids of the model's own order, as `Optimizer.load_state_dict` wants them."""
+    definition = f"{deepspeed_run.__file__}:Net"
+    out = ("--optimizer-keys", "id", "-o", tmp_path / "ids.pt")
+    done = run("remap", saved, "--model", definition, "--to", "serialized", *out)
+    assert done.status == 0, done.err
+    have, model = torch.load(tmp_path / "ids.pt"), deepspeed_run.Net()
+    model.load_state_dict(have["model"])
+    groups = deepspeed_run.groups_of(model, len(have["optimizer"]["param_groups"]))
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
+    optimizer.load_state_dict(have["optimizer"])
+    named = dict(model.named_parameters())
+    moments = torch.load(saved / "whole.pt")["optimizer"]
+    loaded = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in named.items() if name in moments}
+    assert all(torch.equal(value.flatten(), moments[name]["exp_avg"].flatten()) for name, value in loaded.items())
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_it_is_named_and_listed(saved: Path, run: Run) -> None:
+    listed = run("inspect", saved, "--format", "json").data
+    assert listed["format"] == "deepspeed"
+    assert [section["kind"] for section in listed["sections"]] == ["state_dict", "optimizer"]
+    assert "deepspeed.runtime.zero.config.ZeroStageEnum" in " ".join(listed["globals"])
+    step = run("inspect", saved / "global_step2", "--format", "json").data
+    assert step["tensors"] == listed["tensors"]
+
+
+def test_it_is_read_and_not_written(saved: Path, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    done = run("remap", tmp_path / "run", "--rule", "emb.{x*} => e.{x*}", "--in-place")
+    assert (done.status, "is in another format (DeepSpeed ZeRO folder) than what would replace it" in done.err) == (
+        1,
+        True,
+    )
+    done = run("remap", f"{tmp_path / 'run'}::model", "--keep-aliases", "-o", f"{tmp_path / 'out'}/")
+    assert done.status == 0, done.err
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
+    with zipfile.ZipFile(path) as source:
+        records = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(path, "w") as out:
+        for name, data in records.items():
+            out.writestr(name, change(data))
+
+
+def _without_rank(step: Path) -> None:
+    next(step.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+
+
+def _without_model(step: Path) -> None:
+    for path in step.glob("*model_states.pt"):
+        path.unlink()
+
+
+def _of_another_step(step: Path) -> None:
+    path = next(step.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    rewritten(path, lambda data: struct.pack("<f", 3.0) if data == struct.pack("<f", 2.0) else data)
+
+
+def _with_a_stranger(step: Path) -> None:
+    path = next(step.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_7")))
+
+
+def _of_one_model_part_more(step: Path) -> None:
+    path = next(step.glob("*model_states.pt"))
+    shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_without_rank, "no file of this rank's optimizer states @ rank 1"),
+        (_without_model, "without the model's own file"),
+        (_of_another_step, "has neither the shape of the partitions nor one value on all ranks @ step"),
+        (_with_a_stranger, "@ rank 7"),
+        (_of_one_model_part_more, "not of the one model part that is read @"),
+    ],
+)
+def test_what_is_not_whole_is_refused(
+    saved: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    damage(tmp_path / "run" / "global_step2")
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, says in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("name", ["zero-1", "zero-2"])
+def test_files_under_other_ranks_are_found_out(run: Run, tmp_path: Path, name: str) -> None:
+    """ZeRO-1 and -2 say where each rank's part lies."""
+    shutil.copytree(DATA / "deepspeed-0.19.8" / name, tmp_path / "run")
+    zero, one = (next((tmp_path / "run").rglob(f"*zero_pp_rank_{rank}_*optim*")) for rank in (0, 1))
+    zero.rename(tmp_path / "other")
+    one.rename(zero)
+    (tmp_path / "other").rename(one)
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, "says that its part lies elsewhere @" in done.err) == (2, True), done.err
+
+
+def test_a_step_that_latest_does_not_have(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(FOLDERS[0], tmp_path / "run")
+    (tmp_path / "run" / "latest").write_text("global_step9")
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, "the step 'global_step9' that its file `latest` names is not there" in done.err) == (2, True)
+    (tmp_path / "run" / "latest").write_text("../../etc")
+    assert run("inspect", tmp_path / "run").status == 2
+
+
+def test_a_folder_of_another_layout_holds_no_optimizer_and_says_so(run: Run, tmp_path: Path) -> None:
+    """Older releases wrote a list of states; the weights are read all the same."""
+    shutil.copytree(FOLDERS[0], tmp_path / "run")
+    for path in (tmp_path / "run").rglob("*optim_states.pt"):
+        rewritten(path, lambda data: data.replace(b"base_optimizer_state", b"base_optimizer_stata"))
+    assert "the optimizer is not read" in run("inspect", tmp_path / "run").err
+    listed = run("inspect", tmp_path / "run", "--format", "json").data
+    assert [section["path"] for section in listed["sections"]] == ["model"]
