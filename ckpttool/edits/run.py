@@ -120,6 +120,7 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
         select=options.select,
         keep_prefix=options.keep_prefix,
         trainable_only=options.trainable_only,
+        sections=options.sections,
     )
     renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None

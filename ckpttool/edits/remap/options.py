@@ -38,6 +38,9 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     ] = None
     reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
     drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
+    sections: Annotated[
+        str | None, option("--sections", metavar="PATHS", help="As in 'model,ema'. Default: all that hold the model.")
+    ] = None
     like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
     to_model: Annotated[Any, option("--to-model", metavar="MODEL", help="The model that is to load OUT.")] = None
     # Optimizers
@@ -135,7 +138,7 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         "leave --model and the rules out",
     ),
     (
-        lambda a: a.plan and (a.select or a.trainable_only),
+        lambda a: a.plan and (a.select or a.trainable_only or a.sections),
         "--plan stands alone: it says all that is to be done",
         "leave --select and the like out",
     ),

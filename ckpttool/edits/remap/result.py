@@ -16,7 +16,8 @@ from ckpttool.plan import Plan
 class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.
 
-    `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
+    `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `sections` are the state
+    dicts that were changed together, where these are several.
     """
 
     result: Checkpoint
@@ -25,6 +26,7 @@ class Remap:
     form: str | None = None
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
+    sections: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -44,6 +46,7 @@ class Remap:
             "to": self.form,
             **self.counts,
             "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
+            "sections": list(self.sections),
             "optimizer": optimizer_json(self.optimizers),
             "notes": list(self.notes),
         }

@@ -18,6 +18,7 @@ from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import saved_order
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.operands.sections import same_model
 from ckpttool.optimizer_state import ID
 from ckpttool.queries.diff import mend
 from ckpttool.queries.diff.adapters import adapter_notes
@@ -107,10 +108,19 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     if not identical:
         notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
         notes += [note for note in names.notes if note.startswith(AS_A_PART)]
-    notes += _of_other_order(names, checkpoint)
+    notes += [*_of_other_order(names, checkpoint), *_more_of_it(model, names, checkpoint, section)]
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"
     return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
+
+
+def _more_of_it(model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section) -> list[str]:
+    """A note on each other section that holds the same model; the answer is on one."""
+    return [
+        f"{other.path} holds the same model as {section.path or '(root)'}, and was not compared: "
+        + shell("ckpttool", "diff", *model.words, f"{checkpoint.source}::{other.path}")
+        for other in same_model(checkpoint, section, names)
+    ]
 
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
