@@ -11,7 +11,6 @@ from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.pt2.archive import read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
-from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import operand_of
 from ckpttool.words import shell
@@ -41,7 +40,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
         deployed,
         model_section(weights),
         None if model is None else model.names(),
-        form=None if options.from_ is None else ModelForm(options.from_).names,
+        form=options.source_form,
         cast=options.cast,
         constants=options.constants,
     )

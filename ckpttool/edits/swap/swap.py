@@ -12,15 +12,19 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.swap.feed import chosen_constants, constants_of, feed_by_keys, feed_by_model
+from ckpttool.edits.swap.feed import canonical_names, chosen_constants, constants_of, feed_by_keys, feed_by_model
 from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.expression import Expression
+from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
 from ckpttool.formats.pt2.program import program_of
 from ckpttool.names import Names
+from ckpttool.naming.model_form import Form, ModelForm
+from ckpttool.naming.wrappers import chain
+from ckpttool.naming.wrappers.chain import Chain
+from ckpttool.naming.wrappers.table import strip
 from ckpttool.words import plural
 
 
@@ -28,13 +32,15 @@ from ckpttool.words import plural
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
-    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds.
+    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
+    the program's own counters of AveragedModels, which the checkpoint has not and no forward pass reads.
     """
 
     program: Checkpoint
     sources: Mapping[str, Expression]
     form: str
     ignored: tuple[str, ...]
+    kept: tuple[str, ...] = ()
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -50,7 +56,7 @@ class Swap:
             "weights": weights,
             "output": output,
             "swapped": len(self.sources),
-            "kept": [],
+            "kept": list(self.kept),
             "constants": list(self.constants),
             "layout": self.program.format if program_file is None else program_file.layout,
             "from": self.form,
@@ -84,7 +90,7 @@ def swap(
     weights: Section,
     names: Names | None = None,
     *,
-    form: str | None = None,
+    form: Form | None = None,
     cast: bool = False,
     packed: bool = False,
     constants: bool = False,
@@ -96,21 +102,50 @@ def swap(
     allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
     tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other.
     """
-    target = _target(program)
+    whole, (weights, counters) = _target(program), _apart(weights)
+    target, counted = _apart(whole, (chain.COUNTER,) if counters else ())
+    weights = _unwrapped(weights, form) if isinstance(form, Chain) else weights
     chosen = chosen_constants(program, weights) if constants else {}
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
-    feed = feed_by_keys(target, rest) if names is None else feed_by_model(target, rest, names, form)
+    own, word = canonical_names(program), form.names if isinstance(form, ModelForm) else None
+    feed = feed_by_keys(target, rest, own) if names is None else feed_by_model(target, rest, names, word)
     feed.sources.update(chosen)
-    wanted = (*target.tensors, *(entry for entry in constants_of(program) if entry.key in chosen))
-    fitted, misfits = fit_all(wanted, feed.sources, weights.by_key(), cast, packed)
+    feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
+    feed.ignored.extend(entry.key for entry in counters[len(counted) :])
+    kept = tuple(entry.key for entry in counted[len(counters) :])
+    wanted = (*target.tensors, *counted[: len(counters)], *(e for e in constants_of(program) if e.key in chosen))
+    have = {**weights.by_key(), **{entry.key: entry for entry in counters}}
+    fitted, misfits = fit_all(wanted, feed.sources, have, cast, packed)
     problems = [*feed.problems, *misfits]
     for section in program.sections:
-        problems += _untied(section, fitted, weights, feed.twins if section is target else ())
+        problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
         raise Misfit(_advice(program, names, problems), problems)
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
-    return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
+    return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored), kept)
+
+
+def _apart(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
+    """The section without the counters of AveragedModels, and these: the module that is averaged has none.
+
+    `more` are names of counters where no wrapper's segment shows it: those of a live module leave the segments out.
+    """
+    keys = {*chain.counters([entry.key for entry in section.tensors]), *more}
+    rest = tuple(entry for entry in section.tensors if entry.key not in keys)
+    return replace(section, tensors=rest), [entry for entry in section.tensors if entry.key in keys]
+
+
+def _unwrapped(section: Section, form: Chain) -> Section:
+    """The section under its names inside of the wrappers that the user says are there. Raises `Refused` on others."""
+    keys = section.by_key()
+    paths = chain.declared(form, keys).paths
+    names = {key: strip(key, paths) for key in keys}
+    return replace(
+        section,
+        tensors=tuple(replace(entry, key=names[entry.key]) for entry in section.tensors),
+        extras=tuple(replace(entry, key=names[entry.key]) for entry in section.extras),
+    )
 
 
 def _target(program: Checkpoint) -> Section:
