@@ -28,8 +28,9 @@ check: $(VENV)/for-dev ## format, lint and types, nothing changed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch
+wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch, and models of transformers
 	$(BIN)/python tests/wild.py .wild
+	CKPTTOOL_MODELS=all $(BIN)/python -m pytest tests/test_pretrained.py
 
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .

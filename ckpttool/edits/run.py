@@ -9,6 +9,7 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.ranks.recognise import put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
+from ckpttool.edits.remap.pretrained import ways
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
@@ -48,10 +49,9 @@ def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
-    names = None if model is None else model.names()
-    done = _made(source, options, names)
-    if options.to_ranks and names is not None:
-        return _write_ranks(source, options, writer, names, done)
+    done = _made(source, options, model)
+    if options.to_ranks and model is not None:
+        return _write_ranks(source, options, writer, model.names(), done)
     return done if target is None else _write(source, options, writer, target, done)
 
 
@@ -72,28 +72,35 @@ def _shard_size(options: RemapOptions) -> int | None:
     return None if options.max_shard_size is None else parse_size(options.max_shard_size)
 
 
-def _to_names(options: RemapOptions) -> Names | None:
-    """The names of what is to load the output: another model, or another optimizer of the same."""
+def _loads(options: RemapOptions) -> ModelOperand | None:
+    """What is to load the output: another model, or another optimizer of the same."""
     if options.to_model is not None:
-        return ModelOperand(options.to_model, None, options.materialize, options.to_optimizer).names()
+        return ModelOperand(options.to_model, None, options.materialize, options.to_optimizer)
     if options.to_optimizer is None:
         return None
-    return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer).names()
+    return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer)
 
 
-def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Remap:
+def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) -> Remap:
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if options.plan is not None:
         return by_plan(
             source, Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         )
+    names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     asked, wanted = _request(source, options, names)
+    whole = source if gathered is None else gathered.checkpoint
+    by_pretrained = False
     if gathered is None and _is_about_optimizers(source, options, wanted):
         asked = replace(asked, names=None, to_names=None)
-    done = remap(source if gathered is None else gathered.checkpoint, asked, options.drop or ())
+    elif model is not None:
+        found = ways(whole, model, _loads(options) if options.to_model is not None else None, options)
+        asked, by_pretrained = replace(asked, names=found.names, to_names=found.to_names), found.from_pretrained
+    done = remap(whole, asked, options.drop or ())
+    done = replace(done, source_form=str(ModelForm.PRETRAINED)) if by_pretrained else done
     if gathered is not None and names is not None:
         from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 
@@ -108,12 +115,12 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
     """What is asked of the model's section, and of the optimizers."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     steps = _rule_steps(options, rules)
-    to_names, form = _to_names(options), options.form
+    loads, form = _loads(options), options.form
+    to_names = None if loads is None else loads.names()
     asked = RemapRequest(
         names=names,
         to=form,
         source_form=options.source_form,
-        to_names=to_names if options.to_model is not None else None,
         like=_like(options),
         rules=() if steps else rules,
         rule_steps=steps,
@@ -124,6 +131,7 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
     )
     renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
+    called = None if form is ModelForm.PRETRAINED else called
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
     return asked, OptimizerRequest(options.optimizer_keys, names, to_names, renaming, called, beside, old_model)
 

@@ -84,7 +84,7 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
     read = replace(
         options,
         dry_run=True,
-        model=None if options.model is None else question.names,
+        model=None if options.model is None else question.model,
         model_kwargs=None,
         materialize=False,
         like=None if options.like is None else question.right,
@@ -107,7 +107,7 @@ def try_swap(question: Question, program: Checkpoint, weights: Checkpoint, optio
     read = replace(
         options,
         dry_run=True,
-        model=None if options.model is None else question.names,
+        model=None if options.model is None else question.model,
         model_kwargs=None,
         materialize=False,
     )
