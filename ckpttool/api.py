@@ -7,7 +7,7 @@ the options' dataclass, those of the command in Python's spelling (``to``, ``fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, TypeVar, Union
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
-from ckpttool.operands.checkpoint import open_operand
+from ckpttool.errors import CkptError
+from ckpttool.formats.table import MANIFEST
+from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
 
@@ -65,6 +67,13 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))
 
 
+def _with_values(ckpt: Ckpt) -> Checkpoint:
+    checkpoint = open_checkpoint(ckpt)
+    if checkpoint.format == MANIFEST.name:
+        raise CkptError(f"{checkpoint.source} is a manifest: digests, and no values", hint="name the checkpoint itself")
+    return checkpoint
+
+
 def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
     """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
 
@@ -73,6 +82,20 @@ def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
     from ckpttool.queries import inspection
 
     return inspection.inspect(open_checkpoint(ckpt), stats=stats)
+
+
+def manifest(ckpt: str, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """A digest of every file and every tensor of a checkpoint, as the JSON of an in-toto statement.
+
+    `diff` with `values` compares a checkpoint with it. Files of a folder that are in `leave_out` are no part of it.
+    Raises `CkptError` where something cannot be read.
+    """
+    from ckpttool.formats.manifest import statement
+
+    path, section = split(ckpt)
+    if section is not None:
+        raise CkptError("a manifest is of whole files", hint=f"leave ::{section} out")
+    return statement(open_checkpoint(path), path, leave_out)
 
 
 @_takes(OptimizerOptions)
@@ -127,8 +150,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
     found = run(first, second, options, model)
-    if found.identical:
-        return found  # nothing to mend: what could is a third of the program, and is not loaded
+    if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):
+        return found  # nothing to mend, or no values to mend it with: what could is a third of the program, not loaded
     from ckpttool.edits.mend.attempt import Question
     from ckpttool.edits.mend.run import answered
 
@@ -152,7 +175,7 @@ def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None
     from ckpttool.edits.write import quiet
 
     options.check(ckpt if isinstance(ckpt, str) else None)
-    return run(open_checkpoint(ckpt), options, progress or quiet)
+    return run(_with_values(ckpt), options, progress or quiet)
 
 
 @_takes(SwapOptions)
@@ -178,7 +201,7 @@ def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Pro
     from ckpttool.edits.write import quiet
 
     options.check()
-    return run(program, open_checkpoint(new), options, progress or quiet)
+    return run(program, _with_values(new), options, progress or quiet)
 
 
 def write(checkpoint: Checkpoint, out: str, **options: Any) -> None:

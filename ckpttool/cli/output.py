@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
+from ckpttool import api
 from ckpttool.cli.streams import for_log
 from ckpttool.errors import CkptError
 from ckpttool.io import sources, write_file
@@ -28,6 +29,10 @@ def _check_reports(paths: list[str]) -> None:
 
 Format = Annotated[
     str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
+]
+Manifest = Annotated[
+    str | None,
+    option("--manifest", metavar="FILE", help="Write digests of its files and tensors to FILE, an in-toto statement."),
 ]
 Reports = Annotated[
     list[str] | None,
@@ -104,6 +109,12 @@ def write_text(path: str, text: str, *, force: bool) -> None:
     _check_no_source(path, sources.files_read())
     write_file.preflight(path, (), force=force, in_place=False)
     write_file.write([Piece(text.encode("utf-8", "backslashreplace"))], path, replace=force, in_place=False)
+
+
+def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:
+    """Writes the manifest of a checkpoint that is there, if one is asked for. Raises as `write_text`."""
+    if path is not None:
+        write_text(path, json.render(api.manifest(ckpt, leave_out=[path])), force=force)
 
 
 def _terminal() -> Terminal | None:

@@ -84,8 +84,9 @@ TABLE = (
         "dcp", "dcp.folder", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True
     ),
 )
+MANIFEST = Format("manifest", "manifest", "manifest of a checkpoint (in-toto statement)", ())  # digests, and no values
 MEMORY = Format("memory", "", "a state dict in memory", ())  # no file: nothing reads it, nothing writes it
-FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
+FORMATS = {row.name: row for row in (*TABLE, MANIFEST, MEMORY)}
 
 
 def format_for(out: str) -> Format:

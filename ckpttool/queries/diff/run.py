@@ -24,6 +24,7 @@ from ckpttool.queries.diff import mend
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
+from ckpttool.queries.diff.manifest import compare_manifest, is_about_manifest
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
     SavedOptimizer,
@@ -69,6 +70,10 @@ def run(
     """
     model = operand_of(options) if model is None else model
     values, ignore_dtype = options.comparison, options.ignore_dtype
+    if left is not None and right is not None and is_about_manifest(left, right):
+        if model is not None:
+            raise CkptError("a manifest is compared as it is, without a model", hint="leave --model out")
+        return compare_manifest(left, right, values)
     if left is not None and right is not None:
         return _checkpoints(left, right, model, values, ignore_dtype)
     if model is None or right is not None or values is not None:
