@@ -80,7 +80,7 @@ def _faults(state: State) -> dict[str, State]:
     for word, key in (("first", first), ("last", last)) if ALL else (("last", last),):
         made[f"{word} is missing"] = {name: value for name, value in state.items() if name != key}
         made[f"{word} is renamed"] = {f"{name}x" if name == key else name: value for name, value in state.items()}
-        made[f"{word} has another shape"] = {**state, key: torch.cat([state[key], state[key]])}
+        made[f"{word} has another shape"] = {**state, key: state[key].reshape(-1).repeat(2)}
         made[f"{word} has another dtype"] = {**state, key: state[key].double()}
     return {**made, "one too many": {**state, "more": torch.ones(2)}}
 

@@ -18,9 +18,10 @@ from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Ref
-from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
+from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
 from ckpttool.formats.pt2.program import program_of
 from ckpttool.names import Names
+from ckpttool.naming.match import match
 from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
@@ -33,7 +34,7 @@ class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
-    the program's own counters of AveragedModels, which the checkpoint has not and no forward pass reads.
+    what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved.
     """
 
     program: Checkpoint
@@ -113,17 +114,40 @@ def swap(
     feed.sources.update(chosen)
     feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
     feed.ignored.extend(entry.key for entry in counters[len(counted) :])
-    kept = tuple(entry.key for entry in counted[len(counters) :])
-    wanted = (*target.tensors, *counted[: len(counters)], *(e for e in constants_of(program) if e.key in chosen))
+    fixed = _not_saved(target, names, feed.sources)
+    kept = (*(entry.key for entry in counted[len(counters) :]), *fixed)
+    weighed = [entry for entry in target.tensors if entry.key not in fixed]
+    wanted = (*weighed, *counted[: len(counters)], *(e for e in constants_of(program) if e.key in chosen))
     have = {**weights.by_key(), **{entry.key: entry for entry in counters}}
     fitted, misfits = fit_all(wanted, feed.sources, have, cast, packed)
     problems = [*feed.problems, *misfits]
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
-        raise Misfit(_advice(program, names, problems), problems)
+        raise Misfit(_advice(program, names, problems), [_of_code(program, problem, have) for problem in problems])
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
     return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored), kept)
+
+
+def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expression]) -> tuple[str, ...]:
+    """Buffers that the model saves in no state dict, and the weights have not: they stay as they are.
+
+    An exported program has them among its constants, compiled code among its weights.
+    """
+    fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent and t.kind == "buffer")
+    found = match([entry.key for entry in target.tensors], {name: name for name in fixed})
+    return tuple(key for key in found.names if key not in sources)
+
+
+def _of_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
+    """`problem`, in other words for a weight that the compiler writes into the code."""
+    file, entry = program_of(program), have.get(problem.key)
+    if file is None or not file.compiled or problem.kind != "left_over" or not isinstance(entry, TensorEntry):
+        return problem
+    if not is_inlined(entry):
+        return replace(problem, problem="left over: the compiled code does not use it")
+    size = plural(entry.numel, "element")
+    return replace(problem, problem=f"{size}: written into the compiled code, where it cannot be swapped")
 
 
 def _apart(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
