@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.ranks.recognise import put_together
+from ckpttool.edits.ranks.replicas import without_replicas
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
 from ckpttool.edits.remap.pretrained import ways
@@ -16,10 +17,15 @@ from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
 from ckpttool.edits.write import Progress, Writer, prove, quiet
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
+from ckpttool.expression import LOADED, SAVED
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.recognise_folder import locate
+from ckpttool.io.edit_in_place import Written, undo
+from ckpttool.io.files import is_dir, look_anew
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -72,10 +78,10 @@ def _shard_size(options: RemapOptions) -> int | None:
     return None if options.max_shard_size is None else parse_size(options.max_shard_size)
 
 
-def _loads(options: RemapOptions) -> ModelOperand | None:
-    """What is to load the output: another model, or another optimizer of the same."""
+def _to_operand(options: RemapOptions) -> ModelOperand | None:
+    """What is to load the output: another model, or the same with another optimizer."""
     if options.to_model is not None:
-        return ModelOperand(options.to_model, None, options.materialize, options.to_optimizer)
+        return ModelOperand(options.to_model, options.to_model_kwargs, options.materialize, options.to_optimizer)
     if options.to_optimizer is None:
         return None
     return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer)
@@ -84,23 +90,25 @@ def _loads(options: RemapOptions) -> ModelOperand | None:
 def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) -> Remap:
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if options.plan is not None:
-        return by_plan(
-            source, Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
-        )
+        plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
+        return by_plan(source, plan, _runners(plan, model, _to_operand(options)))
+    source = without_replicas(source)
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
-    asked, wanted = _request(source, options, names)
+    asked, wanted = _request(source, options, model)
     whole = source if gathered is None else gathered.checkpoint
-    by_pretrained = False
+    read_as = None
     if gathered is None and _is_about_optimizers(source, options, wanted):
-        asked = replace(asked, names=None, to_names=None)
+        asked = replace(asked, names=None, to_names=None, code=None, to_code=None)
     elif model is not None:
-        found = ways(whole, model, _loads(options) if options.to_model is not None else None, options)
-        asked, by_pretrained = replace(asked, names=found.names, to_names=found.to_names), found.from_pretrained
+        read_as, leads_to = ways(whole, model, _to_operand(options) if options.to_model is not None else None, options)
+        asked = replace(asked, names=read_as.names(), to_names=None if leads_to is None else leads_to.names())
+        asked = replace(asked, code=_code(read_as), to_code=_code(leads_to))
     done = remap(whole, asked, options.drop or ())
-    done = replace(done, source_form=str(ModelForm.PRETRAINED)) if by_pretrained else done
+    if read_as is not None and read_as.pretrained:
+        done = replace(done, source_form=str(ModelForm.PRETRAINED))
     if gathered is not None and names is not None:
         from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 
@@ -111,12 +119,28 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     return done
 
 
-def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, OptimizerRequest]:
+def _code(model: ModelOperand | None) -> ModelOperand | None:
+    """The model itself, where it is code."""
+    return model if model is not None and model.is_definition else None
+
+
+def _runners(plan: Plan, model: ModelOperand | None, to_model: ModelOperand | None) -> dict[str, Runner]:
+    """Whose code carries out the runs of a saved plan: of two models, the second is the one that saves."""
+    ways = {run.way for run in plan.runs}
+    if model is not None and not ways:
+        raise CkptError("the plan needs no model: it says all that is to be done", hint="leave --model out")
+    found = {LOADED: model, SAVED: to_model if LOADED in ways else model}
+    return {way: operand.run for way, operand in found.items() if way in ways and operand is not None}
+
+
+def _request(
+    source: Checkpoint, options: RemapOptions, model: ModelOperand | None
+) -> tuple[RemapRequest, OptimizerRequest]:
     """What is asked of the model's section, and of the optimizers."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     steps = _rule_steps(options, rules)
-    loads, form = _loads(options), options.form
-    to_names = None if loads is None else loads.names()
+    names, to_model, form = None if model is None else model.names(), _to_operand(options), options.form
+    to_names = None if to_model is None else to_model.names()
     asked = RemapRequest(
         names=names,
         to=form,
@@ -158,8 +182,9 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
     if options.rules is None:
         return ()
     from ckpttool.edits.rules.file import read  # imports a TOML reader
+    from ckpttool.edits.rules.sizes import given
 
-    return read(options.rules, reverse=options.reverse, rules=rules)
+    return read(options.rules, reverse=options.reverse, rules=rules, sizes=given(options.size or ()))
 
 
 def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:
@@ -172,13 +197,39 @@ def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Opti
 def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap) -> Remap:
     """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
     fitted = fit(done.result, target.format, keep_aliases=options.keep_aliases)
-    content = target.lay_out(fitted, _shard_size(options))
-    if not options.dry_run:
-        expected = fingerprints(fitted) if options.verify and options.in_place else fitted
-        writer.target(target, content)
-        if options.verify:
-            prove(target.path, expected)
-    return replace(done, result=fitted, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+    notes = (*source.notes, *done.notes, *losses(done.result, target.format))
+    done = replace(done, result=fitted, notes=notes)
+    if options.dry_run:
+        target.lay_out(fitted, _shard_size(options))
+        return done
+    expected = fingerprints(fitted) if options.verify and options.in_place else fitted
+    written = _edited(options, writer, target, fitted)
+    if written is None or written.way == "copied":
+        writer.target(target, target.lay_out(fitted, _shard_size(options)))
+    if options.verify:
+        prove(target.path, expected)
+    return replace(done, written=written)
+
+
+def undone(ckpt: object, options: RemapOptions) -> Remap:
+    """Gives a file or a folder back as it was before the last edit in place; what it holds now, as a remap of nothing.
+
+    Raises `CkptError` where there is no way back.
+    """
+    if not isinstance(ckpt, str) or split(ckpt)[1] is not None:
+        raise CkptError("--undo gives a whole file back", hint="name the file without ::SECTION")
+    look_anew(ckpt)
+    undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
+    return replace(remap(open_operand(ckpt)), written=Written("undone"))
+
+
+def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint) -> Written | None:
+    """Changes the source where it lies, if that is asked for and can be; None where it is not."""
+    if not options.in_place:
+        return None
+    if options.copy or options.max_shard_size is not None:
+        return Written("copied", reason="asked for")
+    return writer.edit(target, target.lay_in_place(fitted))
 
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:

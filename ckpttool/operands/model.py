@@ -5,23 +5,26 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.checkpoint import Section
+from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.forms import holds, read
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.operands.checkpoint import split
+from ckpttool.operands.names_file import read_names
 from ckpttool.options import ModelOptions, OptimizerOptions
+from ckpttool.plan import ModelRun
 from ckpttool.words import shell
 
 if TYPE_CHECKING:
+    from ckpttool.tracing.by_code import ModelCode
     from ckpttool.tracing.load_model import LoadedModel
 
 HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describes
@@ -106,6 +109,19 @@ class ModelOperand:
             found = make(self.model, self.arguments, self.materialize)
         return as_pretrained(found) if self.pretrained else found
 
+    def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
+        """What the model's own code makes of `given`, under `names`: an `evaluate.apply.Runner`.
+
+        Raises as `tracing.by_code.ModelCode`.
+        """
+        return self._code(run, given, names)
+
+    @cached_property
+    def _code(self) -> ModelCode:
+        from ckpttool.tracing.by_code import ModelCode
+
+        return ModelCode(self.definition())
+
     @property
     def title(self) -> str:
         """What the user called it; the name of an object."""
@@ -137,8 +153,7 @@ class ModelOperand:
             from ckpttool.operands.program_names import names
 
             return names(path, program)
-        wanted = "write a names file with `ckpttool trace MODEL -o names.json`"
-        return Names.from_json(json_text.read_file(self.model, wanted), self.model)
+        return read_names(self.model)
 
 
 def _no_attribute(path: str) -> CkptError:

@@ -85,8 +85,6 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
         options,
         dry_run=True,
         model=None if options.model is None else question.model,
-        model_kwargs=None,
-        materialize=False,
         like=None if options.like is None else question.right,
     )
     named = operand(source.source, source.format)
@@ -108,8 +106,6 @@ def try_swap(question: Question, program: Checkpoint, weights: Checkpoint, optio
         options,
         dry_run=True,
         model=None if options.model is None else question.model,
-        model_kwargs=None,
-        materialize=False,
     )
     try:
         from ckpttool.edits.swap import run as swap  # with the formats of programs

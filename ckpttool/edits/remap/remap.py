@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -14,7 +14,7 @@ from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Refused
-from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.naming.model_form import Form
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.saved_order import in_order_of
@@ -39,12 +39,14 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
         tuple(output for draft in drafts for output in draft.plan.outputs),
         tuple(gone for draft in drafts for gone in draft.plan.dropped),
         tuple(module for draft in drafts for module in draft.plan.modules),
+        tuple(run for draft in drafts for run in draft.plan.runs),
     )
+    runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
     paths = [section.path for section in sections]
-    result = reduce(lambda result, path: _recorded(result, asked, path), paths, apply(made, source))
+    result = reduce(lambda result, path: _recorded(result, asked, path), paths, apply(made, source, runners))
     touched = {gone.section for gone in dropped}.difference(paths)
     rest = carried(other for other in source.sections if other.path in touched)
-    plan = Plan((*made.outputs, *rest.outputs), (*made.dropped, *dropped), made.modules)
+    plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
     notes = (*_notes(drafts), *left_as_they_are(source, sections), *_not_narrowed(source, asked))
     form = None if asked.to is None else str(asked.to)
     return Remap(result, plan, drafts[0].form, form, notes, sections=tuple(paths) if len(paths) > 1 else ())
@@ -129,13 +131,16 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
 
 
-def by_plan(source: Checkpoint, plan: Plan) -> Remap:
-    """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents."""
+def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_CODE) -> Remap:
+    """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents.
+
+    `runners`, by way, are the models' code for its runs. Raises `Refused` where one of them is not there.
+    """
     paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
     paths.update(found.path for found in source.unreached)
     whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
-    return Remap(apply(rest, without(source, [d.key for d in whole])), plan)
+    return Remap(apply(rest, without(source, [d.key for d in whole]), runners), plan)
 
 
 def _holds(source: Checkpoint, dropped: Dropped) -> bool:

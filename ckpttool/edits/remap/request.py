@@ -16,6 +16,7 @@ from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import Chain
+from ckpttool.operands.model import ModelOperand
 
 if TYPE_CHECKING:
     from ckpttool.edits.rules.steps import Step as RuleStep
@@ -30,6 +31,7 @@ class RemapRequest:
     dict whose naming is taken over. `rules` come last, or the `rule_steps` of a file. `select` narrows to one
     submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained. `sections`
     are the paths of the state dicts that are changed, with commas between them; None for all that hold the model.
+    `code` and `to_code` are the two models themselves, where they are code.
     """
 
     names: Names | None = None
@@ -43,6 +45,8 @@ class RemapRequest:
     keep_prefix: bool = False
     trainable_only: bool = False
     sections: str | None = None
+    code: ModelOperand | None = None
+    to_code: ModelOperand | None = None
 
     @property
     def changes(self) -> bool:
@@ -73,9 +77,9 @@ class RemapRequest:
 
     def _through_models(self, tables: NameTables) -> Iterator[Step]:
         form = self.source_form if isinstance(self.source_form, ModelForm) else None
-        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only, tie=self.like is None)
+        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only, self.like is None, self.code)
         if self.to_names is not None:
-            yield ToModel(NameTables(self.to_names), self.model_form)
+            yield ToModel(NameTables(self.to_names), self.model_form, self.to_code)
         yield Counters(keep=self.like is not None or isinstance(self.to, Chain))
 
     def form_by_model(self, tables: NameTables) -> ModelForm:

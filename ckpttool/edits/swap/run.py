@@ -48,6 +48,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
         form=options.source_form,
         cast=options.cast,
         constants=options.constants,
+        code=model if model is not None and model.is_definition else None,
     )
     if target is not None:
         expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program

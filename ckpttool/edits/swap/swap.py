@@ -16,6 +16,7 @@ from ckpttool.edits.swap.feed import canonical_names, chosen_constants, constant
 from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
@@ -26,7 +27,10 @@ from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
+from ckpttool.operands.model import ModelOperand
 from ckpttool.words import plural
+
+SCHEMA = "ckpttool.swap/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,16 @@ class Swap:
         """The program's constants that stay as they are."""
         return tuple(entry.key for entry in constants_of(self.program) if entry.key not in self.sources)
 
+    @property
+    def by_code(self) -> tuple[str, ...]:
+        """The weights that were computed by running the model's own loading on the checkpoint."""
+        return tuple(fqn for fqn, source in self.sources.items() if any(ex.calls(source)))
+
     def to_json(self, program: str, weights: str, output: str) -> dict[str, object]:
         """The `swap-weights` object of the contract."""
         program_file = program_of(self.program)
         return {
-            "schema": "ckpttool.swap/1",
+            "schema": SCHEMA,
             "program": program,
             "weights": weights,
             "output": output,
@@ -62,6 +71,7 @@ class Swap:
             "layout": self.program.format if program_file is None else program_file.layout,
             "from": self.form,
             "ignored": list(self.ignored),
+            "by_code": list(self.by_code),
         }
 
 
@@ -95,38 +105,47 @@ def swap(
     cast: bool = False,
     packed: bool = False,
     constants: bool = False,
+    code: ModelOperand | None = None,
 ) -> Swap:
     """`program` with every weight replaced by what `weights` holds for it, and with `constants` every constant that it
     holds too.
 
     Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
     allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
-    tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other.
+    tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other. `code` is the model
+    itself, which computes what `names` do not say.
     """
     whole, (weights, counters) = _target(program), _apart(weights)
     target, counted = _apart(whole, (chain.COUNTER,) if counters else ())
     weights = _unwrapped(weights, form) if isinstance(form, Chain) else weights
     chosen = chosen_constants(program, weights) if constants else {}
     taken = {key for source in chosen.values() for key in ex.refs(source)}
-    rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
+    rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
     own, word = canonical_names(program), form.names if isinstance(form, ModelForm) else None
-    feed = feed_by_keys(target, rest, own) if names is None else feed_by_model(target, rest, names, word)
+    arguments = None if code is None else code.arguments
+    feed = feed_by_keys(target, rest, own) if names is None else feed_by_model(target, rest, names, word, arguments)
     feed.sources.update(chosen)
     feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
     feed.ignored.extend(entry.key for entry in counters[len(counted) :])
-    fixed = _not_saved(target, names, feed.sources)
-    kept = (*(entry.key for entry in counted[len(counters) :]), *fixed)
-    weighed = [entry for entry in target.tensors if entry.key not in fixed]
-    wanted = (*weighed, *counted[: len(counters)], *(e for e in constants_of(program) if e.key in chosen))
-    have = {**weights.by_key(), **{entry.key: entry for entry in counters}}
-    fitted, misfits = fit_all(wanted, feed.sources, have, cast, packed)
+    runners = {} if code is None else {run.way: code.run for run in feed.runs}
+    found, computed = run_code(weights, list(feed.sources.values()), feed.runs, runners)
+    sources = dict(zip(feed.sources, found))
+    kept = (*(entry.key for entry in counted[len(counters) :]), *_not_saved(target, names, feed.sources))
+    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in chosen))
+    wanted = [entry for entry in taking if entry.key not in kept]
+    have = {**computed, **{entry.key: entry for entry in counters}}
+    fitted, misfits = fit_all(wanted, sources, have, cast, packed)
     problems = [*feed.problems, *misfits]
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
         raise Misfit(_advice(program, names, problems), [_of_code(program, problem, have) for problem in problems])
+    return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
+
+
+def _with(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Checkpoint:
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
-    return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored), kept)
+    return replace(program, sections=sections)
 
 
 def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expression]) -> tuple[str, ...]:
