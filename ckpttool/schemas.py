@@ -150,6 +150,7 @@ _REMAP = ObjectOf(
         "from": Nullable(TEXT),
         "to": Nullable(TEXT),
         **dict.fromkeys(("renamed", "transformed", "unchanged"), COUNT),
+        "sections": TEXTS,
         "dropped": TEXTS,
         "optimizer": Nullable(ObjectOf({"from": _FORM, "to": _FORM, "params": COUNT, "sections": ListOf(_SECTION)})),
         "by_code": ListOf(ObjectOf({"way": _WAY, "model": TEXT, "keys": TEXTS})),

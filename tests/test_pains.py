@@ -538,7 +538,8 @@ def test_safetensors_515_tensor_subclasses_are_carried_or_refused(ask: Ask) -> N
             assert torch.equal(held, value)
     refused = ask("remap", out, "--rule", "weight => kernel", "-o", "out.safetensors")
     assert refused.status == 1
-    assert "a subclass tensor has no place in the format @ kernel" in refused.err
+    assert "a subclass tensor has no place in the format: its class " in refused.err
+    assert f"{Packed.__name__}, and what each tensor in it is for would be lost @ kernel" in refused.err
     assert "write a torch file (OUT ending in .pt)" in refused.err
     Path("rules.toml").write_text('[[rule]]\ncast = "weight"\ndtype = "bfloat16"\n')
     assert ask("remap", out, "--rules", "rules.toml", "-o", "cast.pt").status == 1

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from ckpttool.cli.app import main
-from ckpttool.naming.wrappers.chain import canonical_keys
+from ckpttool.naming.wrappers.chain import COUNTER, canonical_keys
+from command import Run
 from optimizer_support import same
-from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename, net, tensors
+from wrapped_ranks import BLOCKS, CHAINS, PLAIN, TRAINED, Net, Wrapped, filename, net, tensors, wrap
 
 FORMS = CHAINS + BLOCKS
+EXPORTED = ("plain", "dp", "compile", "averaged", "compile(averaged)")
+EXAMPLE = (torch.ones(1, 4),)
 
 # Where torch's own get_model_state_dict leaves a wrapper's segment in its names, and why.
 TORCH_LEAVES = {
@@ -61,6 +64,42 @@ def test_back_to_the_plain_checkpoint(wrapped: Wrapped, form: str, tmp_path: Pat
     assert main(["remap", str(source), "--to", "serialized", "-o", str(out)]) == 0
     Net().load_state_dict(torch.load(out))
     assert same(dict(torch.load(out)), dict(net(0).state_dict()))
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of other weights, exported from the plain model and from wrappers that torch exports."""
+    folder = tmp_path_factory.mktemp("programs")
+    for form in EXPORTED:
+        torch.export.save(torch.export.export(wrap(form, net(9)), EXAMPLE), folder / f"{form}.pt2")
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_weights_of_any_form_into_a_program_of_any_form(wrapped: Wrapped, programs: Path, form: str) -> None:
+    """Without the model: what tells the names apart are wrappers alone, on either side."""
+    source, out = wrapped.folder / f"{filename(form)}.pt", programs / "out.pt2"
+    for program in EXPORTED if form in EXPORTED else ("plain",):
+        words = ["swap-weights", str(programs / f"{program}.pt2"), str(source), "-o", str(out), "--force", "--no-fsync"]
+        assert main(words) == 0
+        assert torch.equal(torch.export.load(out).module()(*EXAMPLE), net(0)(*EXAMPLE)), program
+
+
+def test_counters_in_programs(wrapped: Wrapped, programs: Path, run: Run) -> None:
+    """That of the weights goes into the program's, which keeps its own where they have none; `--from` takes chains."""
+    averaged, plain, out = wrapped.folder / "averaged.pt", wrapped.folder / "plain.pt", programs / "out.pt2"
+    torch.save({**torch.load(averaged), COUNTER: torch.tensor(7)}, programs / "seven.pt")
+    words = ("swap-weights", programs / "averaged.pt2", "-o", out, "--force", "--format", "json")
+    done = run(*words, programs / "seven.pt")
+    assert (done.data["kept"], done.data["ignored"]) == ([], [])
+    assert torch.export.load(out).state_dict[COUNTER] == 7
+    assert run(*words, plain).data["kept"] == [COUNTER]
+    assert torch.export.load(out).state_dict[COUNTER] == 0
+    assert run(*words, programs / "seven.pt", "--from", "averaged").status == 0
+    assert run(*words, plain, "--from", "averaged").status == 1
+    assert run(*words, plain, "--from", "averagd").status == 2
+    swapped = run("swap-weights", programs / "plain.pt2", programs / "seven.pt", "-o", out, "--force").out
+    assert COUNTER in swapped.rpartition("no part of any program")[2]
 
 
 @pytest.mark.parametrize("new", TRAINED)

@@ -10,6 +10,7 @@ from ckpttool.edits.ranks.recognise import put_together
 from ckpttool.edits.ranks.replicas import without_replicas
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.remap.pretrained import ways
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
@@ -97,14 +98,28 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
     asked, wanted = _request(source, options, model)
+    whole = source if gathered is None else gathered.checkpoint
+    read_as = None
     if gathered is None and _is_about_optimizers(source, options, wanted):
         asked = replace(asked, names=None, to_names=None, code=None, to_code=None)
-    done = remap(source if gathered is None else gathered.checkpoint, asked, options.drop or ())
+    elif model is not None:
+        by_names = options.to_model is not None and not asked.rule_steps  # else the rules are the way there
+        read_as, leads_to = ways(whole, model, _to_operand(options) if by_names else None, options)
+        asked = replace(asked, names=read_as.names(), to_names=None if leads_to is None else leads_to.names())
+        asked = replace(asked, code=_code(read_as), to_code=_code(leads_to))
+    done = remap(whole, asked, options.drop or ())
+    if read_as is not None and read_as.pretrained:
+        done = replace(done, source_form=str(ModelForm.PRETRAINED))
     if gathered is not None and names is not None:
         from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 
         done = with_gathered_optimizers(done, gathered, names)
     return with_optimizers(done, wanted)
+
+
+def _code(model: ModelOperand | None) -> ModelOperand | None:
+    """The model itself, where it is code."""
+    return model if model is not None and model.is_definition else None
 
 
 def _runners(plan: Plan, model: ModelOperand | None, to_model: ModelOperand | None) -> dict[str, Runner]:
@@ -128,18 +143,17 @@ def _request(
         names=names,
         to=form,
         source_form=options.source_form,
-        to_names=to_names if options.to_model is not None and not steps else None,  # the rules are the way there
         like=_like(options),
         rules=() if steps else rules,
         rule_steps=steps,
         select=options.select,
         keep_prefix=options.keep_prefix,
         trainable_only=options.trainable_only,
-        code=model if model is not None and model.is_definition else None,
-        to_code=to_model if to_model is not None and to_model.is_definition else None,
+        sections=options.sections,
     )
     renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
+    called = None if form is ModelForm.PRETRAINED else called
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
     return asked, OptimizerRequest(
         options.optimizer_keys, names, to_names, renaming, called, beside=beside, old_model=old_model

@@ -91,7 +91,7 @@ def _into_program(
     program: ExportedProgram, state: Mapping[str, object], model: Model | None, cast: bool, in_place: bool
 ) -> Swapped:
     def take(fresh: Mapping[int, torch.Tensor]) -> None:
-        program._state_dict = {fqn: fresh[id(tensor)] for fqn, tensor in program.state_dict.items()}
+        program._state_dict = {fqn: fresh.get(id(tensor), tensor) for fqn, tensor in program.state_dict.items()}
 
     return _into_tensors(program_target(program), state, model, cast, None if in_place else take)
 
@@ -105,7 +105,7 @@ def _into_tensors(
 ) -> Swapped:
     """Writes into the tensors that are there, or where there is `take` has it put new ones (by id of the old) there."""
     done = _planned(target, state, model, cast)
-    news = stage(target.tensors, done.sources, state)
+    news = stage({fqn: old for fqn, old in target.tensors.items() if fqn in done.sources}, done.sources, state)
     if take is None:
         check_in_place(news)
         write(news)
@@ -122,7 +122,9 @@ def _into_package(package: Any, state: Mapping[str, object], model: Model | None
         done = _planned(target, state, model, cast)
     except Refused as error:
         raise Refused(error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems) from None
-    constants = {fqn: laid_out(done.sources[fqn], like, state) for fqn, like in target.tensors.items()}
+    constants = {
+        fqn: laid_out(done.sources[fqn], like, state) for fqn, like in target.tensors.items() if fqn in done.sources
+    }
     package.load_constants(constants, check_full_update=False)
     return done
 

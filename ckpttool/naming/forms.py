@@ -63,6 +63,16 @@ def read(tables: NameTables, section: Section, form: str | None = None) -> Readi
     return replace(serialized, ambiguous=score == other and not tables.forms_agree)
 
 
+def holds(tables: NameTables, section: Section) -> bool:
+    """Whether `section` is the whole model in one of its forms: every name, no other key, no other shape."""
+    reading = read(tables, section)
+    likeness = tables.serialized_likeness if reading.form == SERIALIZED else tables.runtime_likeness
+    have = {entry.key: entry.shape for entry in section.tensors}
+    return reading.match.complete and all(
+        likeness.get(name, ("", None))[1] in (None, have.get(key)) for key, name in reading.match.names.items()
+    )
+
+
 def _misfits(section: Section, reading: Reading, likeness: Mapping[str, Likeness]) -> int:
     """How many tensors have another dtype or shape than the name they would be has."""
     have: dict[str, TensorEntry] = {entry.key: entry for entry in section.tensors}

@@ -17,14 +17,16 @@ class ModelForm(Enum):
     RUNTIME = "runtime"
     EXPORTED = "exported"
     UNFLATTENED = "unflattened"
+    PRETRAINED = "pretrained"
 
     @property
     def names(self) -> str:
         """Which of the two lists of `Names` it takes its names from.
 
-        An exported program has the runtime names since torch 2.6 (pytorch#137609).
+        An exported program has the runtime names since torch 2.6 (pytorch#137609). What ``save_pretrained`` writes has
+        the names of a `Names` of its own.
         """
-        return SERIALIZED if self is ModelForm.SERIALIZED else RUNTIME
+        return SERIALIZED if self in (ModelForm.SERIALIZED, ModelForm.PRETRAINED) else RUNTIME
 
     def __str__(self) -> str:
         return self.value

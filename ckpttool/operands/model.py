@@ -6,7 +6,7 @@ import ast
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
-from ckpttool.names import Names
+from ckpttool.names import SERIALIZED, Names
+from ckpttool.naming.forms import holds, read
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.names_file import read_names
 from ckpttool.options import ModelOptions, OptimizerOptions
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from ckpttool.tracing.by_code import ModelCode
     from ckpttool.tracing.load_model import LoadedModel
 
+HF = "hf:"  # hf:FOLDER is the model that the config.json in the folder describes
+
 
 @dataclass(frozen=True)
 class ModelOperand:
@@ -33,13 +37,14 @@ class ModelOperand:
     `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
     a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
     may be JSON; `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
-    model.
+    model. `pretrained`: under the names that ``save_pretrained`` writes, in the place of those of ``state_dict()``.
     """
 
     model: Any
     kwargs: Mapping[str, Any] | str | None = None
     materialize: bool = False
     optimizer: Any = None
+    pretrained: bool = False
 
     @property
     def is_definition(self) -> bool:
@@ -58,16 +63,32 @@ class ModelOperand:
     @cached_property
     def _names(self) -> Names:
         if not self.is_definition:
+            if self.pretrained:
+                raise CkptError(f"{self.title} lists no names of from_pretrained", hint="name the model's code")
             return self._listed()
         from ckpttool.tracing.trace import trace
 
         definition = self.definition()
         names = trace(definition)
+        if self.pretrained:
+            from ckpttool.tracing.pretrained import by_transformers
+
+            names = by_transformers(names)
         if self.optimizer is None:
             return names
         from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
 
         return with_optimizer(names, definition, load_optimizer(self.optimizer))
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is ``hf:FOLDER``: what loads its checkpoints is from_pretrained."""
+        return isinstance(self.model, str) and self.model.startswith(HF)
+
+    @cached_property
+    def by_pretrained(self) -> ModelOperand:
+        """The same model under the names of from_pretrained."""
+        return self if self.pretrained else replace(self, pretrained=True, optimizer=None)
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -77,12 +98,16 @@ class ModelOperand:
     def definition(self) -> LoadedModel:
         """The model's definition. Raises `CkptError` where it is not found, or is no model."""
         from ckpttool.tracing.load_model import load, of_object
+        from ckpttool.tracing.pretrained import as_pretrained, of_folder
 
-        if isinstance(self.model, str):
-            if os.path.isfile(self.model):
-                raise _no_attribute(self.model)
-            return load(self.model, self.arguments, self.materialize)
-        return of_object(self.model, self.arguments, self.materialize)
+        if not isinstance(self.model, str):
+            found = of_object(self.model, self.arguments, self.materialize)
+        elif os.path.isfile(self.model):
+            raise _no_attribute(self.model)
+        else:
+            make = of_folder if self.is_folder else load
+            found = make(self.model, self.arguments, self.materialize)
+        return as_pretrained(found) if self.pretrained else found
 
     def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
         """What the model's own code makes of `given`, under `names`: an `evaluate.apply.Runner`.
@@ -154,6 +179,33 @@ def operand_of(options: ModelOptions) -> ModelOperand | None:
         return options.model
     optimizer = options.optimizer if isinstance(options, OptimizerOptions) else None
     return ModelOperand(options.model, options.model_kwargs, options.materialize, optimizer)
+
+
+def as_read(model: ModelOperand, section: Section, source: str) -> ModelOperand:
+    """`model` under the names that the section's keys are: its own, or those of from_pretrained where these fit better.
+
+    Where both fit as well it is its own, but for ``hf:FOLDER``, and for what lies beside a ``config.json`` where the
+    same names have other values in the two.
+    """
+    if not model.is_definition or model.pretrained:
+        return model
+    own = NameTables(model.names())
+    beside = _has_config(split(source)[0])
+    if not beside and not model.is_folder and holds(own, section):
+        return model
+    from ckpttool.tracing.pretrained import is_pretrained
+
+    if not is_pretrained(model.definition()):
+        return model
+    other = NameTables(model.by_pretrained.names())
+    theirs, ours = read(other, section), read(own, section).match.score
+    differ = any(own.saved.get(key, source) != source for key, source in other.saved.items())
+    preferred = theirs.form == SERIALIZED and theirs.match.score == ours and (model.is_folder or (beside and differ))
+    return model.by_pretrained if theirs.match.score > ours or preferred else model
+
+
+def _has_config(path: str) -> bool:
+    return os.path.isfile(os.path.join(path if os.path.isdir(path) else os.path.dirname(path), "config.json"))
 
 
 def _parsed(text: str) -> dict[str, Any]:

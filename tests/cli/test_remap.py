@@ -50,7 +50,7 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "a form without a model": (2, "remap model.pt -o o.pt --to runtime", "needs the model's names"),
     "two outputs": (2, "remap model.pt -o o.pt --in-place", "exclude"),
     "in place of a section": (2, "remap model.pt::model --in-place", "one section"),
-    "a plan and a model": (2, "remap model.pt -o o.pt --plan list.json --model M", "--plan"),
+    "a plan and a model": (2, "remap model.pt -o o.pt --plan list.json --model M", "is not a plan"),
     "reverse of nothing": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
     "an ending that is none": (2, "remap model.pt -o o.xyz", "ending"),
     "an output that exists": (2, "remap model.pt -o other.pt", "exists"),

@@ -12,9 +12,11 @@ from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.rules.mend import renames
 from ckpttool.errors import CkptError
 from ckpttool.naming.forms import read
+from ckpttool.naming.model_form import ModelForm
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.model import as_read
 from ckpttool.operands.names_file import saved_by
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
@@ -48,6 +50,8 @@ def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
     base: list[RemapOptions] = []
     if question.names is not None:
         form = read(NameTables(question.names), model_section(right)).form
+        if question.model is not None and as_read(question.model, model_section(right), right.source).pretrained:
+            form = str(ModelForm.PRETRAINED)
         base += [_by_model(question, to) for to in dict.fromkeys((form, "serialized", "runtime", "exported"))]
     if right.format != "memory":
         base.append(RemapOptions(like=right.source))

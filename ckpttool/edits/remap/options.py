@@ -41,6 +41,9 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     ] = None
     reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
     drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
+    sections: Annotated[
+        str | None, option("--sections", metavar="PATHS", help="As in 'model,ema'. Default: all that hold the model.")
+    ] = None
     like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
     to_model: Annotated[Any, option("--to-model", metavar="MODEL", help="The model that is to load OUT.")] = None
     to_model_kwargs: Annotated[
@@ -147,7 +150,10 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         "pass --model MODEL",
     ),
     (
-        lambda a: a.plan and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only),
+        lambda a: (
+            a.plan
+            and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only or a.sections)
+        ),
         "--plan stands alone: it says all that is to be done",
         "leave the rules, --to, --select and the like out",
     ),

@@ -22,7 +22,7 @@ from ckpttool.naming.optimizers.saved_order import in_order_of
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain, Evidence
 from ckpttool.naming.wrappers.table import strip
-from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.sections import is_lightning, left_as_they_are, of_one_model
 from ckpttool.optimizer_state import ID
 from ckpttool.plan import Dropped, OptimizerMove, Plan
 
@@ -34,17 +34,48 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     source, dropped = drop(source, drops) if drops else (source, [])
     if not asked.changes:
         return Remap(source, replace(carried(source.sections), dropped=tuple(dropped)))
-    section = model_section(source)
-    begin = _draft(section, asked.source_form, chain.is_lightning(source.others, section.path))
-    draft = reduce(lambda draft, step: step.apply(draft), asked.steps(), begin)
-    result = _recorded(apply(draft.plan, source, draft.runners), asked, section.path)
-    touched = {gone.section for gone in dropped} - {section.path}
+    sections = of_one_model(source, asked.sections, asked.names)
+    drafts = _drafts(sections, asked, is_lightning(source))
+    made = Plan(
+        tuple(output for draft in drafts for output in draft.plan.outputs),
+        tuple(gone for draft in drafts for gone in draft.plan.dropped),
+        tuple(module for draft in drafts for module in draft.plan.modules),
+        tuple(run for draft in drafts for run in draft.plan.runs),
+    )
+    runners = {way: runner for draft in drafts for way, runner in draft.runners.items()}
+    paths = [section.path for section in sections]
+    result = reduce(lambda result, path: _recorded(result, asked, path), paths, apply(made, source, runners))
+    touched = {gone.section for gone in dropped}.difference(paths)
     rest = carried(other for other in source.sections if other.path in touched)
-    outputs = (*draft.plan.outputs, *rest.outputs)
-    plan = replace(draft.plan, outputs=outputs, dropped=(*draft.plan.dropped, *dropped))
-    notes = (*draft.notes, *_not_narrowed(source, asked))
-    to = None if asked.to is None else str(asked.to)
-    return Remap(result, plan, draft.form, to, notes, ruled=draft.ruled)
+    plan = replace(made, outputs=(*made.outputs, *rest.outputs), dropped=(*made.dropped, *dropped))
+    notes = (*_notes(drafts), *left_as_they_are(source, sections), *_not_narrowed(source, asked))
+    form = None if asked.to is None else str(asked.to)
+    together = tuple(paths) if len(paths) > 1 else ()
+    return Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, sections=together)
+
+
+def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
+    """What becomes of each section. Raises `Refused`; what is wrong with a further section is said under its path."""
+    steps, made = tuple(asked.steps()), []
+    for section in sections:
+        try:
+            begin = _draft(section, asked.source_form, lightning)
+            made.append(reduce(lambda draft, step: step.apply(draft), steps, begin))
+        except Refused as error:
+            if len(sections) == 1:
+                raise
+            raise Refused(
+                f"{section.path or '(root)'}: {error.message}",
+                hint=f"{error.hint}; --sections '{sections[0].path}' changes that one alone",
+                problems=error.problems,
+            ) from None
+    return made
+
+
+def _notes(drafts: Sequence[Draft]) -> list[str]:
+    """The notes on all sections; on a further one those that it has alone."""
+    first = drafts[0].notes
+    return [*first, *(f"{d.section.path}: {note}" for d in drafts[1:] for note in d.notes if note not in first)]
 
 
 def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
@@ -29,8 +29,9 @@ class RemapRequest:
     `names` are those of the model that saved the keys, `to_names` those of another model that is to load them; `to` is
     the form that they get, `source_form` the one that they are in, where it is not to be recognised. `like` is a state
     dict whose naming is taken over. `rules` come last, or the `rule_steps` of a file. `select` narrows to one
-    submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained. `code` and
-    `to_code` are the two models themselves, where they are code.
+    submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained. `sections`
+    are the paths of the state dicts that are changed, with commas between them; None for all that hold the model.
+    `code` and `to_code` are the two models themselves, where they are code.
     """
 
     names: Names | None = None
@@ -43,13 +44,14 @@ class RemapRequest:
     select: str | None = None
     keep_prefix: bool = False
     trainable_only: bool = False
+    sections: str | None = None
     code: ModelOperand | None = None
     to_code: ModelOperand | None = None
 
     @property
     def changes(self) -> bool:
         """Whether anything is asked at all."""
-        return self != RemapRequest()
+        return replace(self, sections=None) != RemapRequest()
 
     @property
     def model_form(self) -> ModelForm:

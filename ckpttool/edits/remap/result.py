@@ -21,7 +21,7 @@ class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
-    of rules did to the model.
+    of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
     `written` says how a file that was to be changed in place was written.
     """
 
@@ -32,6 +32,7 @@ class Remap:
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
     ruled: Ruled | None = None
+    sections: tuple[str, ...] = ()
     written: Written | None = None
 
     @property
@@ -52,6 +53,7 @@ class Remap:
             "to": self.form,
             **self.counts,
             "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
+            "sections": list(self.sections),
             "by_code": [{"way": run.way, "model": run.model, "keys": keys} for run, keys in self.plan.by_code],
             "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),

@@ -15,6 +15,7 @@ from ckpttool.naming.forms import left_to_code, read, with_keys
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
+from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import ModelRun, Output, Plan
 
 
@@ -38,11 +39,16 @@ def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
     return next((section.tensors for section in program.sections if section.path == CONSTANTS), ())
 
 
+def canonical_names(program: Checkpoint) -> dict[str, str]:
+    """FQN or constant -> its name without the wrappers that were around the model that was exported."""
+    paths = chain.recognise(entry.key for section in program.sections[:1] for entry in section.tensors)
+    return {entry.key: strip(entry.key, paths) for section in program.sections for entry in section.tensors}
+
+
 def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Expression]:
     """Constant -> its new value, for each constant of the program that one of the keys names."""
     constants = {entry.key: entry.key for entry in constants_of(program)}
-    names = {entry.key: entry.key for section in program.sections for entry in section.tensors}
-    found = match([entry.key for entry in weights.tensors], names)
+    found = match([entry.key for entry in weights.tensors], canonical_names(program))
     chosen: dict[str, Expression] = {name: Ref(key) for key, name in found.names.items() if name in constants}
     for section in program.sections:
         if section.path == CONSTANTS:
@@ -50,22 +56,19 @@ def chosen_constants(program: Checkpoint, weights: Section) -> dict[str, Express
     return chosen
 
 
-def feed_by_keys(target: Section, weights: Section) -> Feed:
-    """Without a model: the keys must be the program's FQNs, but for segments that wrappers added."""
+def feed_by_keys(target: Section, weights: Section, names: Mapping[str, str]) -> Feed:
+    """Without a model: the keys must be the program's FQNs, but for wrappers' segments on either side.
+
+    `names` are the canonical ones of the program's tensors.
+    """
     aliases = target.aliases()
-    found = match([entry.key for entry in weights.tensors], {e.key: e.key for e in target.tensors}, aliases)
+    own = {entry.key: names[entry.key] for entry in target.tensors}
+    found = match([entry.key for entry in weights.tensors], own, aliases)
     sources: dict[str, Expression] = {fqn: Ref(key) for key, fqn in found.names.items()}
     _share(sources, {entry.key: aliases.get(entry.key, entry.key) for entry in target.tensors})
     spare = _other_names(found, weights)
-    counters = _counters(found, weights)
-    problems = [problem for problem in _left_over(found) if problem.key not in spare | counters]
-    ignored = [entry.key for entry in weights.extras] + sorted(counters)
-    return Feed(sources, RUNTIME, problems, ignored, _variants(found))
-
-
-def _counters(found: Match, weights: Section) -> set[str]:
-    """Keys of an AveragedModel's counters, which the module in it has not."""
-    return set(chain.counters([entry.key for entry in weights.tensors])).intersection(found.unmatched)
+    problems = [problem for problem in _left_over(found) if problem.key not in spare]
+    return Feed(sources, RUNTIME, problems, [entry.key for entry in weights.extras], _variants(found))
 
 
 def _other_names(found: Match, weights: Section) -> set[str]:
@@ -96,10 +99,8 @@ def feed_by_model(
         values = {output.key: output.source for output in plan.outputs}
     _share(values, tables.first)
     fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
-    counters = _counters(reading.match, weights)
-    left = [problem for problem in _left_over(reading.match) if problem.key not in counters]
     fed = {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}
-    feed = Feed(fed, reading.form, left, sorted(counters), runs=plan.runs)
+    feed = Feed(fed, reading.form, _left_over(reading.match), runs=plan.runs)
     feed.twins.extend(_variants(reading.match))
     feed.problems.extend(
         Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched

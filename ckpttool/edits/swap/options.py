@@ -7,6 +7,7 @@ from typing import Annotated
 
 from ckpttool.errors import CkptError
 from ckpttool.naming import model_form
+from ckpttool.naming.model_form import Form
 from ckpttool.options import ModelOptions, OutputOptions, option
 
 
@@ -23,9 +24,14 @@ class SwapOptions(ModelOptions, OutputOptions):
         bool, option("--constants", help="Swap constants too: lifted tensors and non-persistent buffers in NEW.")
     ] = False
 
+    @property
+    def source_form(self) -> Form | None:
+        """The form of NEW's keys, where the user says it. Raises `CkptError` for a word that names none."""
+        return None if self.from_ is None else model_form.parse(self.from_)
+
     def check(self) -> None:
         """Raises `CkptError` for options that do not go together, or that name a form that is none."""
         if self.in_place and self.out is not None and not self.dry_run:
             raise CkptError("--in-place and -o OUT exclude each other", hint="-o OUT")
-        if self.from_ is not None and self.from_ not in model_form.WORDS:
-            raise CkptError(f"--from {self.from_}: no such form", hint=f"the forms are {', '.join(model_form.WORDS)}")
+        if self.from_ is not None:
+            model_form.parse(self.from_)

@@ -13,7 +13,7 @@ from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
-from ckpttool.operands.model import operand_of
+from ckpttool.operands.model import as_read, operand_of
 from ckpttool.words import shell
 
 
@@ -36,12 +36,16 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
             f"{path} is no exported program: {FORMATS[found].title}", hint=_program_first(program, weights, options.out)
         )
     deployed = read_program(path, name)
-    model = operand_of(options)
+    new, model = model_section(weights), operand_of(options)
+    if model is not None and options.source_form is ModelForm.PRETRAINED:
+        model = model.by_pretrained
+    elif model is not None and options.source_form is None:
+        model = as_read(model, new, weights.source)
     swapped = swap(
         deployed,
-        model_section(weights),
+        new,
         None if model is None else model.names(),
-        form=None if options.from_ is None else ModelForm(options.from_).names,
+        form=options.source_form,
         cast=options.cast,
         constants=options.constants,
         code=model if model is not None and model.is_definition else None,

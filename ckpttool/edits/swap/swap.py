@@ -12,16 +12,21 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.swap.feed import chosen_constants, constants_of, feed_by_keys, feed_by_model
+from ckpttool.edits.swap.feed import canonical_names, chosen_constants, constants_of, feed_by_keys, feed_by_model
 from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import same_values
-from ckpttool.expression import Expression
-from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
+from ckpttool.expression import Expression, Ref
+from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
 from ckpttool.formats.pt2.program import program_of
 from ckpttool.names import Names
+from ckpttool.naming.match import match
+from ckpttool.naming.model_form import Form, ModelForm
+from ckpttool.naming.wrappers import chain
+from ckpttool.naming.wrappers.chain import Chain
+from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.model import ModelOperand
 from ckpttool.words import plural
 
@@ -32,13 +37,15 @@ SCHEMA = "ckpttool.swap/1"
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
-    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds.
+    `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
+    what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved.
     """
 
     program: Checkpoint
     sources: Mapping[str, Expression]
     form: str
     ignored: tuple[str, ...]
+    kept: tuple[str, ...] = ()
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -59,7 +66,7 @@ class Swap:
             "weights": weights,
             "output": output,
             "swapped": len(self.sources),
-            "kept": [],
+            "kept": list(self.kept),
             "constants": list(self.constants),
             "layout": self.program.format if program_file is None else program_file.layout,
             "from": self.form,
@@ -94,7 +101,7 @@ def swap(
     weights: Section,
     names: Names | None = None,
     *,
-    form: str | None = None,
+    form: Form | None = None,
     cast: bool = False,
     packed: bool = False,
     constants: bool = False,
@@ -108,25 +115,80 @@ def swap(
     tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other. `code` is the model
     itself, which computes what `names` do not say.
     """
-    target = _target(program)
+    whole, (weights, counters) = _target(program), _apart(weights)
+    target, counted = _apart(whole, (chain.COUNTER,) if counters else ())
+    weights = _unwrapped(weights, form) if isinstance(form, Chain) else weights
     chosen = chosen_constants(program, weights) if constants else {}
     taken = {key for source in chosen.values() for key in ex.refs(source)}
-    rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
+    rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
+    own, word = canonical_names(program), form.names if isinstance(form, ModelForm) else None
     arguments = None if code is None else code.arguments
-    feed = feed_by_keys(target, rest) if names is None else feed_by_model(target, rest, names, form, arguments)
+    feed = feed_by_keys(target, rest, own) if names is None else feed_by_model(target, rest, names, word, arguments)
     feed.sources.update(chosen)
+    feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
+    feed.ignored.extend(entry.key for entry in counters[len(counted) :])
     runners = {} if code is None else {run.way: code.run for run in feed.runs}
-    found, have = run_code(weights, list(feed.sources.values()), feed.runs, runners)
+    found, computed = run_code(weights, list(feed.sources.values()), feed.runs, runners)
     sources = dict(zip(feed.sources, found))
-    wanted = (*target.tensors, *(entry for entry in constants_of(program) if entry.key in chosen))
+    kept = (*(entry.key for entry in counted[len(counters) :]), *_not_saved(target, names, feed.sources))
+    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in chosen))
+    wanted = [entry for entry in taking if entry.key not in kept]
+    have = {**computed, **{entry.key: entry for entry in counters}}
     fitted, misfits = fit_all(wanted, sources, have, cast, packed)
     problems = [*feed.problems, *misfits]
     for section in program.sections:
-        problems += _untied(section, fitted, weights, feed.twins if section is target else ())
+        problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
-        raise Misfit(_advice(program, names, problems), problems)
+        raise Misfit(_advice(program, names, problems), [_of_code(program, problem, have) for problem in problems])
+    return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
+
+
+def _with(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Checkpoint:
     sections = tuple(replace(section, tensors=replaced(section.tensors, fitted)) for section in program.sections)
-    return Swap(replace(program, sections=sections), feed.sources, feed.form, tuple(feed.ignored))
+    return replace(program, sections=sections)
+
+
+def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expression]) -> tuple[str, ...]:
+    """Buffers that the model saves in no state dict, and the weights have not: they stay as they are.
+
+    An exported program has them among its constants, compiled code among its weights.
+    """
+    fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent and t.kind == "buffer")
+    found = match([entry.key for entry in target.tensors], {name: name for name in fixed})
+    return tuple(key for key in found.names if key not in sources)
+
+
+def _of_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
+    """`problem`, in other words for a weight that the compiler writes into the code."""
+    file, entry = program_of(program), have.get(problem.key)
+    if file is None or not file.compiled or problem.kind != "left_over" or not isinstance(entry, TensorEntry):
+        return problem
+    if not is_inlined(entry):
+        return replace(problem, problem="left over: the compiled code does not use it")
+    size = plural(entry.numel, "element")
+    return replace(problem, problem=f"{size}: written into the compiled code, where it cannot be swapped")
+
+
+def _apart(section: Section, more: Sequence[str] = ()) -> tuple[Section, list[TensorEntry]]:
+    """The section without the counters of AveragedModels, and these: the module that is averaged has none.
+
+    `more` are names of counters where no wrapper's segment shows it: those of a live module leave the segments out.
+    """
+    keys = {*chain.counters([entry.key for entry in section.tensors]), *more}
+    rest = tuple(entry for entry in section.tensors if entry.key not in keys)
+    return replace(section, tensors=rest), [entry for entry in section.tensors if entry.key in keys]
+
+
+def _unwrapped(section: Section, form: Chain) -> Section:
+    """The section under its names inside of the wrappers that the user says are there. Raises `Refused` on others."""
+    keys = section.by_key()
+    paths = chain.declared(form, keys).paths
+    names = {key: strip(key, paths) for key in keys}
+    return replace(
+        section,
+        tensors=tuple(replace(entry, key=names[entry.key]) for entry in section.tensors),
+        extras=tuple(replace(entry, key=names[entry.key]) for entry in section.extras),
+    )
 
 
 def _target(program: Checkpoint) -> Section:

@@ -6,17 +6,19 @@ zip of one tensor, perhaps with several weights in it) and its geometry there; m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ckpttool.checkpoint import Section, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
-from ckpttool.formats.containers.zip_archive import Archive
-from ckpttool.formats.pt2.program import Home, Payload, Program, damaged, read_json
+from ckpttool.formats.containers.zip_archive import Archive, read_record
+from ckpttool.formats.pt2.program import CONSTANTS, Home, Payload, Program, damaged, program_sections, read_json
 from ckpttool.formats.pt2.since_2_9 import element_reach
 from ckpttool.formats.pt2.until_2_8 import open_record, payload_of
 from ckpttool.formats.torch.tensors import entry_of, is_tensor
 from ckpttool.json_schema import COUNT, SHAPE, TEXT, Items, MapOf
+from ckpttool.limits import limits
 
 FOLDER = "data/aotinductor/"
 LAYOUT = "AOTInductor"
@@ -30,7 +32,12 @@ INSIDE = (
     "leave out weights that it does not use: ckpttool remap NEW --drop KEY -o OUT"
 )
 
+MOST_INLINED = 8  # elements
+
 _CONFIG = "weights_config.json"
+_KIND = re.compile(r"constants_info_\[(\d+)\]\.type = [^;\n]*ConstantType::(\w+)\)")
+_FQN = re.compile(r'constants_info_\[(\d+)\]\.original_fqn = "([^"\n]*)"')
+_CONSTANTS = ("TensorConstant", "FoldedConstant")
 _WEIGHTS = MapOf(Items((TEXT, SHAPE, SHAPE, COUNT)))  # the record, sizes, strides, offset
 
 
@@ -48,12 +55,32 @@ def read(archive: Archive, root: str, name: str) -> Program:
     if config not in files:
         return Program(archive, name, LAYOUT, "", (), notes=(_without(files, name),))
     entries, homes = _entries(archive, root, config)
-    section = Section("", "state_dict", entries)
+    lifted = _lifted(archive, files)
+    weights = Section("", "state_dict", tuple(entry for entry in entries if entry.key not in lifted))
+    constants = Section(CONSTANTS, "other", tuple(entry for entry in entries if entry.key in lifted))
     note = (
         f"{name} is compiled code: weights that it does not use are not in the file, and small ones "
         "(up to 8 elements in one dimension) are in the code itself"
     )
-    return Program(archive, name, LAYOUT, "", (section,), homes, _shared(archive, root, name), (note,))
+    sections = program_sections(weights, constants)
+    return Program(archive, name, LAYOUT, "", sections, homes, _shared(archive, root, name), (note,))
+
+
+def is_inlined(entry: TensorEntry) -> bool:
+    """Whether the compiler writes a tensor of this shape into the code, where no swap reaches it."""
+    return len(entry.shape) <= 1 and entry.numel <= MOST_INLINED
+
+
+def _lifted(archive: Archive, files: list[str]) -> set[str]:
+    """The tensors that stood in the model's code, and are no weights: what the package has of its source says so."""
+    found: set[str] = set()
+    for file in files:
+        if file.endswith(".cpp") and archive.by_name[file].nbytes <= limits().json_bytes:
+            text = read_record(archive, archive.by_name[file], limits().json_bytes).decode(errors="replace")
+            kinds = {match[1]: match[2] for match in _KIND.finditer(text)}
+            names = {match[1]: match[2] for match in _FQN.finditer(text)}
+            found.update(name for number, name in names.items() if kinds.get(number) in _CONSTANTS)
+    return found
 
 
 def _without(files: list[str], name: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Checkpoint, Composite, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers import json_text
@@ -270,7 +270,8 @@ def tensor_problem(entry: TensorEntry) -> str | None:
     if isinstance(entry.payload, Packed):
         return None
     if entry.storage is None or entry.layout != "strided":
-        return f"a {entry.layout} tensor has no place in the format"
+        lost = f": {entry.payload.lost(entry)} would be lost" if isinstance(entry.payload, Composite) else ""
+        return f"a {entry.layout} tensor has no place in the format{lost}"
     if entry.dtype not in BY_NAME or BY_NAME[entry.dtype].safetensors is None:
         return f"the format has no dtype {entry.dtype}"
     if entry.dtype == "float4_e2m1fn_x2" and not entry.shape:

@@ -73,6 +73,14 @@ def _packed(entry: TensorEntry, layout: str, nbytes: int | None = None) -> Tenso
     return replace(entry, storage=None, layout=layout, packed_bytes=entry.nbytes if nbytes is None else nbytes)
 
 
+# Layout -> what of such a tensor is no block of values.
+_LOST = {
+    "quantized": "the scale and the zero point of its values",
+    "sparse_coo": "the indices of its values",
+    "nested": "the shapes of its parts",
+}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
     """The payload of an entry: its node, the storages that the node refers to, and the tensor that it rebuilds."""
@@ -88,6 +96,12 @@ class Carried:
     def content(self) -> bytes | None:
         """See `checkpoint.Comparable`. A Parameter's is that of the tensor in it."""
         return content_of(bare(self.node), self.storages.content)
+
+    def lost(self, entry: TensorEntry) -> str:
+        """See `checkpoint.Composite`."""
+        if entry.layout == "subclass":
+            return f"its class {kind(entry)}, and what each tensor in it is for"
+        return _LOST.get(entry.layout, "how its values are made of what is stored")
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
         """See `checkpoint.Resolvable`."""

@@ -291,13 +291,17 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
     have, want = left.by_key(), right.by_key()
     entries: list[Entry] = []
     links: dict[str, list[str]] = {}
+    paired: dict[str, None] = {}
     for fqn, source in mine.items():
         other = theirs.get(fqn)
         if isinstance(source, Ref) and isinstance(other, Ref):
             entries.append(_same_tensor(have[source.key], want[other.key], tables.hooks, values))
+        elif source == other:  # computed of the same keys on both sides
+            paired.update(dict.fromkeys(ex.refs(source)))
         elif other is not None:
             for key in ex.refs(source):
                 links.setdefault(key, []).extend(ex.refs(other))
+    entries += [compare_pair(have[key], want[key], values) for key in paired if key not in links]
     for lefts, rights in _components(links):
         entries.append(Entry("transformed", tuple(lefts), tuple(rights), "computed by a state_dict hook"))
     named_left = {key for entry in entries for key in entry.left}

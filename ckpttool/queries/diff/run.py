@@ -17,7 +17,8 @@ from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import saved_order
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts
-from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.operands.model import ModelOperand, as_read, operand_of
+from ckpttool.operands.sections import same_model
 from ckpttool.optimizer_state import ID
 from ckpttool.queries.diff import mend
 from ckpttool.queries.diff.adapters import adapter_notes
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
 FQN_MODIFIERS = (
     "torch.distributed.checkpoint's get_model_state_dict raises an AttributeError for keys that hooks rename, unless "
     "the module has a method `_fqn_modifiers` (pytorch#146557)"
+)
+FROM_PRETRAINED = (
+    "its keys are those that save_pretrained writes and from_pretrained reads, which load_state_dict() does not take; "
+    "`--model hf:FOLDER` asks what from_pretrained loads"
 )
 
 
@@ -96,6 +101,7 @@ def _names(model: ModelOperand) -> Diff:
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
     """A checkpoint against what the model loads; for a model's code the answer is torch's own."""
     section = model_section(checkpoint)
+    model = as_read(model, section, checkpoint.source) if model.is_folder else model
     names, verdict = model.names(), None
     if model.is_definition:
         verdict = _verdict(model, checkpoint, section)
@@ -113,9 +119,10 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     if not identical:
         notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
         notes += [note for note in names.notes if note.startswith(AS_A_PART)]
-    notes += _of_other_order(names, checkpoint)
+        notes += [FROM_PRETRAINED] if as_read(model, section, checkpoint.source).pretrained else []
+    notes += [*_of_other_order(names, checkpoint), *_more_of_it(model, names, checkpoint, section)]
     alike = exchangeable(_distinct(names))
-    right = f"{model.title} (what it loads)"
+    right = f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)"
     harmless = HARMLESS | ({"dtype"} if ignore_dtype else set())
     beyond = not identical and _is_beyond(verdict, entries)
     sides = outlines(section), names_outlines(names)[0]
@@ -132,6 +139,15 @@ def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:
         return not shown
     unshown_dtype = bool(verdict.dtype_changes) and "dtype" not in shown
     return bool(_torch_says(verdict, entries)) or unshown_dtype or not shown
+
+
+def _more_of_it(model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section) -> list[str]:
+    """A note on each other section that holds the same model; the answer is on one."""
+    return [
+        f"{other.path} holds the same model as {section.path or '(root)'}, and was not compared: "
+        + shell("ckpttool", "diff", *model.words, f"{checkpoint.source}::{other.path}")
+        for other in same_model(checkpoint, section, names)
+    ]
 
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
@@ -249,11 +265,13 @@ def _checkpoints(
     left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values | None, ignore_dtype: bool
 ) -> Diff:
     """Two checkpoints, read through a model where one is given."""
-    names = None if model is None else model.names()
     saved = optimizer_alone(left), optimizer_alone(right)
     if saved[0] is not None and saved[1] is not None:
-        return _optimizers(left, right, (saved[0], saved[1]), model, names, values)
+        return _optimizers(left, right, (saved[0], saved[1]), model, None if model is None else model.names(), values)
     mine, theirs = model_section(left), model_section(right)
+    if model is not None:
+        model = as_read(as_read(model, mine, left.source), theirs, right.source)
+    names = None if model is None else model.names()
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
     entries = (*explained(entries, mine, theirs), *compare_outside(left, right, values))
     harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other

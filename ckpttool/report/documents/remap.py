@@ -22,6 +22,8 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
         pairs.append(("output", Cell(out, "key")))
     if done.form is not None:
         pairs.append(("form", done.form if done.source_form is None else f"{done.source_form} -> {done.form}"))
+    if done.sections:
+        pairs.append(("one model", ", ".join(path or "(root)" for path in done.sections)))
     pairs += [
         ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}'s own {BY_CODE[run.way]}() on the values")
         for run, keys in done.plan.by_code

@@ -24,6 +24,8 @@ def document(swapped: Swap, program: str, new: str, out: str | None, *, dry_run:
         *([("by the model's own load_state_dict()", number(len(swapped.by_code)))] if swapped.by_code else []),
         ("constants kept", number(len(swapped.constants))),
     ]
+    if swapped.kept:
+        pairs.append(("kept as they are", ", ".join(swapped.kept)))
     if verified and not dry_run:
         pairs.append(("verified", "every weight of the output was read back and compared"))
     blocks: list[Block] = [Facts(tuple(pairs))]

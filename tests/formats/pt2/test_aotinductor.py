@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.trace import trace
 from files import write_pieces
 from torch_version import needs_torch
 
@@ -35,7 +38,10 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Model(nn.Module):
-    """A tied weight, two weights in one storage, a transposed one, and a bias so small that it becomes code."""
+    """A tied weight, two weights in one storage, a transposed one, and a bias so small that it becomes code.
+
+    A buffer that is not saved, and a constant.
+    """
 
     def __init__(self, seed: int):
         super().__init__()
@@ -45,11 +51,17 @@ class Model(nn.Module):
         whole = torch.randn(4, 4)
         self.up, self.low = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
         self.turned = nn.Parameter(torch.randn(4, 5).t())
+        self.register_buffer("fixed", torch.arange(12.0), persistent=False)
         with torch.no_grad():
             self.b.bias.fill_(0.5)
 
     def forward(self, x):
-        return self.b(torch.relu(self.a(x))) + self.up.sum(0) * self.low.prod(0) + self.turned.sum(0)
+        x = self.b(torch.relu(self.a(x))) + self.up.sum(0) * self.low.prod(0) + self.turned.sum(0)
+        return x + self.fixed.sum() * torch.tensor([[0.5, 2.0, 1.0, 3.0]] * 4)[:2]
+
+
+def build() -> nn.Module:
+    return Model(0)
 
 
 def compiled(path: Path, config: dict[str, object]) -> str:
@@ -76,9 +88,13 @@ def test_weights_beside_the_code_are_read(package):
     state = Model(0).state_dict()
     with zipfile.ZipFile(package) as archive:
         config = json.loads(archive.read("outside/data/aotinductor/model/weights_config.json"))
-    (section,) = checkpoint.sections
-    assert [entry.key for entry in section.tensors] == list(config)
+    section, constants = checkpoint.sections
+    (constant,) = constants.tensors
+    assert [*(entry.key for entry in section.tensors), constant.key] == list(config)
+    assert constant.shape == (4, 4)
     for entry in section.tensors:
+        if entry.key == "fixed":
+            continue
         tensor = state[entry.key]
         raw = Path(package).read_bytes()[entry.storage.data.offset :][: entry.storage.data.length]
         flat = torch.frombuffer(bytearray(raw), dtype=tensor.dtype)
@@ -93,10 +109,13 @@ def test_new_weights_give_the_new_models_outputs(package, tmp_path):
     old, new = Model(0).eval(), Model(1).eval()
     torch.save({key: value for key, value in new.state_dict().items() if key != "b.bias"}, tmp_path / "new.pt")
     done = subprocess.run(
-        [CKPTTOOL, "swap-weights", package, str(tmp_path / "new.pt"), "-o", str(tmp_path / "out.pt2"), "--verify"],
-        capture_output=True, text=True,
+        [CKPTTOOL, "swap-weights", package, str(tmp_path / "new.pt"), "-o", str(tmp_path / "out.pt2"), "--verify",
+         "--model", f"{__file__}:build", "--format", "json"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["kept"], len(answer["constants"])) == (["fixed"], 1)
     for x in (torch.ones(2, 4), torch.randn(2, 4)):
         assert torch.allclose(run(package, x), old(x), atol=1e-5)
         assert torch.allclose(run(str(tmp_path / "out.pt2"), x), new(x), atol=1e-5)
@@ -107,8 +126,18 @@ def test_a_weight_that_became_code_is_refused(package, tmp_path):
     torch.save(Model(1).state_dict(), tmp_path / "new.pt")
     with pytest.raises(Refused) as caught:
         swap(read(package), model_section(open_checkpoint(str(tmp_path / "new.pt"))))
-    assert [p.key for p in caught.value.problems] == ["b.bias"]
+    said = {problem.key: problem.problem for problem in caught.value.problems}
+    assert said.pop("b.bias") == "4 elements: written into the compiled code, where it cannot be swapped"
+    assert said == {"fixed": "no weight for it"}  # whether it is ever saved, only the model tells
     assert "in the compiled code itself" in caught.value.hint
+    state = {**Model(1).state_dict(), "spare": torch.ones(3, 3)}
+    torch.save({key: value for key, value in state.items() if key != "b.bias"}, tmp_path / "spare.pt")
+    names, weights = trace(of_object(build)), model_section(open_checkpoint(str(tmp_path / "spare.pt")))
+    with pytest.raises(Refused) as caught:
+        swap(read(package), weights, names)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "left over: the compiled code does not use it @ spare"
+    ]
 
 
 @needs_compiler

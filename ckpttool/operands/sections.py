@@ -1,0 +1,102 @@
+"""Which sections of a file hold one model: its weights, and beside them averages of these, or another moment's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.errors import CkptError
+from ckpttool.names import Names
+from ckpttool.naming.forms import holds
+from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.wrappers import chain
+from ckpttool.operands.checkpoint import model_section
+
+Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; None for what is no tensor
+
+
+def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names | None = None) -> tuple[Section, ...]:
+    """The sections that are changed together, the model's own first: all that hold the model, or those in `named`.
+
+    `named` are dotted paths with commas between them, `names` those of the model where it is known. Raises `CkptError`
+    where one of the paths is no state dict's, and without them where several state dicts hold several models, or there
+    is none.
+    """
+    if named is not None:
+        return _named(checkpoint, [path.strip() for path in named.split(",")])
+    found = _state_dicts(checkpoint)
+    more = same_model(checkpoint, found[0], names) if len(found) > 1 else ()
+    try:
+        first = model_section(checkpoint)
+    except CkptError:
+        if len(more) + 1 != len(found) or not more:
+            raise
+        return (found[0], *more)  # whichever it is, all of them are changed
+    return (first, *same_model(checkpoint, first, names))
+
+
+def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = None) -> tuple[Section, ...]:
+    """The other state dicts with the same names and shapes, whatever wrappers are around them.
+
+    Where the model's `names` are known, also those that are the whole model in another of its forms.
+    """
+    others = [other for other in _state_dicts(checkpoint) if other.path != section.path]
+    if not others:
+        return ()
+    lightning, tables = is_lightning(checkpoint), None if names is None else NameTables(names)
+    own = _likeness(section, lightning)
+
+    def same(other: Section) -> bool:
+        return _likeness(other, lightning) == own or (tables is not None and holds(tables, _without_counters(other)))
+
+    return tuple(other for other in others if own and same(other))
+
+
+def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
+    """Sentences on state dicts that are not among the `changed` ones, and have half of the names of one of them."""
+    lightning = is_lightning(checkpoint)
+    own, paths = set(_likeness(changed[0], lightning)), [section.path for section in changed]
+    notes = []
+    for other in _state_dicts(checkpoint):
+        names = set(_likeness(other, lightning))
+        if other.path in paths or 2 * len(names & own) < min(len(names), len(own)) or not names & own:
+            continue
+        both = ",".join((*paths, other.path))
+        notes.append(
+            f"{other.path or '(root)'} has {len(names & own)} of the {len(own)} names of "
+            f"{paths[0] or '(root)'} and stays as it is (--sections '{both}' takes it too)"
+        )
+    return notes
+
+
+def is_lightning(checkpoint: Checkpoint) -> bool:
+    """Whether a Lightning Trainer wrote the file, with the module's state dict where it always is."""
+    return any(chain.is_lightning(checkpoint.others, section.path) for section in checkpoint.sections)
+
+
+def _state_dicts(checkpoint: Checkpoint) -> list[Section]:
+    return [section for section in checkpoint.sections if section.kind == "state_dict"]
+
+
+def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
+    have = {section.path: section for section in _state_dicts(checkpoint)}
+    strange = [path for path in paths if path not in have]
+    if strange:
+        raise CkptError(
+            f"{checkpoint.source} has no state dict {', '.join(map(repr, strange))}",
+            hint=f"its state dicts are: {', '.join(path or '(root)' for path in have) or 'none'}",
+        )
+    return tuple(have[path] for path in dict.fromkeys(paths))
+
+
+def _without_counters(section: Section) -> Section:
+    counters = chain.counters([entry.key for entry in section.tensors])
+    return replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+
+
+def _likeness(section: Section, lightning: bool) -> Likeness:
+    names = chain.canonical_keys(section.by_key(), lightning=lightning)
+    shapes = {entry.key: entry.shape for entry in section.tensors}
+    entries = _without_counters(section).by_key()
+    return {name: shapes.get(key) for key, name in names.items() if key in entries}

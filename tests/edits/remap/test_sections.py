@@ -1,0 +1,133 @@
+"""Several sections of one model: changed together, in whatever wrappers and forms, or those that are named."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import hook_zoo
+from command import Run
+from hook_zoo import ZOO
+from zoo import randomized
+
+torch.set_num_threads(1)
+CODE = str(Path(hook_zoo.__file__))
+HOOKED = ("strip_layer", "tied", "batch_norm", "fused_qkv")
+
+
+def _two(name: str) -> tuple[nn.Module, nn.Module]:
+    return randomized(ZOO[name](), 1), randomized(ZOO[name](), 2)
+
+
+def _runtime(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {key: tensor.detach() for key, tensor in named}
+
+
+def _equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_by_a_models_names_both_sections_load(name: str, tmp_path: Path, run: Run) -> None:
+    """The weights in the one form, their averages in the other or under a wrapper: torch loads both afterwards."""
+    model, average = _two(name)
+    wrapped = {f"module.{key}": value for key, value in average.state_dict().items()}
+    for word, ema in (
+        ("same", average.state_dict()),
+        ("runtime", _runtime(average)),
+        ("ddp", wrapped),
+        ("averaged", {"n_averaged": torch.tensor(3), **wrapped}),
+    ):
+        source, out = tmp_path / f"{word}.pt", tmp_path / f"{word}-out.pt"
+        torch.save({"model": model.state_dict(), "ema": ema, "epoch": 3}, source)
+        done = run("remap", source, "-o", out, "--model", f"{CODE}:{name}", "--to", "serialized", "--format", "json")
+        assert done.status == 0, done.err
+        assert done.data["sections"] == ["model", "ema"]
+        found = torch.load(out)
+        assert found["epoch"] == 3
+        for section, wanted in (("model", model), ("ema", average)):
+            fresh = randomized(ZOO[name](), 3)
+            fresh.load_state_dict(found[section], strict=True)
+            assert _equal(fresh.state_dict(), wanted.state_dict()), (word, section)
+
+
+def test_rules_reach_an_average_and_not_another_model(tmp_path: Path, run: Run) -> None:
+    weights = {"encoder.weight": torch.ones(3, 2), "head.weight": torch.ones(2, 3)}
+    other = {"encoder.weight": torch.ones(5, 2), "head.weight": torch.ones(2, 5)}
+    ema = {key: 2 * value for key, value in weights.items()}
+    torch.save({"model": weights, "ema": ema, "critic": other, "lr": 0.1}, tmp_path / "a.pt")
+    done = run("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "encoder.{x*} => body.{x*}")
+    assert done.status == 0
+    assert "one model  model, ema" in done.out
+    assert "critic has 2 of the 2 names of model and stays as it is (--sections 'model,ema,critic'" in done.said[1]
+    found = torch.load(tmp_path / "b.pt")
+    assert _equal(found["model"], {"body.weight": weights["encoder.weight"], "head.weight": weights["head.weight"]})
+    assert _equal(found["ema"], {"body.weight": ema["encoder.weight"], "head.weight": ema["head.weight"]})
+    assert _equal(found["critic"], other)
+    assert found["lr"] == 0.1
+
+
+def test_named_sections_alone_are_changed(tmp_path: Path, run: Run) -> None:
+    states = ({"a.w": torch.ones(2)}, {"a.w": torch.zeros(2)}, {"b.w": torch.ones(2)})
+    torch.save(dict(zip(("one", "two", "three"), states)), tmp_path / "a.pt")
+    words = ("remap", tmp_path / "a.pt", "--force", "-o", tmp_path / "b.pt", "--rule", "{x*}.w => {x*}.v")
+    assert run(*words, "--sections", "two").status == 0
+    assert [list(part) for part in torch.load(tmp_path / "b.pt").values()] == [["a.w"], ["a.v"], ["b.w"]]
+    assert run(*words, "--sections", "two, three").status == 0
+    assert [list(part) for part in torch.load(tmp_path / "b.pt").values()] == [["a.w"], ["a.v"], ["b.v"]]
+    refused = run(*words, "--sections", "two,four")
+    assert (refused.status, refused.err.count("'four'")) == (2, 1)
+    assert "its state dicts are: one, two, three" in refused.err
+    assert run(*words).status == 2  # three state dicts, and not all of one model
+
+
+def test_a_rule_that_one_section_has_no_key_for(tmp_path: Path, run: Run) -> None:
+    """Nothing is written, and the hint names what works."""
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), "ema": AveragedModel(model).state_dict()}, tmp_path / "a.pt")
+    words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "weight => w")
+    refused = run(*words)
+    assert refused.status == 1
+    assert refused.err.startswith("error: ema: ")
+    assert "--sections 'model' changes that one alone" in refused.err
+    assert not (tmp_path / "b.pt").exists()
+    assert run(*words, "--sections", "model").status == 0
+    assert list(torch.load(tmp_path / "b.pt")["model"]) == ["w", "bias"]
+
+
+def test_a_lightning_average_follows_its_model(tmp_path: Path, run: Run) -> None:
+    """``current_model_state`` holds the weights beside their average in ``state_dict``; optimizers stay right."""
+    net = nn.ModuleDict({"net": nn.Linear(2, 2)})
+    optimizer = torch.optim.Adam(net.parameters())
+    net["net"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    content = {
+        "state_dict": state, "current_model_state": copy.deepcopy(state), "pytorch-lightning_version": "2.6.0",
+        "optimizer_states": [optimizer.state_dict()], "averaging_state": {"n_averaged": torch.tensor(2)},
+    }  # fmt: skip
+    torch.save(content, tmp_path / "a.ckpt")
+    assert run("remap", tmp_path / "a.ckpt", "-o", tmp_path / "c.ckpt", "--to", "serialized").status == 0
+    found = torch.load(tmp_path / "c.ckpt")
+    assert list(found["state_dict"]) == list(found["current_model_state"]) == ["weight", "bias"]
+    fresh = torch.optim.Adam(net.parameters())
+    fresh.load_state_dict(found["optimizer_states"][0])
+    assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_diff_says_which_sections_hold_the_model_too(tmp_path: Path, run: Run) -> None:
+    model, average = _two("strip_layer")
+    torch.save({"model": model.state_dict(), "ema": _runtime(average)}, tmp_path / "a.pt")
+    done = run("diff", "--model", f"{CODE}:strip_layer", tmp_path / "a.pt", "--format", "json")
+    assert done.status == 0
+    (note,) = [note for note in done.data["notes"] if note.startswith("ema holds the same model as model")]
+    printed = note.rpartition(": ")[2].split()
+    answer = run(*printed[1:], "--format", "json")
+    assert (answer.status, answer.data["left"]) == (0, f"{tmp_path / 'a.pt'}::ema")

@@ -1,0 +1,157 @@
+"""The names of from_pretrained: read, written, compared and swapped, with transformers as oracle.
+
+`CKPTTOOL_MODELS=all` tries every model of `pretrained_models`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import pretrained_models
+from command import Run
+from pretrained_models import FEW, MANY
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)
+pytestmark = pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 keeps no mapping of names as data"
+)
+ALL = os.environ.get("CKPTTOOL_MODELS") == "all"
+MODELS = [*FEW, *MANY] if ALL else list(FEW)
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    model: Any
+    folder: Path  # what save_pretrained writes
+    plain: Path  # what torch.save writes of state_dict()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return _saved(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def _saved(name: str, folder: Path) -> Saved:
+    model: Any = pretrained_models.build(name)
+    model.save_pretrained(folder / "hf")
+    torch.save(model.state_dict(), folder / "plain.pt")
+    return Saved(model, folder / "hf", folder / "plain.pt")
+
+
+def _equal(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_there_and_back(saved: Saved, tmp_path: Path, run: Run) -> None:
+    """To ``state_dict()``'s names bit for bit, and back to what from_pretrained reads without a word."""
+    model = f"hf:{saved.folder}"
+    done = run("remap", saved.folder, "--model", model, "--to", "serialized", "-o", tmp_path / "a.pt")
+    assert done.status == 0, done.err
+    assert _equal(torch.load(tmp_path / "a.pt"), saved.model.state_dict())
+    words = ("--model", model, "--to", "pretrained", "-o", f"{tmp_path / 'out'}/", "--verify", "--format", "json")
+    done = run("remap", saved.plain, *words)
+    assert done.status == 0, done.err
+    assert done.data["to"] == "pretrained"
+    assert _equal(load_file(tmp_path / "out/model.safetensors"), load_file(saved.folder / "model.safetensors"))
+    shutil.copy(saved.folder / "config.json", tmp_path / "out")
+    loaded, info = type(saved.model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    assert _equal(loaded.state_dict(), saved.model.state_dict())
+
+
+def _faults(state: State) -> dict[str, State]:
+    """The file as it is, and with one thing wrong in it at a time."""
+    first, last = min(state), max(state)
+    made = {"nothing": state}
+    for word, key in (("first", first), ("last", last)) if ALL else (("last", last),):
+        made[f"{word} is missing"] = {name: value for name, value in state.items() if name != key}
+        made[f"{word} is renamed"] = {f"{name}x" if name == key else name: value for name, value in state.items()}
+        made[f"{word} has another shape"] = {**state, key: state[key].reshape(-1).repeat(2)}
+        made[f"{word} has another dtype"] = {**state, key: state[key].double()}
+    return {**made, "one too many": {**state, "more": torch.ones(2)}}
+
+
+def _loads(model: nn.Module, state: State) -> bool:
+    """What from_pretrained says of the file: all is there, nothing is left, nothing has another shape or dtype."""
+    kind: Any = type(model)
+    try:
+        _, info = kind.from_pretrained(
+            None, config=copy.deepcopy(model.config), state_dict=dict(state), output_loading_info=True
+        )
+    except RuntimeError:
+        return False
+    return not any(info.values()) and all(value.dtype == torch.float32 for value in state.values())
+
+
+@pytest.mark.parametrize("saved", MODELS if ALL else ["experts", "tied"], indirect=True)
+def test_status_0_means_that_from_pretrained_loads_it(saved: Saved, tmp_path: Path, run: Run) -> None:
+    shutil.copy(saved.folder / "config.json", tmp_path)
+    for what, state in _faults(load_file(saved.folder / "model.safetensors")).items():
+        path = tmp_path / "model.safetensors"
+        save_file({key: value.clone() for key, value in state.items()}, path, metadata={"format": "pt"})
+        status = run("diff", "--model", f"hf:{tmp_path}", path).status
+        assert status == (0 if _loads(saved.model, state) else 1), what
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return _saved("experts", tmp_path_factory.mktemp("experts-alone"))
+
+
+def test_the_printed_commands(experts: Saved, tmp_path: Path, run: Run) -> None:
+    """A model's own strict loading does not take it: what mends it does; the other way too, between two files."""
+    model = tmp_path / "code.py"
+    model.write_text("import pretrained_models\ndef build():\n    return pretrained_models.build('experts')\n")
+    found = run("diff", "--model", f"{model}:build", experts.folder, "--format", "json")
+    assert found.status == 1
+    assert any("from_pretrained" in note for note in found.data["notes"])
+    (fix,) = found.data["fix"]
+    assert run(*shlex.split(fix)[1:]).status == 0
+    assert run("diff", "--model", f"{model}:build", shlex.split(fix)[-1]).status == 0
+    found = run("diff", experts.plain, experts.folder, "--model", f"{model}:build", "--format", "json")
+    (fix,) = found.data["fix"]
+    assert "--to pretrained" in fix
+    assert run(*shlex.split(fix)[1:]).status == 0
+    again = run("diff", shlex.split(fix)[-1], experts.folder, "--model", f"{model}:build", "--values")
+    assert again.status == 0, again.out
+
+
+def test_into_an_exported_program(experts: Saved, tmp_path: Path, run: Run) -> None:
+    inputs = {"input_ids": torch.arange(12).reshape(2, 6), "use_cache": False}
+    program = torch.export.export(pretrained_models.build("experts", 2), (), inputs, strict=False)
+    torch.export.save(program, tmp_path / "p.pt2")
+    out = tmp_path / "o.pt2"
+    done = run("swap-weights", tmp_path / "p.pt2", experts.folder, "--model", f"hf:{experts.folder}", "-o", out)
+    assert done.status == 0, done.err
+    with torch.no_grad():
+        found = torch.export.load(out).module()(**inputs).logits
+        assert torch.equal(found, experts.model(**inputs).logits)
+
+
+def test_what_has_no_such_names_is_refused(experts: Saved, tmp_path: Path, run: Run) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
+    words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--to", "pretrained")
+    assert "needs the model's names" in run(*words).err
+    assert "no model of transformers" in run(*words, "--model", "torch.nn:Linear", "--model-kwargs",
+                                             '{"in_features": 2, "out_features": 2}').err  # fmt: skip
+    assert "no config.json" in run(*words, "--model", f"hf:{tmp_path}").err
+    (tmp_path / "config.json").write_text('{"model_type": "no_such", "auto_map": {"AutoConfig": "code.Config"}}')
+    (tmp_path / "code.py").write_text("raise SystemExit('the code of a folder was run')")
+    refused = run(*words, "--model", f"hf:{tmp_path}")
+    assert (refused.status, "was run" in refused.err) == (2, False)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchForCausalLM"]}')
+    assert "has no NoSuchForCausalLM" in run(*words, "--model", f"hf:{tmp_path}").err
