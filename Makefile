@@ -12,7 +12,7 @@ PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
 
-.PHONY: help demo test browser faults check wild fuzz fix coverage floor constraints clean
+.PHONY: help demo test browser docs dist faults check wild fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,17 @@ fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 
 browser: $(VENV)/for-test ## the HTML report in a real Chromium, which has to be there (CKPTTOOL_BROWSER=EXECUTABLE)
 	CKPTTOOL_BROWSER=$${CKPTTOOL_BROWSER:-required} $(BIN)/python -m pytest tests/report/test_page.py $(ARGS)
+
+docs: $(VENV)/for-docs ## the pages as a site, in build/site; every link is checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
+dist: $(VENV)/for-demo ## wheel and sdist in dist/, and the demo with what a fresh environment installs of the wheel
+	rm -rf dist build/fresh
+	$(BIN)/python -m pip install -qq --disable-pip-version-check build
+	$(BIN)/python -m build -o dist .
+	$(PYTHON) -m venv build/fresh
+	build/fresh/bin/python -m pip install -qq --disable-pip-version-check -c $(PINS) dist/*.whl
+	cd build/fresh && bin/ckpttool --version && bin/python ../../examples/demo.py demo
 
 faults: $(VENV)/for-test ## every call that writes fails once, every one is a place to die at: some minutes
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from ckpttool import __version__
 from ckpttool.cli.fields import Taken, taken_by, with_limits
 from ckpttool.errors import CkptError
 from ckpttool.options import Argument
@@ -95,6 +94,8 @@ def _not_loaded() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from ckpttool import __version__  # which is looked up
+
         typer.echo(f"ckpttool {__version__}")
         raise typer.Exit
 
