@@ -49,8 +49,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_links_of_the_root_lead_to_pages_of_the_site() -> None:
     relinked = hooks().relinked
-    text = "[a](docs/rules.md#x) [b](CHANGELOG.md) [c](https://x.org/) [d](#here) [e](examples/demo.py) ![f](docs/f.svg)"
-    there = "[a](rules.md#x) [b](changelog.md) [c](https://x.org/) [d](#here) [e](examples/demo.py) ![f](f.svg)"
+    text = "[a](docs/rules.md#x) [b](CHANGELOG.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](docs/f.svg)"
+    there = "[a](rules.md#x) [b](changelog.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](f.svg)"
     assert relinked(text, "README.md") == there
     assert (
         relinked("[a](../benchmarks/README.md) [b](rules.md)", "docs/safety.md") == "[a](benchmarks.md) [b](rules.md)"

@@ -50,11 +50,6 @@ _MEANING = {
 
 def document(diff: Diff, *, all: bool = False) -> Document:
     """The document; with `all` every key has a line of its own."""
-    count = sum(entry.status not in HARMLESS for entry in diff.entries)
-    if diff.identical:
-        verdict = "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
-    else:
-        verdict = plural(count, "difference") if count else "does not load"
     blocks: list[Block] = [
         Facts((("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))),
         _summary(diff),
@@ -63,12 +58,45 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     if diff.inferred is not None:
         blocks += [shortened(_suggested(diff.inferred), None if all else _ROWS), _ambiguous(diff.inferred)]
     blocks += [Note(note, "notice" if diff.identical else "warning") for note in diff.notes]
+    blocks.append(_ignored(diff))
+    blocks += [Note(f"ignores nothing: {line}", "warning") for line in diff.unused_ignores]
     if diff.exchangeable:
         blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
-    return Document("diff", verdict, diff.identical, shown, _listing(diff))
+    return Document("diff", _verdict(diff), diff.passes, shown, _listing(diff))
+
+
+def _verdict(diff: Diff) -> str:
+    count = sum(entry.status not in HARMLESS for entry in diff.entries)
+    if diff.identical:
+        return "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+    if diff.accepted:
+        weighing = [entry for entry in diff.entries if diff.weighs(entry)]
+        ignored = sum(entry.ignored is not None for entry in weighing)
+        others = len(weighing) - ignored
+        parts = [f"{number(ignored)} ignored"] * bool(ignored) + [f"{number(others)} not in --fail-on"] * bool(others)
+        return f"not the same: {plural(len(weighing), 'difference')}, accepted ({', '.join(parts)})"
+    return plural(count, "difference") if count else "does not load"
+
+
+def _ignored(diff: Diff) -> Table:
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in diff.entries:
+        if entry.ignored is not None:
+            groups.setdefault((entry.status, entry.ignored), []).append(entry)
+    rows = tuple(
+        (
+            Cell(status, "dim"),
+            number(len(group)),
+            first_pattern(key for e in group for key in e.left or e.right),
+            reason,
+        )
+        for (status, reason), group in groups.items()
+    )
+    columns = (Column("status"), Column("entries", "number"), Column("key", "key"), Column("why it is ignored"))
+    return Table("Ignored, and not the same", columns, rows)
 
 
 def _listing(diff: Diff) -> Listing:
