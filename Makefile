@@ -12,7 +12,7 @@ PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
 
-.PHONY: help demo test browser faults check man wild models fuzz fix coverage floor constraints clean
+.PHONY: help demo test browser docs dist faults check man wild models fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,17 @@ browser: $(VENV)/for-test ## the HTML report in a real Chromium, which has to be
 models: $(VENV)/for-test ## the ready sets of rules, with the models of torchvision, timm and torchtune (large installations)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS) torchvision timm torchtune torchao==0.14.1
 	$(BIN)/python -m pytest -rs tests/edits/rules/test_sets.py $(ARGS)
+
+docs: $(VENV)/for-docs ## the pages as a site, in build/site; every link is checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
+dist: $(VENV)/for-demo ## wheel and sdist in dist/, and the demo with what a fresh environment installs of the wheel
+	rm -rf dist build/fresh
+	$(BIN)/python -m pip install -qq --disable-pip-version-check build
+	$(BIN)/python -m build -o dist .
+	$(PYTHON) -m venv build/fresh
+	build/fresh/bin/python -m pip install -qq --disable-pip-version-check -c $(PINS) dist/*.whl
+	cd build/fresh && bin/ckpttool --version && bin/python ../../examples/demo.py demo
 
 faults: $(VENV)/for-test ## every call that writes fails once, every one is a place to die at: some minutes
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from ckpttool.api import diff, explain, inspect, open_checkpoint, remap, swap_weights, trace, write
     from ckpttool.checkpoint import Checkpoint
@@ -48,9 +46,21 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ckpttool.{_HOMES.get(name, 'api')}"), name)
+
+
+def _version() -> str:
+    """That of the installed distribution; of files that nobody has installed none is known."""
+    from importlib.metadata import PackageNotFoundError, version  # takes as long as all the rest
+
+    try:
+        return version("ckpttool")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

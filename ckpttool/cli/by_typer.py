@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
-from ckpttool import __version__
 from ckpttool.cli.defaults import Default
 from ckpttool.cli.fields import Loaded, Taken
 from ckpttool.errors import CkptError
@@ -141,6 +140,8 @@ def _not_loaded() -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from ckpttool import __version__  # which is looked up
+
         typer.echo(f"ckpttool {__version__}")
         raise typer.Exit
 

@@ -1,6 +1,6 @@
-"""The documentation is true: every command line in it exists, and the README's transcript is what the demo prints.
+"""The documentation is true: every command line in it exists, and the tutorial's transcript is what the demo prints.
 
-Where the transcript changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/test_docs.py``.
+Where the transcript changed for a good reason: ``UPDATE_DOCS=1 make test ARGS=tests/docs/test_pages.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from places import ROOT
+from places import DOCS, ROOT
+from recording import recording, texts
 from torch_version import needs_torch
 
-README = ROOT / "README.md"
+README, TUTORIAL, RECORDING = ROOT / "README.md", DOCS / "tutorial.md", DOCS / "demo.svg"
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 PLAIN = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "PYTHONWARNINGS": "ignore"}
 
@@ -63,7 +64,7 @@ def test_the_readme_names_every_command() -> None:
     assert set(commands) <= shown
 
 
-def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
+def test_the_pages_show_what_the_demo_prints(tmp_path: Path) -> None:
     needs_torch("2.7", "a tied weight under both names in a program")
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), str(tmp_path / "demo")],
@@ -73,12 +74,15 @@ def test_the_readme_shows_what_the_demo_prints(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout
-    page = README.read_text()
+    page = TUTORIAL.read_text()
     if os.environ.get("UPDATE_DOCS"):
-        README.write_text(TRANSCRIPT.sub(lambda found: found[1] + ran.stdout + found[3], page))
+        TUTORIAL.write_text(TRANSCRIPT.sub(lambda found: found[1] + ran.stdout + found[3], page))
+        RECORDING.write_text(recording(ran.stdout))
     else:
         ((_, shown, _),) = TRANSCRIPT.findall(page)
         assert LOSS.sub("loss", shown) == LOSS.sub("loss", ran.stdout)
+        assert texts(RECORDING.read_text()) == texts(recording(ran.stdout))
+        assert not re.search(r"(href|src)=|url\((?!#)|@import", RECORDING.read_text())
 
 
 def test_contributing_names_files_that_are_there() -> None:

@@ -1,0 +1,94 @@
+"""The pages lead where they say, in the repository and in the site that `make docs` makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ckpttool
+from places import DOCS, ROOT
+
+PAGES = sorted({*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"})
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?![a-z]+:)([^)\s]*)\)")
+
+
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_of_docs", DOCS / "site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub and mkdocs make of the headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page: Path) -> None:
+    wrong = []
+    for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+def test_links_of_the_root_lead_to_pages_of_the_site() -> None:
+    relinked = hooks().relinked
+    text = "[a](docs/rules.md#x) [b](CHANGELOG.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](docs/f.svg)"
+    there = "[a](rules.md#x) [b](changelog.md) [c](https://x.org/) [d](#h) [e](examples/demo.py) ![f](f.svg)"
+    assert relinked(text, "README.md") == there
+    assert (
+        relinked("[a](../benchmarks/README.md) [b](rules.md)", "docs/safety.md") == "[a](benchmarks.md) [b](rules.md)"
+    )
+
+
+def test_the_reference_has_every_command_and_every_name() -> None:
+    site = hooks()
+    assert {f"## ckpttool {name}" for name in ("diff", "remap", "swap-weights")} <= set(site.commands().splitlines())
+    assert all(f".{name}\n" in site.python() + "\n" for name in ckpttool.__all__)
+
+
+def test_what_is_no_module_is_packaged() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^\[tool\.setuptools\.package-data\]\nckpttool = \[(.*?)\]", project, re.M | re.S)
+    patterns = re.findall(r'"([^"]+)"', listed)
+    package = ROOT / "ckpttool"
+    tracked = subprocess.run(["git", "ls-files", "ckpttool"], cwd=ROOT, capture_output=True, text=True, check=False)
+    others = [name.removeprefix("ckpttool/") for name in tracked.stdout.split() if not name.endswith(".py")]
+    assert [name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+    assert all(list(package.glob(pattern)) for pattern in patterns)
+
+
+def test_the_site_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    """Built as `make docs` does; skipped where mkdocs is not installed."""
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    loaded = [
+        found
+        for page in pages
+        for found in re.findall(
+            r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(https?:[^\s\">]+)", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(pages) > 20
+    assert loaded == []
