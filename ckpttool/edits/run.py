@@ -66,7 +66,7 @@ def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -
     out = options.target(source.source)
     if out is None or options.to_ranks:
         return None
-    target = target_for(out, source, _shard_size(options))
+    target = target_for(out, source, _shard_size(options), options.torch_format)
     if options.in_place:
         check_in_place(source, target.format)
     if not options.dry_run:
