@@ -90,7 +90,7 @@ TABLE = (
         folder=True,
     ),
     Format("rank_files", "ranks.files", "files of the ranks of one run (torch.save)", ()),
-    Format("deepspeed", "deepspeed.folder", "DeepSpeed ZeRO folder", ()),
+    Format("deepspeed", "deepspeed.folder", "DeepSpeed folder (ZeRO, universal)", ()),
     Format(
         "dcp", "dcp.folder", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True
     ),
