@@ -32,13 +32,14 @@ class ModelOperand:
     `model` is ``package.module:attr``, ``file.py:attr``, the path of a names file or of a program (``prog.pt2::NAME``),
     a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
     may be JSON; `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
-    model.
+    model. `option` is what names it on a command line.
     """
 
     model: Any
     kwargs: Mapping[str, Any] | str | None = None
     materialize: bool = False
     optimizer: Any = None
+    option: str = "--model"
 
     @property
     def is_definition(self) -> bool:
@@ -71,7 +72,7 @@ class ModelOperand:
     @property
     def arguments(self) -> Mapping[str, Any]:
         """What is passed to a factory. Raises `CkptError` where `kwargs` is a text and no JSON object."""
-        return _parsed(self.kwargs) if isinstance(self.kwargs, str) else self.kwargs or {}
+        return _parsed(self.kwargs, self.option) if isinstance(self.kwargs, str) else self.kwargs or {}
 
     def definition(self) -> LoadedModel:
         """The model's definition. Raises `CkptError` where it is not found, or is no model."""
@@ -80,7 +81,7 @@ class ModelOperand:
         if isinstance(self.model, str):
             if os.path.isfile(self.model):
                 raise _no_attribute(self.model)
-            return load(self.model, self.arguments, self.materialize)
+            return load(self.model, self.arguments, self.materialize, self.option)
         return of_object(self.model, self.arguments, self.materialize)
 
     def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
@@ -105,13 +106,17 @@ class ModelOperand:
 
     @property
     def words(self) -> tuple[str, ...]:
+        """`words_of` ``--model``."""
+        return self.words_of("--model")
+
+    def words_of(self, option: str) -> tuple[str, ...]:
         """The same operand as words of a command line, for the commands that a report proposes.
 
         An object of the caller's has no such words: ``MODEL`` stands for it.
         """
-        words = ["--model", self.model if isinstance(self.model, str) else "MODEL"]
+        words = [option, self.model if isinstance(self.model, str) else "MODEL"]
         if self.arguments:
-            words += ["--model-kwargs", json.dumps(dict(self.arguments))]
+            words += [f"{option}-kwargs", json.dumps(dict(self.arguments))]
         return (*words, "--materialize") if self.materialize else tuple(words)
 
     def _listed(self) -> Names:
@@ -156,11 +161,12 @@ def operand_of(options: ModelOptions) -> ModelOperand | None:
     return ModelOperand(options.model, options.model_kwargs, options.materialize, optimizer)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(text: str, option: str) -> dict[str, Any]:
+    hint = f"as in {option}-kwargs '{{\"layers\": 4}}'"
     try:
         arguments: Any = json_text.loads(text)
     except ValueError as error:
-        raise CkptError(f"--model-kwargs is not JSON: {error}", hint="as in --model-kwargs '{\"layers\": 4}'") from None
+        raise CkptError(f"{option}-kwargs is not JSON: {error}", hint=hint) from None
     if not isinstance(arguments, dict):
-        raise CkptError("--model-kwargs is not a JSON object", hint="as in --model-kwargs '{\"layers\": 4}'")
+        raise CkptError(f"{option}-kwargs is not a JSON object", hint=hint)
     return arguments

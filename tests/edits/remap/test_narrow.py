@@ -103,7 +103,7 @@ def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
     [
         (("--keep-prefix",), "--select PREFIX"),
         (("--trainable-only",), "--model MODEL"),
-        (("--select", "a", "--plan", "plan.json"), "leave --select and the like out"),
+        (("--select", "a", "--plan", "plan.json"), "--select and the like out"),
         (("--like", "other.pt", "--to", "ddp"), "leave one of them out"),
     ],
 )
