@@ -18,6 +18,7 @@ from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
 from ckpttool.operands.checkpoint import open_operand, split
+from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
 
@@ -144,18 +145,34 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
-    from ckpttool.operands.model import operand_of
+    from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.queries.diff.run import run
 
+    if is_names_file(left):
+        from ckpttool.edits.mend import contract
+
+        other = ModelOperand(right) if options.model is None and is_names_file(right) else None
+        if right is not None and other is None:
+            raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
+        return _judged(contract.run(str(left), other or operand_of(options), options), options)
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
     found = run(first, second, options, model)
     if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):
-        return found  # nothing to mend, or no values to mend it with: what could is a third of the program, not loaded
+        # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
+        return _judged(found, options)
     from ckpttool.edits.mend.attempt import Question
     from ckpttool.edits.mend.run import answered
 
-    return answered(Question(first, second, options, model), found)
+    return _judged(answered(Question(first, second, options, model), found), options)
+
+
+def _judged(diff: Diff, options: DiffOptions) -> Diff:
+    if not options.says_what_fails:
+        return diff
+    from ckpttool.accepted import judged
+
+    return judged(diff, options)
 
 
 @_takes(RemapOptions)
@@ -171,10 +188,12 @@ def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = Non
 
 def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None) -> Remap:
     """`remap`, with its options as a value."""
-    from ckpttool.edits.run import run
+    from ckpttool.edits.run import run, undone
     from ckpttool.edits.write import quiet
 
     options.check(ckpt if isinstance(ckpt, str) else None)
+    if options.undo:
+        return undone(ckpt, options)
     return run(_with_values(ckpt), options, progress or quiet)
 
 

@@ -174,6 +174,10 @@ class _InJson:
     def fits(self, value: Any) -> bool:
         return next(self.problems(value, "$"), None) is None
 
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """A reference to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
+        return {"$ref": f"#/$defs/{'expression' if self.whole else 'argument'}"}
+
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`, part by part."""
         if self.whole and not (isinstance(value, dict) and value.keys() & {"op", "ref"}):
@@ -183,6 +187,36 @@ class _InJson:
 
 
 EXPRESSION, _ARGUMENT = _InJson(whole=True), _InJson(whole=False)
+
+
+def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {kind: value}, "required": [kind], "additionalProperties": False}
+
+
+_ANY_ARGUMENT, _TEXT = {"$ref": "#/$defs/argument"}, {"type": "string"}
+_OP = {
+    "type": "object",
+    "properties": {
+        "op": _TEXT,
+        "args": {"type": "array", "items": _ANY_ARGUMENT},
+        "kwargs": {"type": "object", "additionalProperties": _ANY_ARGUMENT},
+    },
+    "required": ["op"],
+    "additionalProperties": False,
+}
+# The same as JSON Schema, for the ``$defs`` of a schema in which expressions stand.
+DEFINITIONS: dict[str, Any] = {
+    "expression": {"anyOf": [_leaf("ref", _TEXT), _OP]},
+    "argument": {
+        "anyOf": [
+            {"type": ["null", "boolean", "number", "string"]},
+            {"type": "array", "items": _ANY_ARGUMENT},
+            {"$ref": "#/$defs/expression"},
+            _leaf("float", {"enum": ["inf", "-inf", "nan"]}),
+            *(_leaf(kind, _TEXT) for kind in _SPECIAL_KINDS),
+        ]
+    },
+}
 
 
 def _problems(value: Any, path: str, depth: int) -> Iterator[Problem]:

@@ -138,7 +138,7 @@ class Plan:
         Raises `CkptError`, with every problem at its JSON path, on anything else.
         """
         check_schema(value, SCHEMA, source, "a plan", _HINT)
-        check(_PLAN, value, f"{source} is not a plan", _HINT)
+        check(PLAN, value, f"{source} is not a plan", _HINT)
         return Plan(
             tuple(Output(o["section"], o["key"], ex.whole_from_json(o["from"])) for o in value["outputs"]),
             tuple(Dropped(d["section"], d["key"], d["reason"]) for d in value["dropped"]),
@@ -152,7 +152,7 @@ def _run(value: Any) -> ModelRun:
     return ModelRun(value["section"], value["way"], value["model"], value["kwargs"], given)
 
 
-_PLAN = ObjectOf(
+PLAN = ObjectOf(
     {
         "outputs": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "from": EXPRESSION})),
         "dropped": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "reason": TEXT})),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.ranks.recognise import put_together
+from ckpttool.edits.ranks.replicas import without_replicas
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
@@ -21,6 +22,9 @@ from ckpttool.expression import LOADED, SAVED
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.recognise_folder import locate
+from ckpttool.io.edit_in_place import Written, undo
+from ckpttool.io.files import is_dir, look_anew
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -88,6 +92,7 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         return by_plan(source, plan, _runners(plan, model, _to_operand(options)))
+    source = without_replicas(source)
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
@@ -166,8 +171,9 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
     if options.rules is None:
         return ()
     from ckpttool.edits.rules.file import read  # imports a TOML reader
+    from ckpttool.edits.rules.sizes import given
 
-    return read(options.rules, reverse=options.reverse, rules=rules)
+    return read(options.rules, reverse=options.reverse, rules=rules, sizes=given(options.size or ()))
 
 
 def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:
@@ -180,13 +186,39 @@ def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Opti
 def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap) -> Remap:
     """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
     fitted = fit(done.result, target.format, keep_aliases=options.keep_aliases)
-    content = target.lay_out(fitted, _shard_size(options))
-    if not options.dry_run:
-        expected = fingerprints(fitted) if options.verify and options.in_place else fitted
-        writer.target(target, content)
-        if options.verify:
-            prove(target.path, expected)
-    return replace(done, result=fitted, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+    notes = (*source.notes, *done.notes, *losses(done.result, target.format))
+    done = replace(done, result=fitted, notes=notes)
+    if options.dry_run:
+        target.lay_out(fitted, _shard_size(options))
+        return done
+    expected = fingerprints(fitted) if options.verify and options.in_place else fitted
+    written = _edited(options, writer, target, fitted)
+    if written is None or written.way == "copied":
+        writer.target(target, target.lay_out(fitted, _shard_size(options)))
+    if options.verify:
+        prove(target.path, expected)
+    return replace(done, written=written)
+
+
+def undone(ckpt: object, options: RemapOptions) -> Remap:
+    """Gives a file or a folder back as it was before the last edit in place; what it holds now, as a remap of nothing.
+
+    Raises `CkptError` where there is no way back.
+    """
+    if not isinstance(ckpt, str) or split(ckpt)[1] is not None:
+        raise CkptError("--undo gives a whole file back", hint="name the file without ::SECTION")
+    look_anew(ckpt)
+    undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
+    return replace(remap(open_operand(ckpt)), written=Written("undone"))
+
+
+def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint) -> Written | None:
+    """Changes the source where it lies, if that is asked for and can be; None where it is not."""
+    if not options.in_place:
+        return None
+    if options.copy or options.max_shard_size is not None:
+        return Written("copied", reason="asked for")
+    return writer.edit(target, target.lay_in_place(fitted))
 
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:

@@ -9,6 +9,7 @@ from ckpttool.checkpoint import Checkpoint, Comparable, Digested, ExtraEntry, La
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem
 from ckpttool.evaluate import with_numpy
+from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import same_data, stream
 
@@ -103,7 +104,7 @@ def _in_order(entry: TensorEntry) -> Span | Lazy | None:
     return entry.storage.data if whole else None
 
 
-def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> str | None:
+def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> Difference | None:
     """How the values of two tensors of one dtype and shape differ, or None where they are the same.
 
     Bitwise where both tolerances are 0, else ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
@@ -111,14 +112,15 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
     if same_values(left, right):
         return None
     if _is_digest(left) or _is_digest(right):
-        return f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}"
+        return Difference(f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}")
     if left.storage is None or right.storage is None:
-        return f"{left.layout} tensors of other content, or not to be compared"
+        return Difference(f"{left.layout} tensors of other content, or not to be compared")
     if with_numpy.reader(left.dtype) is not None:
         return with_numpy.difference(left.dtype, elements(left), elements(right), rtol, atol)
     from ckpttool.evaluate import with_torch
 
-    return with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)
+    said = with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)
+    return None if said is None else Difference(said)
 
 
 Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]

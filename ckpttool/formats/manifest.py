@@ -50,7 +50,11 @@ PREDICATE = "urn:ckpttool:manifest:1"
 _AGAIN = "write it again: ckpttool inspect CKPT --manifest FILE"
 _DENSE = "strided"
 
-_SHA256 = Kind("a SHA-256 in hexadecimal", lambda value: isinstance(value, str) and _is_sha256(value))
+_SHA256 = Kind(
+    "a SHA-256 in hexadecimal",
+    lambda value: isinstance(value, str) and _is_sha256(value),
+    {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+)
 _TENSOR = ObjectOf(
     {"key": TEXT, "dtype": DTYPE, "shape": SHAPE, "bytes": COUNT, "kind": TEXT, "sha256": Nullable(_SHA256)},
     {"alias_of": Nullable(TEXT)},
@@ -64,7 +68,7 @@ _SECTION = ObjectOf(
         "extras": ListOf(_EXTRA, unique="key"),
     }
 )
-_MANIFEST = ObjectOf(
+MANIFEST_KIND = ObjectOf(
     {
         "_type": one_of(STATEMENT),
         "subject": ListOf(ObjectOf({"name": TEXT, "digest": ObjectOf({"sha256": _SHA256})}), unique="name"),
@@ -173,7 +177,7 @@ def read(path: str) -> Checkpoint:
     Raises `CkptError`, every fault at its JSON path, for what is no such manifest.
     """
     data = json_text.read_file(path, _AGAIN)
-    check(_MANIFEST, data, f"{path} is no manifest of a checkpoint", _AGAIN)
+    check(MANIFEST_KIND, data, f"{path} is no manifest of a checkpoint", _AGAIN)
     own, subjects = data["predicate"], {file["name"]: file["digest"]["sha256"] for file in data["subject"]}
     return Checkpoint(
         source=path,

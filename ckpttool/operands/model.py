@@ -16,6 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
+from ckpttool.operands.names_file import read_names
 from ckpttool.options import ModelOptions, OptimizerOptions
 from ckpttool.plan import ModelRun
 from ckpttool.words import shell
@@ -132,8 +133,7 @@ class ModelOperand:
             from ckpttool.operands.program_names import names
 
             return names(path, program)
-        wanted = "write a names file with `ckpttool trace MODEL -o names.json`"
-        return Names.from_json(json_text.read_file(self.model, wanted), self.model)
+        return read_names(self.model)
 
 
 def _no_attribute(path: str) -> CkptError:

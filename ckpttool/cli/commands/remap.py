@@ -32,7 +32,7 @@ def command(
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json
 
-    out = options.target(ckpt)
+    out = ckpt if options.undo else options.target(ckpt)
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     check_texts((options.save_plan, manifest, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)

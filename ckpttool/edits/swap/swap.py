@@ -25,6 +25,8 @@ from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
 from ckpttool.words import plural
 
+SCHEMA = "ckpttool.swap/1"
+
 
 @dataclass(frozen=True, slots=True)
 class Swap:
@@ -52,7 +54,7 @@ class Swap:
         """The `swap-weights` object of the contract."""
         program_file = program_of(self.program)
         return {
-            "schema": "ckpttool.swap/1",
+            "schema": SCHEMA,
             "program": program,
             "weights": weights,
             "output": output,

@@ -27,6 +27,8 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
         for run, keys in done.plan.by_code
     ]
     pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
+    if done.written is not None:
+        pairs.append(("written", str(done.written)))
     if verified and not dry_run:
         pairs.append(("verified", "every tensor of the output was read back and compared"))
     blocks: list[Block] = [Facts(tuple(pairs))]
