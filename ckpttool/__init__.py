@@ -26,6 +26,7 @@ __all__ = [
     "diff",
     "explain",
     "inspect",
+    "manifest",
     "open_checkpoint",
     "remap",
     "swap_weights",

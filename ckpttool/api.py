@@ -7,7 +7,7 @@ the options' dataclass, those of the command in Python's spelling (``to``, ``fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, TypeVar, Union
@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
-from ckpttool.operands.checkpoint import open_operand
+from ckpttool.errors import CkptError
+from ckpttool.formats.table import MANIFEST
+from ckpttool.operands.checkpoint import open_operand, split
+from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
 
@@ -65,6 +68,13 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))
 
 
+def _with_values(ckpt: Ckpt) -> Checkpoint:
+    checkpoint = open_checkpoint(ckpt)
+    if checkpoint.format == MANIFEST.name:
+        raise CkptError(f"{checkpoint.source} is a manifest: digests, and no values", hint="name the checkpoint itself")
+    return checkpoint
+
+
 def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
     """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
 
@@ -73,6 +83,20 @@ def inspect(ckpt: Ckpt, *, stats: bool = False) -> Inspection:
     from ckpttool.queries import inspection
 
     return inspection.inspect(open_checkpoint(ckpt), stats=stats)
+
+
+def manifest(ckpt: str, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """A digest of every file and every tensor of a checkpoint, as the JSON of an in-toto statement.
+
+    `diff` with `values` compares a checkpoint with it. Files of a folder that are in `leave_out` are no part of it.
+    Raises `CkptError` where something cannot be read.
+    """
+    from ckpttool.formats.manifest import statement
+
+    path, section = split(ckpt)
+    if section is not None:
+        raise CkptError("a manifest is of whole files", hint=f"leave ::{section} out")
+    return statement(open_checkpoint(path), path, leave_out)
 
 
 @_takes(OptimizerOptions)
@@ -121,18 +145,34 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
-    from ckpttool.operands.model import operand_of
+    from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.queries.diff.run import run
 
+    if is_names_file(left):
+        from ckpttool.edits.mend import contract
+
+        other = ModelOperand(right) if options.model is None and is_names_file(right) else None
+        if right is not None and other is None:
+            raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
+        return _judged(contract.run(str(left), other or operand_of(options), options), options)
     first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
     found = run(first, second, options, model)
-    if found.identical:
-        return found  # nothing to mend: what could is a third of the program, and is not loaded
+    if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):
+        # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
+        return _judged(found, options)
     from ckpttool.edits.mend.attempt import Question
     from ckpttool.edits.mend.run import answered
 
-    return answered(Question(first, second, options, model), found)
+    return _judged(answered(Question(first, second, options, model), found), options)
+
+
+def _judged(diff: Diff, options: DiffOptions) -> Diff:
+    if not options.says_what_fails:
+        return diff
+    from ckpttool.accepted import judged
+
+    return judged(diff, options)
 
 
 @_takes(RemapOptions)
@@ -148,11 +188,13 @@ def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = Non
 
 def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None) -> Remap:
     """`remap`, with its options as a value."""
-    from ckpttool.edits.run import run
+    from ckpttool.edits.run import run, undone
     from ckpttool.edits.write import quiet
 
     options.check(ckpt if isinstance(ckpt, str) else None)
-    return run(open_checkpoint(ckpt), options, progress or quiet)
+    if options.undo:
+        return undone(ckpt, options)
+    return run(_with_values(ckpt), options, progress or quiet)
 
 
 @_takes(SwapOptions)
@@ -178,7 +220,7 @@ def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Pro
     from ckpttool.edits.write import quiet
 
     options.check()
-    return run(program, open_checkpoint(new), options, progress or quiet)
+    return run(program, _with_values(new), options, progress or quiet)
 
 
 def write(checkpoint: Checkpoint, out: str, **options: Any) -> None:

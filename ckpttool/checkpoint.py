@@ -24,10 +24,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """`length` bytes that do not exist yet: `produce()` computes them, in one or more buffers, when written."""
+    """`length` bytes that do not exist yet: `produce()` computes them, in one or more buffers, when written.
+
+    `sha256` is their digest where that is all that is known of them: `produce` then raises `CkptError`.
+    """
 
     length: int
     produce: Callable[[], Iterable[bytes | memoryview]]
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +118,13 @@ class Comparable(Protocol):
 
     def content(self) -> bytes | None:
         """Equal for equal content, whichever file it lies in; None where it cannot be told. Reads the storages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """The payload of what is no dense tensor where the SHA-256 of its content, or None, is all that is known of it."""
+
+    sha256: str | None
 
 
 @runtime_checkable

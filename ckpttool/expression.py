@@ -42,6 +42,8 @@ Expression = Union[Ref, Op]
 Argument = Union[Ref, Op, Special, None, bool, int, float, str, tuple["Argument", ...]]
 
 OPAQUE = "opaque"  # computed by code that cannot be written down as operators; args are the tensors that it read
+LOADED, SAVED = "model.load", "model.save"  # a run of a model's own code; args are the name there, and what it read
+BY_CODE = {LOADED: "load_state_dict", SAVED: "state_dict"}  # way -> the model's method
 MAX_DEPTH = 200  # operators and lists inside each other that are read from JSON; evaluation recurses as deep
 _SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")
 
@@ -66,6 +68,25 @@ def is_opaque(expression: Argument) -> bool:
     return isinstance(expression, tuple) and any(is_opaque(item) for item in expression)
 
 
+def by_code(way: str, name: str, source: Expression) -> Op:
+    """What a run of a model's own code calls `name`; of `source`, which stands for it, what it reads is kept."""
+    return Op(way, (name, *map(Ref, dict.fromkeys(refs(source)))))
+
+
+def calls(expression: Argument) -> Iterator[Op]:
+    """Every value in the expression that a run of a model's own code gives, in order of appearance."""
+    if isinstance(expression, Op):
+        if expression.op in BY_CODE:
+            yield expression
+            return
+        yield from calls(expression.args)
+        for _, value in expression.kwargs:
+            yield from calls(value)
+    elif isinstance(expression, tuple):
+        for item in expression:
+            yield from calls(item)
+
+
 @overload
 def substitute(expression: Expression, replace: Callable[[str], Expression]) -> Expression: ...
 
@@ -76,14 +97,25 @@ def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argu
 
 def substitute(expression: Argument, replace: Callable[[str], Argument]) -> Argument:
     """The expression with every `Ref(key)` replaced by `replace(key)`."""
-    if isinstance(expression, Ref):
-        return replace(expression.key)
-    if isinstance(expression, Op):
-        args = tuple(substitute(arg, replace) for arg in expression.args)
-        return Op(expression.op, args, tuple((name, substitute(value, replace)) for name, value in expression.kwargs))
+    return _rebuilt(expression, lambda node: replace(node.key) if isinstance(node, Ref) else node)
+
+
+def with_calls(expression: Expression, replace: Callable[[Op], Expression]) -> Expression:
+    """The expression with every value of `calls` replaced."""
+    made = _rebuilt(expression, lambda node: replace(node) if isinstance(node, Op) and node.op in BY_CODE else node)
+    assert isinstance(made, (Ref, Op))
+    return made
+
+
+def _rebuilt(expression: Argument, replace: Callable[[Expression], Argument]) -> Argument:
+    """The expression with the parts that `replace` changes; it is asked from the outside in."""
     if isinstance(expression, tuple):
-        return tuple(substitute(item, replace) for item in expression)
-    return expression
+        return tuple(_rebuilt(item, replace) for item in expression)
+    made = replace(expression) if isinstance(expression, (Ref, Op)) else expression
+    if made is not expression or not isinstance(expression, Op):
+        return made
+    args = tuple(_rebuilt(arg, replace) for arg in expression.args)
+    return Op(expression.op, args, tuple((name, _rebuilt(value, replace)) for name, value in expression.kwargs))
 
 
 def to_json(expression: Argument) -> Any:
@@ -142,6 +174,10 @@ class _InJson:
     def fits(self, value: Any) -> bool:
         return next(self.problems(value, "$"), None) is None
 
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """A reference to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
+        return {"$ref": f"#/$defs/{'expression' if self.whole else 'argument'}"}
+
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`, part by part."""
         if self.whole and not (isinstance(value, dict) and value.keys() & {"op", "ref"}):
@@ -151,6 +187,36 @@ class _InJson:
 
 
 EXPRESSION, _ARGUMENT = _InJson(whole=True), _InJson(whole=False)
+
+
+def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {kind: value}, "required": [kind], "additionalProperties": False}
+
+
+_ANY_ARGUMENT, _TEXT = {"$ref": "#/$defs/argument"}, {"type": "string"}
+_OP = {
+    "type": "object",
+    "properties": {
+        "op": _TEXT,
+        "args": {"type": "array", "items": _ANY_ARGUMENT},
+        "kwargs": {"type": "object", "additionalProperties": _ANY_ARGUMENT},
+    },
+    "required": ["op"],
+    "additionalProperties": False,
+}
+# The same as JSON Schema, for the ``$defs`` of a schema in which expressions stand.
+DEFINITIONS: dict[str, Any] = {
+    "expression": {"anyOf": [_leaf("ref", _TEXT), _OP]},
+    "argument": {
+        "anyOf": [
+            {"type": ["null", "boolean", "number", "string"]},
+            {"type": "array", "items": _ANY_ARGUMENT},
+            {"$ref": "#/$defs/expression"},
+            _leaf("float", {"enum": ["inf", "-inf", "nan"]}),
+            *(_leaf(kind, _TEXT) for kind in _SPECIAL_KINDS),
+        ]
+    },
+}
 
 
 def _problems(value: Any, path: str, depth: int) -> Iterator[Problem]:

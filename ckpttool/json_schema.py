@@ -29,13 +29,21 @@ class AnyKind(Protocol):
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`, in words."""
 
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema 2020-12; where it is `closed`, objects have no other members than those it names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A value that is looked at as a whole; `said` are the words for it."""
+    """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON Schema says of it."""
 
     said: str
     fits: Callable[[Any], bool]
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema."""
+        return dict(self.keywords) or {"description": self.said}
 
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`."""
@@ -52,6 +60,10 @@ class Nullable:
     def fits(self, value: Any) -> bool:
         """Whether the value is that."""
         return value is None or self.kind.fits(value)
+
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema."""
+        return {"anyOf": [self.kind.schema(closed), {"type": "null"}]}
 
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`."""
@@ -71,6 +83,10 @@ class ListOf:
         if not isinstance(value, list) or not all(map(self.kind.fits, value)):
             return False
         return not self.unique or len({item[self.unique] for item in value}) == len(value)
+
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema."""
+        return {"type": "array", "items": self.kind.schema(closed)}
 
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`, item by item."""
@@ -102,6 +118,11 @@ class Items:
         alike = isinstance(value, list) and len(value) == len(self.kinds)
         return alike and all(kind.fits(item) for kind, item in zip(self.kinds, value))
 
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema."""
+        kinds = [kind.schema(closed) for kind in self.kinds]
+        return {"type": "array", "prefixItems": kinds, "minItems": len(kinds), "maxItems": len(kinds)}
+
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`, item by item."""
         if not isinstance(value, list) or len(value) != len(self.kinds):
@@ -120,6 +141,10 @@ class MapOf:
     def fits(self, value: Any) -> bool:
         """Whether the value is that."""
         return isinstance(value, dict) and all(map(self.kind.fits, value.values()))
+
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema."""
+        return {"type": "object", "additionalProperties": self.kind.schema(closed)}
 
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`, member by member."""
@@ -146,6 +171,12 @@ class ObjectOf:
             and all(name not in value or kind.fits(value[name]) for name, kind in self.may.items())
         )
 
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema."""
+        members = {name: kind.schema(closed) for name, kind in {**self.needs, **self.may}.items()}
+        only = {"additionalProperties": False} if closed else {}
+        return {"type": "object", "properties": members, "required": list(self.needs), **only}
+
     def problems(self, value: Any, path: str) -> Iterator[Problem]:
         """What is wrong with the value at `path`, member by member."""
         if not isinstance(value, dict):
@@ -158,18 +189,48 @@ class ObjectOf:
                 yield Problem("is missing", _under(path, name))
 
 
-TEXT = Kind("a string", lambda value: isinstance(value, str))
+@dataclass(frozen=True, slots=True)
+class Either:
+    """A value of one of two kinds."""
+
+    one: AnyKind
+    other: AnyKind
+
+    def fits(self, value: Any) -> bool:
+        """Whether the value is that."""
+        return self.one.fits(value) or self.other.fits(value)
+
+    def schema(self, closed: bool) -> dict[str, Any]:
+        """The same as JSON Schema."""
+        return {"anyOf": [self.one.schema(closed), self.other.schema(closed)]}
+
+    def problems(self, value: Any, path: str) -> Iterator[Problem]:
+        """What is wrong with the value at `path`, were it of the first kind."""
+        if not self.fits(value):
+            yield from self.one.problems(value, path)
+
+
+TEXT = Kind("a string", lambda value: isinstance(value, str), {"type": "string"})
 TEXTS = ListOf(TEXT)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT = Kind("an integer from 0 on", lambda value: type(value) is int and 0 <= value < 1 << 63)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
+COUNT = Kind(
+    "an integer from 0 on",
+    lambda value: type(value) is int and 0 <= value < 1 << 63,
+    {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1},
+)
 SHAPE = ListOf(COUNT)
-DTYPE = Kind("a dtype that ckpttool knows", lambda value: isinstance(value, str) and value in BY_NAME)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+DTYPE = Kind(
+    "a dtype that ckpttool knows",
+    lambda value: isinstance(value, str) and value in BY_NAME,
+    {"enum": sorted(BY_NAME)},
+)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict), {"type": "object"})
 
 
 def one_of(*words: str) -> Kind:
     """One of these strings."""
-    return Kind(" or ".join(map(repr, words)), lambda value: isinstance(value, str) and value in words)
+    said = " or ".join(map(repr, words))
+    return Kind(said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)})
 
 
 def check(kind: AnyKind, value: Any, message: str, hint: str) -> None:

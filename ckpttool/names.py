@@ -177,7 +177,7 @@ class Names:
     def from_json(value: Any, source: str) -> Names:
         """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
         check_schema(value, SCHEMA, source, "a names file", _HINT)
-        check(_NAMES, value, f"{source} is not a names file", _HINT)
+        check(NAMES, value, f"{source} is not a names file", _HINT)
         if next(_unknown_names(value), None) is not None:
             raise faults(_unknown_names(value), f"{source} is not a names file", _HINT)
         return Names(
@@ -241,7 +241,8 @@ def _runtime(r: Mapping[str, Any]) -> RuntimeTensor:
 
 
 _TENSOR: Mapping[str, AnyKind] = {"dtype": DTYPE, "shape": Nullable(SHAPE)}
-_NAMES = ObjectOf(
+HOOK = ObjectOf({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})
+NAMES = ObjectOf(
     {
         "model": TEXT,
         "torch": TEXT,
@@ -264,7 +265,7 @@ _NAMES = ObjectOf(
                 {
                     "key": TEXT,
                     "from": Nullable(EXPRESSION),
-                    "hook": Nullable(ObjectOf({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})),
+                    "hook": Nullable(HOOK),
                     **_TENSOR,
                 }
             ),

@@ -71,7 +71,7 @@ class OutputOptions:
     """Where an output goes, and how it is written."""
 
     out: Annotated[str | None, option("-o", "--output", metavar="OUT", help="The file to write.")] = None
-    in_place: Annotated[bool, option("--in-place", help="Replace the source itself, atomically.")] = False
+    in_place: Annotated[bool, option("--in-place", help="Change the source itself, atomically.")] = False
     force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
     dry_run: Annotated[bool, option("--dry-run", help="Say what would be written, and write nothing.")] = False
     verify: Annotated[bool, option("--verify", help="Read OUT back and compare every tensor.")] = False

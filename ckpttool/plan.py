@@ -13,7 +13,7 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Problem
 from ckpttool.expression import EXPRESSION, Expression, Ref
-from ckpttool.json_schema import TEXT, ListOf, ObjectOf, check, check_schema
+from ckpttool.json_schema import OBJECT, TEXT, ListOf, ObjectOf, check, check_schema, one_of
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
@@ -47,12 +47,29 @@ class ModuleRename:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelRun:
+    """A run of a model's own code, which computes what no operators say: outputs refer to it as ``Op(way, (NAME, …))``.
+
+    With `way` `LOADED` a real instance of `model`, built with the arguments `kwargs`, loads `given` strictly, and NAME
+    is one of its tensors; with `SAVED` it gets `given` as its tensors, and NAME is a key of its ``state_dict()``.
+    `given` is made of the source's keys.
+    """
+
+    section: str
+    way: str
+    model: str
+    kwargs: Mapping[str, Any]
+    given: tuple[tuple[str, Expression], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a remap does. Sections that no output and no drop names are carried through unchanged."""
 
     outputs: tuple[Output, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     modules: tuple[ModuleRename, ...] = ()
+    runs: tuple[ModelRun, ...] = ()
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -64,6 +81,15 @@ class Plan:
         """True where every output is a rename: such a plan moves bytes only and needs no torch."""
         return all(isinstance(output.source, Ref) for output in self.outputs)
 
+    @property
+    def by_code(self) -> list[tuple[ModelRun, list[str]]]:
+        """The keys that each run of a model's code computes, or has a part in."""
+        ways = {(o.section, o.key): {call.op for call in ex.calls(o.source)} for o in self.outputs}
+        return [
+            (run, [key for (section, key), own in ways.items() if section == run.section and run.way in own])
+            for run in self.runs
+        ]
+
     def check(self, source: Checkpoint) -> list[Problem]:
         """What makes the plan unfit for `source`: unknown refs, collisions, entries neither used nor dropped."""
         outputs: dict[str, list[Output]] = {path: [] for path in self.sections}
@@ -72,10 +98,19 @@ class Plan:
             outputs[output.section].append(output)
         for drop in self.dropped:
             dropped[drop.section].append(drop.key)
-        return [p for path in self.sections for p in _check_section(path, outputs[path], dropped[path], source)]
+        problems = [p for path in self.sections for p in _check_section(path, outputs[path], dropped[path], source)]
+        known = {(run.section, run.way) for run in self.runs}
+        return problems + [
+            Problem("the plan does not say which model's code computes it", output.key)
+            for output in self.outputs
+            if any((output.section, call.op) not in known for call in ex.calls(output.source))
+        ]
 
     def to_json(self) -> dict[str, Any]:
-        """The PLAN object of the contract (``modules`` is added where ``_metadata`` follows the renames)."""
+        """The PLAN object of the contract.
+
+        ``modules`` is added where ``_metadata`` follows the renames, ``runs`` where a model's own code computes.
+        """
         plan: dict[str, Any] = {
             "schema": SCHEMA,
             "outputs": [{"section": o.section, "key": o.key, "from": ex.to_json(o.source)} for o in self.outputs],
@@ -83,6 +118,17 @@ class Plan:
         }
         if self.modules:
             plan["modules"] = [{"section": m.section, "old": m.old, "new": m.new} for m in self.modules]
+        if self.runs:
+            plan["runs"] = [
+                {
+                    "section": r.section,
+                    "way": r.way,
+                    "model": r.model,
+                    "kwargs": dict(r.kwargs),
+                    "given": [{"name": name, "from": ex.to_json(source)} for name, source in r.given],
+                }
+                for r in self.runs
+            ]
         return plan
 
     @staticmethod
@@ -92,20 +138,39 @@ class Plan:
         Raises `CkptError`, with every problem at its JSON path, on anything else.
         """
         check_schema(value, SCHEMA, source, "a plan", _HINT)
-        check(_PLAN, value, f"{source} is not a plan", _HINT)
+        check(PLAN, value, f"{source} is not a plan", _HINT)
         return Plan(
             tuple(Output(o["section"], o["key"], ex.whole_from_json(o["from"])) for o in value["outputs"]),
             tuple(Dropped(d["section"], d["key"], d["reason"]) for d in value["dropped"]),
             tuple(ModuleRename(m["section"], m["old"], m["new"]) for m in value.get("modules", ())),
+            tuple(map(_run, value.get("runs", ()))),
         )
 
 
-_PLAN = ObjectOf(
+def _run(value: Any) -> ModelRun:
+    given = tuple((one["name"], ex.whole_from_json(one["from"])) for one in value["given"])
+    return ModelRun(value["section"], value["way"], value["model"], value["kwargs"], given)
+
+
+PLAN = ObjectOf(
     {
         "outputs": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "from": EXPRESSION})),
         "dropped": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "reason": TEXT})),
     },
-    {"modules": ListOf(ObjectOf({"section": TEXT, "old": TEXT, "new": TEXT}))},
+    {
+        "modules": ListOf(ObjectOf({"section": TEXT, "old": TEXT, "new": TEXT})),
+        "runs": ListOf(
+            ObjectOf(
+                {
+                    "section": TEXT,
+                    "way": one_of(*ex.BY_CODE),
+                    "model": TEXT,
+                    "kwargs": OBJECT,
+                    "given": ListOf(ObjectOf({"name": TEXT, "from": EXPRESSION}), unique="name"),
+                }
+            )
+        ),
+    },
 )
 
 
@@ -152,10 +217,16 @@ def compose(first: Plan, second: Plan) -> Plan:
     for output in first.outputs:
         made.setdefault(output.section, {})[output.key] = output.source
     outputs = tuple(replace(o, source=ex.substitute(o.source, made[o.section].__getitem__)) for o in second.outputs)
+    runs = tuple(_after(run, made.get(run.section, {})) for run in second.runs)
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
     dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section][d.key])}
     late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
-    return Plan(outputs, (*first.dropped, *late), in_turn(first.modules, second.modules))
+    return Plan(outputs, (*first.dropped, *late), in_turn(first.modules, second.modules), (*first.runs, *runs))
+
+
+def _after(run: ModelRun, made: Mapping[str, Expression]) -> ModelRun:
+    given = ((name, ex.substitute(source, made.__getitem__)) for name, source in run.given)
+    return replace(run, given=tuple(given))
 
 
 def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tuple[ModuleRename, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 import dcp_ranks
+import schemas
 import wrapped_ranks
 from ckpttool.cli.app import main
 from command import Done, Run
@@ -52,12 +54,15 @@ def _dynamo_begins_anew() -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process; gives its exit status, stdout and stderr."""
+    """Runs a command line in this process; gives status, stdout and stderr. JSON is held against its schema."""
 
     def run(*args: object) -> Done:
         capsys.readouterr()
         status = main([*map(str, args)])
-        return Done(status, *capsys.readouterr())
+        done = Done(status, *capsys.readouterr())
+        if done.out and ("--format", "json") in pairwise(map(str, args)):
+            schemas.check(done.data)
+        return done
 
     return run
 

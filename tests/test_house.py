@@ -133,7 +133,7 @@ def test_only_the_command_line_prints() -> None:
 
 WRITERS = (
     *(f"ckpttool.io.{name}" for name in ("write_file", "write_folder", "write_remote")),
-    *(f"ckpttool.io.{name}" for name in ("journal", "switch", "switch_folder", "temporary")),
+    *(f"ckpttool.io.{name}" for name in ("journal", "edit_journal", "switch", "switch_folder", "temporary")),
     "ckpttool.cli.output",
 )
 CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}

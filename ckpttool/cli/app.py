@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 
+from ckpttool.cli.defaults import chosen, with_defaults, words_of
 from ckpttool.cli.failures import failure_of, say
-from ckpttool.cli.fields import taken_by, with_limits
+from ckpttool.cli.fields import Loaded, taken_by, with_common
 from ckpttool.cli.logs import logged
 from ckpttool.cli.parse import parse
 from ckpttool.cli.streams import nothing_left, set_up
@@ -27,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
+    "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
 
 
@@ -63,17 +65,32 @@ def _asks_for_json(args: Sequence[str]) -> bool:
 
 def run(args: list[str]) -> int:
     """Runs one command line and returns 0 or 1. Raises whatever the command raises, and `CkptError` for bad usage."""
-    if args and args[0] in COMMANDS:
-        command = with_limits(import_module(COMMANDS[args[0]][0]).command)
-        given = parse(taken_by(command), args[1:])
-        if given is not None:
-            return int(command(**given) or 0)
     name = next((arg for arg in args if not arg.startswith("-")), None)
     if not args or (name is not None and name not in COMMANDS):
         raise _no_such_command(name)
+    loaded = None if name is None else _loaded(name, args)
+    given = None if loaded is None or args[0] != name else parse(loaded.taken, args[1:])
+    if loaded is not None and given is not None:
+        return int(loaded.command(**given) or 0)
     from ckpttool.cli import by_typer
 
-    return by_typer.run(COMMANDS, args, name)
+    return by_typer.run(COMMANDS, args, loaded)
+
+
+def _loaded(name: str, args: Sequence[str]) -> Loaded:
+    """The command, which takes what the command line leaves out from elsewhere, where it is not to help only."""
+    command = with_common(import_module(COMMANDS[name][0]).command)
+    taken = taken_by(command)
+    if not {"--help", "-h", "--no-defaults"} & set(args):
+        taken = with_defaults(name, taken, _words)
+    return Loaded(name, lambda **given: command(**chosen(name, given)), taken, command.__doc__)
+
+
+def _words() -> dict[str, set[str]]:
+    """Each command's words for its options."""
+    return {
+        name: words_of(taken_by(with_common(import_module(module).command))) for name, (module, _) in COMMANDS.items()
+    }
 
 
 def _no_such_command(name: str | None) -> CkptError:

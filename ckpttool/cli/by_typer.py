@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Annotated, Any
 
@@ -12,7 +11,8 @@ import typer
 from typer.main import get_command
 
 from ckpttool import __version__
-from ckpttool.cli.fields import Taken, taken_by, with_limits
+from ckpttool.cli.defaults import Default
+from ckpttool.cli.fields import Loaded, Taken
 from ckpttool.errors import CkptError
 from ckpttool.options import Argument
 
@@ -22,12 +22,12 @@ Commands = Mapping[str, tuple[str, str]]  # command -> its module, which defines
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def run(commands: Commands, args: list[str], name: str | None) -> int:
-    """Runs a command line that names the command `name`, or none, and returns its exit status.
+def run(commands: Commands, args: list[str], loaded: Loaded | None) -> int:
+    """Runs a command line that names the command that is loaded, or none, and returns its exit status.
 
     Raises whatever the command raises, and `CkptError` where the command line is wrong.
     """
-    group = get_command(build_app(commands, {name} if name else ()))
+    group = get_command(build_app(commands, loaded))
     try:
         with group.make_context("ckpttool", args) as context:
             result = group.invoke(context)
@@ -38,32 +38,40 @@ def run(commands: Commands, args: list[str], name: str | None) -> int:
     return int(result or 0)
 
 
-def build_app(commands: Commands, loaded: Collection[str]) -> typer.Typer:
-    """The typer app. Commands in `loaded` are imported; the others are there for the list of commands in the help."""
+def build_app(commands: Commands, loaded: Loaded | None) -> typer.Typer:
+    """The typer app; the commands that are not loaded are there for the list of commands in the help."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(_root)
-    for name, (module, summary) in commands.items():
-        if name in loaded:
-            app.command(name)(typed(with_limits(import_module(module).command)))
+    for name, (_, summary) in commands.items():
+        if loaded is not None and loaded.name == name:
+            app.command(name)(typed(loaded))
         else:
             app.command(name, help=summary)(_not_loaded)
     return app
 
 
-def typed(command: Callable[..., int | None]) -> Callable[..., int | None]:
+def typed(loaded: Loaded) -> Callable[..., int | None]:
     """The command with a signature that typer reads."""
     parameters = [
-        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=_annotation(one))
-        for one in taken_by(command)
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=_in_its_place(one), annotation=_annotation(one))
+        for one in loaded.taken
     ]
+    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
-    def run_it(**given: Any) -> int | None:
-        return command(**given)
+    def run_it(context: Any, **given: Any) -> int | None:
+        for one in loaded.taken:
+            if isinstance(one.default, Default) and context.get_parameter_source(one.name).name != "COMMANDLINE":
+                given[one.name] = one.default
+        return loaded.command(**given)
 
-    run_it.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    run_it.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run_it.__doc__ = command.__doc__
+    run_it.__signature__ = Signature([*parameters, context])  # type: ignore[attr-defined]
+    run_it.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, context)}
+    run_it.__doc__ = loaded.help
     return run_it
+
+
+def _in_its_place(one: Taken) -> Any:
+    return one.default.instead if isinstance(one.default, Default) else one.default
 
 
 def _annotation(one: Taken) -> Any:

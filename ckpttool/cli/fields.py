@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ckpttool.cli.streams import quiet
 from ckpttool.limits import limited, raised
 from ckpttool.options import Argument, Option, option
 
@@ -51,17 +52,18 @@ def with_options(
     return decorate
 
 
-def with_limits(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """The command with ``--limit``: the limits that it raises hold while the command runs."""
+def with_common(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """The command with the options that all have: the limits that ``--limit`` raises, and whether it is ``--quiet``."""
 
     def command(**given: Any) -> int | None:
-        with limited(raised(given.pop("limit") or ())):
+        given.pop("no_defaults", None)
+        with limited(raised(given.pop("limit", None) or ())), quiet(given.pop("quiet", False)):
             return function(**given)
 
     signature = Signature.from_callable(function)
     own = [p.replace(annotation=hint) for p, hint in zip(signature.parameters.values(), _hints(function, signature))]
-    command.__signature__ = Signature([*own, _LIMIT])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, _LIMIT)}
+    command.__signature__ = Signature([*own, *_COMMON])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *_COMMON)}
     command.__doc__ = function.__doc__
     return command
 
@@ -71,18 +73,28 @@ def _hints(function: Callable[..., Any], signature: Signature) -> list[Any]:
     return [hints[name] for name in signature.parameters]
 
 
-_LIMIT = Parameter(
-    "limit",
-    Parameter.KEYWORD_ONLY,
-    default=None,
-    annotation=Annotated[
+def _common(name: str, kind: Any, default: Any, mark: Option) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, mark])
+
+
+_COMMON = (
+    _common(
+        "limit",
         list[str] | None,
+        None,
         option(
             "--limit",
             metavar="NAME=VALUE",
             help="Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.",
         ),
-    ],
+    ),
+    _common("quiet", bool, False, option("-q", "--quiet", help="Print errors only; the exit status is the answer.")),
+    _common(
+        "no_defaults",
+        bool,
+        False,
+        option("--no-defaults", help="Take no option from CKPTTOOL_* variables and pyproject.toml."),
+    ),
 )
 
 
@@ -148,3 +160,13 @@ def taken_by(command: Callable[..., Any]) -> list[Taken]:
         annotation, mark = get_args(_some(hints[name]))  # Python 3.10 wraps what is None by default into a union
         taken.append(Taken(name, annotation, mark, parameter.default))
     return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A command, ready to run: its name, the function that is called by name with all that it takes, and its help."""
+
+    name: str
+    command: Callable[..., int | None]
+    taken: Sequence[Taken]
+    help: str | None

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from ckpttool.cli.streams import for_log
+from ckpttool import api
+from ckpttool.cli.streams import for_log, is_quiet
 from ckpttool.errors import CkptError
 from ckpttool.io import sources, write_file
 from ckpttool.io.pieces import Piece
@@ -28,6 +29,10 @@ def _check_reports(paths: list[str]) -> None:
 
 Format = Annotated[
     str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
+]
+Manifest = Annotated[
+    str | None,
+    option("--manifest", metavar="FILE", help="Write digests of its files and tensors to FILE, an in-toto statement."),
 ]
 Reports = Annotated[
     list[str] | None,
@@ -56,6 +61,8 @@ def emit(
     """
     for path in reports or ():
         write_text(path, _rendered(format_of(path), document, data), force=force)
+    if is_quiet():
+        return
     if format == "text":
         shown, warnings = warnings_apart(document())
         sys.stdout.write(for_log(render(format, shown, {}, _terminal()), format))
@@ -89,10 +96,11 @@ def _check_no_source(path: str, read: Iterable[str]) -> None:
         raise CkptError(f"{path} is read by this command", hint="name another file")
 
 
-def write_text(path: str, text: str, *, force: bool) -> None:
+def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> None:
     """Writes the file as UTF-8, under the rules of OUT: whole or not at all, over no source, over others by `force`.
 
-    What is no regular file (``/dev/stderr``, a pipe) is written to directly. Raises `CkptError`, and for these OSError.
+    With `in_place` it may be one that the command has read. What is no regular file (``/dev/stderr``, a pipe) is
+    written to directly. Raises `CkptError`, and for these OSError.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         try:
@@ -101,9 +109,16 @@ def write_text(path: str, text: str, *, force: bool) -> None:
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
         return
-    _check_no_source(path, sources.files_read())
-    write_file.preflight(path, (), force=force, in_place=False)
-    write_file.write([Piece(text.encode("utf-8", "backslashreplace"))], path, replace=force, in_place=False)
+    if not in_place:
+        _check_no_source(path, sources.files_read())
+    write_file.preflight(path, (), force=force, in_place=in_place)
+    write_file.write([Piece(text.encode("utf-8", "backslashreplace"))], path, replace=force, in_place=in_place)
+
+
+def write_manifest(path: str | None, ckpt: str, *, force: bool) -> None:
+    """Writes the manifest of a checkpoint that is there, if one is asked for. Raises as `write_text`."""
+    if path is not None:
+        write_text(path, json.render(api.manifest(ckpt, leave_out=[path])), force=force)
 
 
 def _terminal() -> Terminal | None:

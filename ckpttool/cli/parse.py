@@ -11,7 +11,7 @@ from ckpttool.errors import CkptError
 from ckpttool.options import Argument, Option
 
 
-class _Unusual(Exception):
+class Unusual(Exception):
     """Typer has to say what it means, or what is wrong with it."""
 
 
@@ -24,8 +24,8 @@ def parse(taken: Sequence[Taken], args: Sequence[str]) -> dict[str, Any] | None:
     try:
         given, places = _split(taken, args)
         given |= _placed([one for one in taken if isinstance(one.mark, Argument)], places)
-        return {one.name: _value(one, given.get(one.name)) for one in taken}
-    except (_Unusual, CkptError):
+        return {one.name: value_of(one, given.get(one.name)) for one in taken}
+    except (Unusual, CkptError):
         return None
 
 
@@ -42,11 +42,11 @@ def _split(taken: Sequence[Taken], args: Sequence[str]) -> tuple[dict[str, list[
         flag, equals, text = word.partition("=") if word.startswith("--") else (word, "", "")
         option = flags.get(flag)
         if option is None or (equals and option.kind is bool):
-            raise _Unusual
+            raise Unusual
         if option.kind is not bool and not equals:
             text = next(words, "-")
         if text.startswith("-"):
-            raise _Unusual
+            raise Unusual
         given.setdefault(option.name, []).append(text)
     return given, places
 
@@ -57,18 +57,19 @@ def _placed(arguments: Sequence[Taken], places: list[str]) -> dict[str, list[str
     for argument in arguments:
         given[argument.name], places = (places, []) if argument.many else (places[:1], places[1:])
     if places:
-        raise _Unusual
+        raise Unusual
     return {name: texts for name, texts in given.items() if texts}
 
 
-def _value(one: Taken, texts: list[str] | None) -> Any:
+def value_of(one: Taken, texts: list[str] | None) -> Any:
+    """The value that these texts give; without texts what is there in its place. Raises `Unusual`, and as checks do."""
     if texts is None:
         if one.required:
-            raise _Unusual
+            raise Unusual
         return one.default
     if one.kind is bool:
         return True
-    values = [_one_value(one, text) for text in texts]
+    values = [_one(one, text) for text in texts]
     value = values if one.many else values[-1]
     if isinstance(one.mark, Option) and one.mark.check is not None:
         one.mark.check(value)
@@ -81,14 +82,14 @@ _NUMBERS = {
 }
 
 
-def _one_value(one: Taken, text: str) -> Any:
+def _one(one: Taken, text: str) -> Any:
     if one.kind is str:
         if not text.isprintable():  # bytes that are no text stand as lone surrogates
-            raise _Unusual
+            raise Unusual
         return text
     if not _NUMBERS[one.kind].fullmatch(text):
-        raise _Unusual
+        raise Unusual
     number = one.kind(text)
     if isinstance(one.mark, Option) and one.mark.least is not None and number < one.mark.least:
-        raise _Unusual
+        raise Unusual
     return number

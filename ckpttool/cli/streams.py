@@ -46,6 +46,25 @@ def clipped(line: str) -> str:
     return f"{line[:half]} … {len(line) - 2 * half:,} characters … {line[-half:]}"
 
 
+_quiet = False
+
+
+def is_quiet() -> bool:
+    """Whether the command is to print errors only."""
+    return _quiet
+
+
+@contextmanager
+def quiet(asked: bool = True) -> Iterator[None]:
+    """Inside, nothing but errors is printed, where that is asked for."""
+    global _quiet
+    before, _quiet = _quiet, asked
+    try:
+        yield
+    finally:
+        _quiet = before
+
+
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """Removes the empty folder that importing ``torch._dynamo`` leaves among the temporary files, where it was not."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.ranks.recognise import put_together
+from ckpttool.edits.ranks.replicas import without_replicas
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import NO_OPTIMIZERS, RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
@@ -15,10 +16,15 @@ from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
 from ckpttool.edits.write import Progress, Writer, prove, quiet
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
+from ckpttool.expression import LOADED, SAVED
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.fit import check_in_place, fit, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.recognise_folder import locate
+from ckpttool.io.edit_in_place import Written, undo
+from ckpttool.io.files import is_dir, look_anew
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -48,10 +54,9 @@ def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
-    names = None if model is None else model.names()
-    done = _made(source, options, names)
-    if options.to_ranks and names is not None:
-        return _write_ranks(source, options, writer, names, done)
+    done = _made(source, options, model)
+    if options.to_ranks and model is not None:
+        return _write_ranks(source, options, writer, model.names(), done)
     return done if target is None else _write(source, options, writer, target, done)
 
 
@@ -72,27 +77,28 @@ def _shard_size(options: RemapOptions) -> int | None:
     return None if options.max_shard_size is None else parse_size(options.max_shard_size)
 
 
-def _to_names(options: RemapOptions) -> Names | None:
-    """The names of what is to load the output: another model, or another optimizer of the same."""
+def _to_operand(options: RemapOptions) -> ModelOperand | None:
+    """What is to load the output: another model, or the same with another optimizer."""
     if options.to_model is not None:
-        return ModelOperand(options.to_model, None, options.materialize, options.to_optimizer).names()
+        return ModelOperand(options.to_model, options.to_model_kwargs, options.materialize, options.to_optimizer)
     if options.to_optimizer is None:
         return None
-    return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer).names()
+    return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer)
 
 
-def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Remap:
+def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) -> Remap:
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if options.plan is not None:
-        return by_plan(
-            source, Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
-        )
+        plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
+        return by_plan(source, plan, _runners(plan, model, _to_operand(options)))
+    source = without_replicas(source)
+    names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
         raise CkptError("a plan cannot put rank files together", hint="write the checkpoint: -o OUT, without a plan")
-    asked, wanted = _request(source, options, names)
+    asked, wanted = _request(source, options, model)
     if gathered is None and _is_about_optimizers(source, options, wanted):
-        asked = replace(asked, names=None, to_names=None)
+        asked = replace(asked, names=None, to_names=None, code=None, to_code=None)
     done = remap(source if gathered is None else gathered.checkpoint, asked, options.drop or ())
     if gathered is not None and names is not None:
         from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
@@ -104,11 +110,23 @@ def _made(source: Checkpoint, options: RemapOptions, names: Names | None) -> Rem
     return done
 
 
-def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> tuple[RemapRequest, OptimizerRequest]:
+def _runners(plan: Plan, model: ModelOperand | None, to_model: ModelOperand | None) -> dict[str, Runner]:
+    """Whose code carries out the runs of a saved plan: of two models, the second is the one that saves."""
+    ways = {run.way for run in plan.runs}
+    if model is not None and not ways:
+        raise CkptError("the plan needs no model: it says all that is to be done", hint="leave --model out")
+    found = {LOADED: model, SAVED: to_model if LOADED in ways else model}
+    return {way: operand.run for way, operand in found.items() if way in ways and operand is not None}
+
+
+def _request(
+    source: Checkpoint, options: RemapOptions, model: ModelOperand | None
+) -> tuple[RemapRequest, OptimizerRequest]:
     """What is asked of the model's section, and of the optimizers."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     steps = _rule_steps(options, rules)
-    to_names, form = _to_names(options), options.form
+    names, to_model, form = None if model is None else model.names(), _to_operand(options), options.form
+    to_names = None if to_model is None else to_model.names()
     asked = RemapRequest(
         names=names,
         to=form,
@@ -120,6 +138,8 @@ def _request(source: Checkpoint, options: RemapOptions, names: Names | None) -> 
         select=options.select,
         keep_prefix=options.keep_prefix,
         trainable_only=options.trainable_only,
+        code=model if model is not None and model.is_definition else None,
+        to_code=to_model if to_model is not None and to_model.is_definition else None,
     )
     renaming = _renaming(steps) if steps else rules
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
@@ -149,8 +169,9 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
     if options.rules is None:
         return ()
     from ckpttool.edits.rules.file import read  # imports a TOML reader
+    from ckpttool.edits.rules.sizes import given
 
-    return read(options.rules, reverse=options.reverse, rules=rules)
+    return read(options.rules, reverse=options.reverse, rules=rules, sizes=given(options.size or ()))
 
 
 def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:
@@ -163,13 +184,39 @@ def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Opti
 def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap) -> Remap:
     """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
     fitted = fit(done.result, target.format, keep_aliases=options.keep_aliases)
-    content = target.lay_out(fitted, _shard_size(options))
-    if not options.dry_run:
-        expected = fingerprints(fitted) if options.verify and options.in_place else fitted
-        writer.target(target, content)
-        if options.verify:
-            prove(target.path, expected)
-    return replace(done, result=fitted, notes=(*source.notes, *done.notes, *losses(done.result, target.format)))
+    notes = (*source.notes, *done.notes, *losses(done.result, target.format))
+    done = replace(done, result=fitted, notes=notes)
+    if options.dry_run:
+        target.lay_out(fitted, _shard_size(options))
+        return done
+    expected = fingerprints(fitted) if options.verify and options.in_place else fitted
+    written = _edited(options, writer, target, fitted)
+    if written is None or written.way == "copied":
+        writer.target(target, target.lay_out(fitted, _shard_size(options)))
+    if options.verify:
+        prove(target.path, expected)
+    return replace(done, written=written)
+
+
+def undone(ckpt: object, options: RemapOptions) -> Remap:
+    """Gives a file or a folder back as it was before the last edit in place; what it holds now, as a remap of nothing.
+
+    Raises `CkptError` where there is no way back.
+    """
+    if not isinstance(ckpt, str) or split(ckpt)[1] is not None:
+        raise CkptError("--undo gives a whole file back", hint="name the file without ::SECTION")
+    look_anew(ckpt)
+    undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
+    return replace(remap(open_operand(ckpt)), written=Written("undone"))
+
+
+def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint) -> Written | None:
+    """Changes the source where it lies, if that is asked for and can be; None where it is not."""
+    if not options.in_place:
+        return None
+    if options.copy or options.max_shard_size is not None:
+        return Written("copied", reason="asked for")
+    return writer.edit(target, target.lay_in_place(fitted))
 
 
 def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:

@@ -14,11 +14,12 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import sources, write_file, write_folder
+from ckpttool.io import edit_in_place, sources, write_file, write_folder
+from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import files_of, is_dir, names_in
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Files, Link, Pieces
+from ckpttool.io.pieces import Edited, Files, Link, Pieces
 from ckpttool.io.ranges import digest_on_disk
 from ckpttool.io.write_file import Digest
 from ckpttool.operands.output import Target
@@ -82,6 +83,10 @@ class Writer:
             self.file(pieces, target.path)
         else:
             self.files(files, target.folder, target.present(files))
+
+    def edit(self, target: Target, files: Mapping[str, Edited] | None) -> Written:
+        """Changes the source where it lies, if it can be; the answer says how it went."""
+        return edit_in_place.edit(files, target.home, fsync=self.fsync)
 
     def files(self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True) -> None:
         """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""

@@ -5,27 +5,28 @@ No byte moves here: what a plan only renames keeps its storage, what it computes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate import operators, without_torch
-from ckpttool.expression import Ref
-from ckpttool.plan import Output, Plan
-from ckpttool.words import plural
+from ckpttool.expression import Expression, Ref
+from ckpttool.plan import ModelRun, Output, Plan, module_renames
+from ckpttool.words import plural, shell
 
-_OPAQUE = (
-    "only the model's own code can do it: load the checkpoint into the model, and save its state_dict(), or "
-    "dict(model.named_parameters()) for runtime names"
-)
+_OPAQUE = "only the model's own code can do it: name that, as in --model file.py:build, and no file of names"
 
 Entries = Mapping[str, TensorEntry | ExtraEntry]
+# Runs a model's code on the entries of a section, under the model's names: the values of the names that are asked for.
+Runner = Callable[[ModelRun, Section, Sequence[str]], Mapping[str, TensorEntry]]
+NO_CODE: Mapping[str, Runner] = {}
 
 
-def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
-    """`source` with the sections that `plan` names rewritten.
+def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_CODE) -> Checkpoint:
+    """`source` with the sections that `plan` names rewritten; `runners` (by way) carry out its runs of models' code.
 
     Raises `Refused`, all problems at once, where the plan does not fit, `CkptError` for operators that are not allowed.
     """
@@ -35,14 +36,14 @@ def apply(plan: Plan, source: Checkpoint) -> Checkpoint:
         hint = _OPAQUE if any(problem.kind == "opaque" for problem in problems) else "`ckpttool inspect` lists its keys"
         raise Refused("the plan does not fit the checkpoint", hint=hint, problems=problems)
     rewritten = set(plan.sections)
-    sections = [_rewrite(s, plan) if s.path in rewritten else s for s in source.sections]
+    sections = [_rewrite(s, plan, runners) if s.path in rewritten else s for s in source.sections]
     return replace(source, sections=tuple(sections))
 
 
 def _check_operators(plan: Plan) -> None:
     """Raises `CkptError` with every output that is made by an operator that no plan may hold."""
     names = ((name, output.key) for output in plan.outputs for name in operators.operators_in(output.source))
-    found = dict.fromkeys((operators.problem(name), key) for name, key in names if name != ex.OPAQUE)
+    found = dict.fromkeys((operators.problem(name), key) for name, key in names if name not in (ex.OPAQUE, *ex.BY_CODE))
     problems = [Problem(said, key) for said, key in found if said is not None]
     if problems:
         raise CkptError(
@@ -52,19 +53,72 @@ def _check_operators(plan: Plan) -> None:
         )
 
 
-def _rewrite(section: Section, plan: Plan) -> Section:
-    have = section.by_key()
+def _rewrite(section: Section, plan: Plan, runners: Mapping[str, Runner]) -> Section:
+    outputs = [o for o in plan.outputs if o.section == section.path]
+    runs = [run for run in plan.runs if run.section == section.path]
+    sources, have = run_code(section, [output.source for output in outputs], runs, runners)
+    outputs = [replace(output, source=source) for output, source in zip(outputs, sources)]
     aliases = {} if plan.is_renames else section.aliases()
-    entries = _evaluate([o for o in plan.outputs if o.section == section.path], have, aliases)
-    modules = section.modules
-    if modules is not None:
-        renamed = {m.old: m.new for m in plan.modules if m.section == section.path}
-        modules = _rename_modules(modules, renamed)
+    modules = {m.old: m.new for m in plan.modules if m.section == section.path}
+    return _with_entries(section, _evaluate(outputs, have, aliases), modules)
+
+
+def run_code(
+    section: Section, sources: Sequence[Expression], runs: Sequence[ModelRun], runners: Mapping[str, Runner]
+) -> tuple[list[Expression], Entries]:
+    """`sources` with refs in the place of what models' code computes, and the entries that these refer to.
+
+    Raises `Refused` where there is no code to run, and what the runs raise.
+    """
+    have, keys = dict(section.by_key()), dict[tuple[str, str], str]()
+
+    def known(expression: Expression) -> Expression:
+        return ex.with_calls(expression, lambda call: Ref(keys[call.op, str(call.args[0])]))
+
+    for number, run in enumerate(runs):
+        later = [source for other in runs[number + 1 :] for _, source in other.given]
+        found = (call for source in (*sources, *later) for call in ex.calls(source) if call.op == run.way)
+        names = list(dict.fromkeys(str(call.args[0]) for call in found))
+        if not names:
+            continue
+        given = [Output(section.path, name, known(source)) for name, source in run.given]
+        values = _runner(run, names, runners)(run, _given(section, given, have), names)
+        for name, entry in values.items():
+            key = keys[run.way, name] = _free(f"{run.way}({name})", have)
+            have[key] = entry
+    return [known(source) for source in sources], have
+
+
+def _runner(run: ModelRun, names: Sequence[str], runners: Mapping[str, Runner]) -> Runner:
+    if run.way not in runners:
+        option = "--to-model" if run.way == ex.SAVED and len(runners) else "--model"
+        arguments = shell("--model-kwargs", json.dumps(dict(run.kwargs))) if run.kwargs else ""
+        raise Refused(
+            f"{plural(len(names), 'tensor')} can only be computed by the code of {run.model}",
+            hint=f"name it: {option} {shell(run.model)} {arguments}".rstrip(),
+            problems=[Problem("computed by code that is no tensor operator", name, "opaque") for name in names],
+        )
+    return runners[run.way]
+
+
+def _given(section: Section, given: list[Output], have: Entries) -> Section:
+    """The section under the model's names; paths of ``_metadata`` follow where wrappers' segments went."""
+    renames = {o.source.key: o.key for o in given if isinstance(o.source, Ref) and o.source.key != o.key}
+    moved = module_renames(section.path, section.modules or (), renames)
+    return _with_entries(section, _evaluate(given, have, {}), {m.old: m.new for m in moved})
+
+
+def _free(key: str, have: Entries) -> str:
+    return key if key not in have else _free(f"{key}'", have)
+
+
+def _with_entries(section: Section, entries: list[TensorEntry | ExtraEntry], modules: Mapping[str, str]) -> Section:
+    """The section with these entries in the place of its own, and its modules renamed."""
     return replace(
         section,
         tensors=tuple(e for e in entries if isinstance(e, TensorEntry)),
         extras=tuple(e for e in entries if isinstance(e, ExtraEntry)),
-        modules=modules,
+        modules=None if section.modules is None else _rename_modules(section.modules, modules),
     )
 
 

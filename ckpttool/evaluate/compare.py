@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from ckpttool.checkpoint import Checkpoint, Comparable, ExtraEntry, Lazy, Span, Storage, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Comparable, Digested, ExtraEntry, Lazy, Span, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem
 from ckpttool.evaluate import with_numpy
+from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import same_data, stream
+
+if TYPE_CHECKING:
+    from ckpttool.io.write_file import Digest
 
 
 def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
@@ -23,6 +28,8 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
         return False
     if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return False
+    if _is_digest(left) or _is_digest(right):
+        return _same_digest(left, right)
     if left.identity == right.identity:
         return True
     if left.storage is None or right.storage is None:
@@ -36,9 +43,43 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
     """Whether two objects are equal, the tensors inside them included; False also where it cannot be told."""
+    if _is_digest(left) or _is_digest(right):
+        return _same_digest(left, right)
     if isinstance(left.payload, Comparable) and isinstance(right.payload, Comparable):
         return left.payload is right.payload or _same_content(left.payload, right.payload)
     return left.value is not None and repr(left.value) == repr(right.value)
+
+
+def _is_digest(entry: TensorEntry | ExtraEntry) -> bool:
+    """Whether all that is known of the entry's values is their digest."""
+    if isinstance(entry, ExtraEntry) or entry.storage is None:
+        return isinstance(entry.payload, Digested)
+    return isinstance(entry.storage.data, Lazy) and entry.storage.data.sha256 is not None
+
+
+def _same_digest(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
+    mine = sha256(left)
+    return mine is not None and mine == sha256(right)
+
+
+def sha256(entry: TensorEntry | ExtraEntry) -> str | None:
+    """SHA-256 of the entry's values: of a dense tensor's elements in row-major order, of all else by what it holds.
+
+    None where it cannot be told. Reads the bytes, unless the digest is what is known of them.
+    """
+    import hashlib
+
+    if isinstance(entry.payload, Digested):
+        return entry.payload.sha256
+    if isinstance(entry, TensorEntry) and entry.storage is not None:
+        if isinstance(entry.storage.data, Lazy) and entry.storage.data.sha256 is not None:
+            return entry.storage.data.sha256
+        return _hashed(elements(entry), hashlib.sha256()).hex()
+    content = fingerprint(entry)[-1]
+    if content is None:
+        return None
+    known = content if isinstance(content, bytes) else str(content).encode(errors="surrogatepass")
+    return hashlib.sha256(known).hexdigest()
 
 
 def _same_content(left: object, right: object) -> bool:
@@ -63,20 +104,23 @@ def _in_order(entry: TensorEntry) -> Span | Lazy | None:
     return entry.storage.data if whole else None
 
 
-def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> str | None:
+def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> Difference | None:
     """How the values of two tensors of one dtype and shape differ, or None where they are the same.
 
     Bitwise where both tolerances are 0, else ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
     """
     if same_values(left, right):
         return None
+    if _is_digest(left) or _is_digest(right):
+        return Difference(f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}")
     if left.storage is None or right.storage is None:
-        return f"{left.layout} tensors of other content, or not to be compared"
+        return Difference(f"{left.layout} tensors of other content, or not to be compared")
     if with_numpy.reader(left.dtype) is not None:
         return with_numpy.difference(left.dtype, elements(left), elements(right), rtol, atol)
     from ckpttool.evaluate import with_torch
 
-    return with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)
+    said = with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)
+    return None if said is None else Difference(said)
 
 
 Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
@@ -101,10 +145,7 @@ def content_of_storage(storage: Storage) -> bytes:
     """A hash of the storage's bytes."""
     import hashlib  # loads OpenSSL
 
-    found = hashlib.blake2b()
-    for chunk in stream([Piece(storage.data)]):
-        found.update(chunk)
-    return found.digest()
+    return _hashed(stream([Piece(storage.data)]), hashlib.blake2b())
 
 
 def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
@@ -120,8 +161,20 @@ def digest(entry: TensorEntry) -> bytes:
     """A hash of the bytes of a dense tensor's elements in row-major order, streamed."""
     import hashlib
 
-    found = hashlib.blake2b(digest_size=16)
-    for chunk in elements(entry):
+    return _hashed(elements(entry), hashlib.blake2b(digest_size=16))
+
+
+def sha256_of(data: Span | Lazy) -> str:
+    """SHA-256 of the bytes, streamed, unless it is what is known of them. Raises `CkptError` where that fails."""
+    import hashlib
+
+    if isinstance(data, Lazy) and data.sha256 is not None:
+        return data.sha256
+    return _hashed(stream([Piece(data)]), hashlib.sha256()).hex()
+
+
+def _hashed(chunks: Iterable[bytes | memoryview], found: Digest) -> bytes:
+    for chunk in chunks:
         found.update(chunk)
     return found.digest()
 

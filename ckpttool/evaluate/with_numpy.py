@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
     Read = Callable[[bytes], Array]
 
+EQUAL = "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
+_EXPONENTS, _BIAS = 2048, 1023  # of float64
 Chunks = Iterable[bytes | memoryview]
 _DIRECT = frozenset(
     {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"}
@@ -28,6 +31,18 @@ _EIGHT_BITS = {
     "float8_e5m2fnuz": (5, 16, "-0"),
     "float8_e4m3fnuz": (4, 8, "-0"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How the values of two tensors differ: in words, and how far.
+
+    `spread` are pairs ``(exponent, count)``, sorted: so many elements are 2**exponent or more apart, and less than
+    twice that; from 1023 on, they are not apart by a number. Empty where it was not measured.
+    """
+
+    text: str
+    spread: tuple[tuple[int, int], ...] = ()
 
 
 def reader(dtype: str) -> Read | None:
@@ -68,7 +83,7 @@ def whole_elements(chunks: Chunks, size: int) -> Iterator[bytes]:
             yield data[:end]
 
 
-def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float) -> str | None:
+def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float) -> Difference | None:
     """How two tensors differ, in the words of `with_torch.difference`, streamed; the dtype is one that `reader` has.
 
     None where every element is within the tolerances (NaN equals NaN). With both 0 they are known to differ in a byte.
@@ -76,6 +91,7 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
     import numpy as np
 
     read, count, total, farthest = reader(dtype), 0, 0, 0.0
+    exponents = np.zeros(_EXPONENTS, np.int64)
     assert read is not None
     with np.errstate(all="ignore"):
         for mine, yours in in_step(left, right, itemsize(dtype)):
@@ -87,10 +103,12 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
             close = equal | (np.isfinite(a - b) & within) if rtol or atol else equal
             count, total = count + int(np.count_nonzero(~close)), total + a.size
             farthest = max(farthest, float(far.max()))
+            exponents += np.bincount(far.view(np.uint64).astype(np.int64).reshape(-1) >> 52, minlength=_EXPONENTS)
     if count:
         distance = f", by {farthest:.3g} at most" if farthest else ""
-        return f"{count:,} of {total:,} elements differ{distance}"
-    return None if rtol or atol else "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
+        spread = tuple((int(at) - _BIAS, int(exponents[at])) for at in np.flatnonzero(exponents) if at)
+        return Difference(f"{count:,} of {total:,} elements differ{distance}", spread)
+    return None if rtol or atol else Difference(EQUAL)
 
 
 def in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, bytes]]:

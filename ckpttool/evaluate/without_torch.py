@@ -50,8 +50,12 @@ def _entry(node: Argument, have: Entries) -> TensorEntry | None:
             return _reshape(_entry(of, have), shape)
         case Op("aten.clone.default", (of,), () | (("memory_format", Special("memory_format", "contiguous_format")),)):
             return _clone(_entry(of, have))
+        case Op("aten.select.int", (of, int(dim), int(index)), ()):
+            return _select(_narrow(_entry(of, have), dim, index, 1), dim)
         case Op("aten.cat.default", (tuple(parts), int(dim)), ()):
             return _cat([_entry(part, have) for part in parts], dim)
+        case Op("aten.stack.default", (tuple(parts), int(dim)), ()):
+            return _cat([_unsqueeze(_entry(part, have), dim) for part in parts], dim)
     return None
 
 
@@ -62,6 +66,24 @@ def _narrow(entry: TensorEntry | None, dim: int, start: int, length: int) -> Ten
         return None
     shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
     return replace(entry, shape=shape, offset=entry.offset + start * entry.stride[dim])
+
+
+def _select(entry: TensorEntry | None, dim: int) -> TensorEntry | None:
+    """A slice of one element in `dim`, without that dimension."""
+    if entry is None:
+        return None
+    return replace(entry, shape=_without(entry.shape, dim), stride=_without(entry.stride, dim))
+
+
+def _without(sizes: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*sizes[:dim], *sizes[dim + 1 :])
+
+
+def _unsqueeze(entry: TensorEntry | None, dim: int) -> TensorEntry | None:
+    if entry is None or not 0 <= dim <= len(entry.shape):
+        return None
+    sizes, steps = entry.shape, entry.stride
+    return replace(entry, shape=(*sizes[:dim], 1, *sizes[dim:]), stride=(*steps[:dim], 1, *steps[dim:]))
 
 
 def _permute(entry: TensorEntry | None, dims: tuple[Argument, ...]) -> TensorEntry | None:

@@ -6,13 +6,14 @@ A format's module is imported when it is first needed.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.io.pieces import Files, Pieces
+from ckpttool.io.pieces import Edited, Files, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,15 @@ class Format:
         content: Files = self._module.layout_files(checkpoint, self.name, name, max_shard_size)
         return content
 
+    def layout_in_place(self, checkpoint: Checkpoint, name: str) -> Mapping[str, Edited] | None:
+        """The file `name`, or the files of the folder, with all tensors where they lie in those that were read.
+
+        None where the format, or what was changed, needs all to be written anew.
+        """
+        lay_out = getattr(self._module, "layout_in_place", None)
+        content: Edited | Mapping[str, Edited] | None = None if lay_out is None else lay_out(checkpoint)
+        return {name: content} if isinstance(content, Edited) else content
+
     @property
     def _module(self) -> Any:
         return import_module(f"ckpttool.formats.{self.module}")
@@ -84,8 +94,9 @@ TABLE = (
         "dcp", "dcp.folder", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True
     ),
 )
+MANIFEST = Format("manifest", "manifest", "manifest of a checkpoint (in-toto statement)", ())  # digests, and no values
 MEMORY = Format("memory", "", "a state dict in memory", ())  # no file: nothing reads it, nothing writes it
-FORMATS = {row.name: row for row in (*TABLE, MEMORY)}
+FORMATS = {row.name: row for row in (*TABLE, MANIFEST, MEMORY)}
 
 
 def format_for(out: str) -> Format:

@@ -191,8 +191,10 @@ def look_anew(path: str) -> None:
         forget(path)
         settle_remote(path if exists(path) else parent(path))
         return
+    names = {path, *files_of(path)}
+    names |= {os.path.realpath(name) for name in names if os.path.islink(name)}  # what was begun, was beside the file
     own = {path} if os.path.isdir(path) else set()
-    for folder in own | {os.path.dirname(name.rstrip("/")) or "." for name in (path, *files_of(path))}:
+    for folder in own | {os.path.dirname(name.rstrip("/")) or "." for name in names}:
         settle(folder)
     sources.forget(path)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ from ckpttool.io import temporary
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.safe_path import is_inside
 from ckpttool.io.switch import sync_folder
-from ckpttool.io.temporary import JOURNAL
+from ckpttool.io.temporary import JOURNAL, PATIENCE
 
 NEW, OLD = "new", "old"
 
-PATIENCE = 60  # seconds; what a journal lists is done in far less
 _HINT = "run it again; a run that was killed is finished by any command of the same user on that folder"
 
 
@@ -134,20 +132,35 @@ def settle(folder: str | Path) -> None:
 
 
 def finish_begun(folder: str | Path) -> None:
-    """Finishes what dead processes began in the folder: before it is read, before it is written. Raises as `settle`."""
-    for staging in _begun_in(folder):
-        _check_mine(staging)
-        dead = temporary.is_dead(staging.name, time.time()) or _age(staging / JOURNAL) > PATIENCE
-        if temporary.is_alive(staging.name) or not dead:
-            raise being_replaced(folder)
-        try:
-            if (staging / JOURNAL).exists():
-                _finish(staging, Path(folder), parse((staging / JOURNAL).read_bytes(), str(staging / JOURNAL), staging))
-                sync_folder(Path(folder))
-                close(staging)
-        except OSError as error:
-            raise _half_done(folder, staging, error) from error
-        temporary.remove(staging)
+    """Finishes or undoes what dead processes began in the folder: before it is read, before it is written.
+
+    Raises as `settle`.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if temporary.owner_of(name) is not None)
+    except OSError:
+        return
+    if any(map(temporary.is_edit, names)):
+        from ckpttool.io.edit_journal import settle as settle_edits
+
+        settle_edits(folder, names)
+    for staging in (path for path in (Path(folder, name) for name in names) if (path / JOURNAL).exists()):
+        _finish_begun(staging, folder)
+
+
+def _finish_begun(staging: Path, folder: str | Path) -> None:
+    _check_mine(staging)
+    dead = temporary.is_dead(staging.name, time.time()) or _age(staging / JOURNAL) > PATIENCE
+    if temporary.is_alive(staging.name) or not dead:
+        raise being_replaced(folder)
+    try:
+        if (staging / JOURNAL).exists():
+            _finish(staging, Path(folder), parse((staging / JOURNAL).read_bytes(), str(staging / JOURNAL), staging))
+            sync_folder(Path(folder))
+            close(staging)
+    except OSError as error:
+        raise _half_done(folder, staging, error) from error
+    temporary.remove(staging)
 
 
 def being_replaced(folder: object) -> CkptError:
@@ -162,14 +175,6 @@ def _half_done(folder: str | Path, staging: Path, error: OSError) -> CkptError:
     )
 
 
-def _begun_in(folder: str | Path) -> Sequence[Path]:
-    try:
-        names = sorted(name for name in os.listdir(folder) if temporary.owner_of(name) is not None)
-    except OSError:
-        return ()
-    return [path for path in (Path(folder, name) for name in names) if (path / JOURNAL).exists()]
-
-
 def _age(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime
@@ -178,9 +183,9 @@ def _age(path: Path) -> float:
 
 
 def _check_mine(staging: Path) -> None:
-    owner = staging.stat().st_uid
-    if hasattr(os, "geteuid") and owner != os.geteuid():
+    state = staging.stat()
+    if not temporary.is_mine(state):
         raise CkptError(
-            f"{staging.parent} was left half replaced by another user (number {owner})",
+            f"{staging.parent} was left half replaced by another user (number {state.st_uid})",
             hint="let that user run any command on it, which finishes it",
         )

@@ -42,6 +42,16 @@ class Link:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """A file that is changed where it lies. Of two files with the same data, those with the same `index` say the same
+    of it; `before` is that of the file as it is."""
+
+    pieces: Pieces
+    before: bytes
+    index: bytes
+
+
 # The files of a folder by their names in it. They are written in this order; the last one makes the folder complete.
 Files = Mapping[str, Pieces | Link]
 

@@ -22,16 +22,18 @@ from pathlib import Path
 from ckpttool.io.interrupts import uninterrupted
 
 JOURNAL = "journal"  # in a staging folder: its files are being moved to their places, see `journal`
+PATIENCE = 60  # seconds; what a journal lists is done in far less
+EDIT = ".edit"  # ends the name of a file that says what of its neighbours is being changed, see `edit_journal`
 
 _NAME = re.compile(
     r"\..*\.(?P<host>[0-9a-f]{8})-(?P<boot>[0-9a-f]{8})-(?P<space>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]{8}"
-    r"\.ckpttool\.tmp",
+    r"\.ckpttool\.(?:tmp|edit)",
     re.DOTALL,
 )
 _LONGEST = 100  # bytes of the name that a temporary one is made from; names have room for 255
 _DAY = 86_400  # seconds after which what another machine left, and nobody touched, has no owner any more
 
-_in_work: set[str] = set()  # names that this very process is writing to
+_in_work: set[str] = set()  # names, without their endings, that this very process is writing to
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ def owner_of(name: str) -> Owner | None:
     if found is None:
         return None
     return Owner(found["host"], found["boot"], int(found["space"]), int(found["pid"]), int(found["started"]))
+
+
+def is_edit(name: str) -> bool:
+    """Whether this is the journal of an edit in place."""
+    return name.endswith(EDIT) and owner_of(name) is not None
 
 
 def temporary_name(name: str) -> str:
@@ -111,7 +118,7 @@ def is_dead(name: str, touched: float) -> bool:
     if owner is None:
         return False
     if owner == own:
-        return name not in _in_work
+        return os.path.splitext(name)[0] not in _in_work
     if owner.host == own.host and owner.boot != own.boot:
         return True  # the machine was started anew
     if (owner.host, owner.boot, owner.space) == (own.host, own.boot, own.space):
@@ -127,22 +134,23 @@ def is_alive(name: str) -> bool:
 
 
 def left_in(folder: str | Path) -> list[Path]:
-    """What dead processes of this user left in the folder."""
+    """What dead processes of this user left in the folder; without their journals of edits."""
     try:
-        names = [name for name in os.listdir(folder) if owner_of(name) is not None]
+        names = [name for name in os.listdir(folder) if owner_of(name) is not None and not is_edit(name)]
     except OSError:
         return []
     found = []
     for path in (Path(folder, name) for name in names):
         with suppress(OSError):
             state = path.lstat()
-            if state.st_uid == _user(state.st_uid) and is_dead(path.name, state.st_mtime):
+            if is_mine(state) and is_dead(path.name, state.st_mtime):
                 found.append(path)
     return found
 
 
-def _user(default: int) -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else default
+def is_mine(state: os.stat_result) -> bool:
+    """Whether the file is this user's, where the platform knows users."""
+    return not hasattr(os, "geteuid") or state.st_uid == os.geteuid()
 
 
 def remove(path: str | Path) -> None:
@@ -163,7 +171,7 @@ def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
     descriptor = -1
     try:
         with uninterrupted():
-            _in_work.add(path.name)
+            _in_work.add(path.stem)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
         yield descriptor, path
     finally:
@@ -171,7 +179,7 @@ def staged_file(place: Path) -> Iterator[tuple[int, Path]]:
             if descriptor >= 0:
                 os.close(descriptor)
                 remove(path)
-            _in_work.discard(path.name)
+            _in_work.discard(path.stem)
 
 
 @contextmanager
@@ -183,11 +191,11 @@ def staged_folder(parent: Path, name: str) -> Iterator[Path]:
     path = parent / temporary_name(name)
     try:
         with uninterrupted():
-            _in_work.add(path.name)
+            _in_work.add(path.stem)
             path.mkdir(0o700)
         yield path
     finally:
         with uninterrupted():
             if not (path / JOURNAL).exists():
                 remove(path)
-            _in_work.discard(path.name)
+            _in_work.discard(path.stem)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ckpttool.errors import CkptError
 from ckpttool.io import modes, sources
+from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
@@ -129,6 +130,7 @@ def write(
                 os.fsync(descriptor)
             _put(staged, path, out, replace=replace)
     sources.forget(str(path))
+    forget_undo(path)
     if fsync:
         confirm(out, path.parent)
     return nbytes

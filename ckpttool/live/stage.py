@@ -14,20 +14,31 @@ from torch import nn
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate import with_torch
 from ckpttool.expression import Expression, Ref
-from ckpttool.live.section import layout_of
-from ckpttool.tracing.recorder.identity import address, components, token
+from ckpttool.live.section import layout_of, parts, raw
+from ckpttool.live.sharded import local_part, placed
+from ckpttool.tracing.recorder.identity import address, token
 from ckpttool.words import plural
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class New:
     """The value for one tensor that is there. `whole` means that `value` is a tensor object of its own, to be swapped
-    for the old one; otherwise its elements go into the old one's memory."""
+    for the old one; otherwise its elements go into the old one's memory. `is_own`: `value` has memory of its own.
+    """
 
     fqn: str
     old: torch.Tensor
     value: torch.Tensor
     whole: bool
+    is_own: bool = False
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is written in place, and with what: of a DTensor this rank's part. None where objects are swapped."""
+        if not self.whole:
+            return self.old, self.value
+        mine, fresh = local_part(self.old), local_part(self.value)
+        return None if mine is None or fresh is None else (mine, fresh)
 
 
 def stage(
@@ -76,9 +87,9 @@ def check_in_place(news: Iterable[New]) -> None:
 
 
 def _unwritable(new: New) -> str | None:
-    old = new.old
-    if new.whole:
-        return "a weak reference to it would see the swap" if weakref.getweakrefs(old) else None
+    if new.memory is None:
+        return "a weak reference to it would see the swap" if weakref.getweakrefs(new.old) else None
+    old = new.memory[0]
     if old.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor"
     if any(size > 1 and step == 0 for size, step in zip(old.shape, old.stride())):
@@ -92,10 +103,10 @@ def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, An
         which = "it" if old.device.type == "meta" else "its new value"
         raise CkptError(f"{which} is on the meta device and has no data", hint="materialize it first")
     if layout_of(old) != "strided" or layout_of(value) != "strided":
-        return New(fqn, old, _loaded(old, value), True)
+        return New(fqn, old, _loaded(old, placed(value, old)), True)
     fitted = value.to(device=old.device, dtype=old.dtype)
     in_the_way = address(fitted) in taken and token(fitted) != token(old)
-    return New(fqn, old, fitted.clone() if in_the_way else fitted, False)
+    return New(fqn, old, fitted.clone() if in_the_way else fitted, False, in_the_way or fitted is not value)
 
 
 def _value(source: Expression, state: Mapping[str, Any]) -> torch.Tensor:
@@ -163,21 +174,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     if layout_of(one) == "strided":
-        return torch.equal(_raw(one), _raw(other))
+        return torch.equal(raw(one), raw(other))
     if one.is_quantized:
         return torch.equal(one, other)
-    parts = _parts(one), _parts(other)
-    return len(parts[0]) == len(parts[1]) > 0 and all(map(_equal, *parts))
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if hasattr(tensor, "__tensor_flatten__"):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return list(components(tensor))
+    made_of = parts(one), parts(other)
+    return len(made_of[0]) == len(made_of[1]) > 0 and all(map(_equal, *made_of))
 
 
 def _reason(error: Exception) -> str:

@@ -16,6 +16,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.expression import Expression
 from ckpttool.live.model import Model, Target, module_target, names_of, package_target, program_target
 from ckpttool.live.section import section_of
+from ckpttool.live.sharded import at_rest, check_replaceable
 from ckpttool.live.stage import check_in_place, laid_out, stage
 from ckpttool.live.tensors import put, replacements, write
 from ckpttool.words import a
@@ -80,7 +81,10 @@ def _into_module(
     def take(fresh: Mapping[int, torch.Tensor]) -> None:
         put(fresh, module)
 
-    return _into_tensors(module_target(module), state, model, cast, None if in_place else take)
+    if not in_place:
+        check_replaceable(module)
+    with at_rest(module):
+        return _into_tensors(module_target(module), state, model, cast, None if in_place else take)
 
 
 def _into_program(

@@ -20,15 +20,15 @@ def write(news: Sequence[New]) -> None:
     Tensor objects are swapped first, which torch may refuse (then those before are swapped back); the memory of all
     others is written last, in one call, in which nothing is left to go wrong.
     """
-    plain = [new for new in news if not new.whole and new.old.numel()]
+    plain = [new.memory for new in news if new.memory is not None and new.memory[0].numel()]
     done: list[New] = []
     try:
         for new in news:
-            if new.whole:
+            if new.memory is None:
                 _swap(new, done)
         if plain:
             with torch.no_grad():
-                torch._foreach_copy_([new.old for new in plain], [new.value for new in plain])
+                torch._foreach_copy_([old for old, _ in plain], [value for _, value in plain])
     except BaseException as error:
         for new in reversed(done):
             torch.utils.swap_tensors(new.old, new.value)
@@ -68,7 +68,9 @@ def replacements(news: Sequence[New]) -> dict[int, torch.Tensor]:
 def _fresh(group: list[New]) -> list[torch.Tensor]:
     if len({token(new.old) for new in group}) > 1:
         return arranged(group)
-    one = torch.empty_like(group[0].old, requires_grad=False).copy_(group[0].value).detach()
+    old, value = group[0].old, group[0].value
+    fits = group[0].is_own and value.stride() == old.stride()
+    one = value if fits else torch.empty_like(old, requires_grad=False).copy_(value).detach()
     return [one.detach() for _ in group]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Section, TensorEntry
@@ -17,7 +18,9 @@ from ckpttool.expression import Expression, Ref
 from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import Likeness, NameTables
-from ckpttool.plan import Dropped, ModuleRename, Output, Plan, module_renames
+from ckpttool.plan import Dropped, ModelRun, ModuleRename, Output, Plan, module_renames
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,44 @@ def move(tables: NameTables, section: Section, reading: Reading, to: str, tie: b
     else:
         _to_serialized(tables, made)
     if tie and to == SERIALIZED:
-        made.outputs.extend(_tied(tables, made))
+        second = _second_keys(tables, {output.key: output.source for output in made.outputs})
+        made.outputs.extend(Output(section.path, key, source) for key, source in second.items())
     names = tables.runtime_names if to == RUNTIME else tables.serialized_names
     outputs = _ordered(made.outputs, section, names)
     plan = Plan(tuple(outputs), tuple(made.dropped), _modules(section, reading))
     return FormPlan(plan, tuple(made.problems), tuple(made.copies))
+
+
+def left_to_code(
+    plan: Plan, tables: NameTables, section: Section, reading: Reading, kwargs: Mapping[str, object]
+) -> Plan:
+    """`plan`, which `move` made, with what it cannot say in operators left to a run of the model's own code.
+
+    The model, built with `kwargs`, loads all that the section has of its keys, or gets all that it has of its tensors.
+    """
+    if not any(ex.is_opaque(output.source) for output in plan.outputs):
+        return plan
+    way = ex.LOADED if reading.form == SERIALIZED else ex.SAVED
+    names = tables.serialized_names if way == ex.LOADED else tables.first
+    read_as = reading.match.names
+    given = {read_as[key]: Ref(key) for key in section.by_key() if read_as.get(key) in names}
+    if way == ex.LOADED:
+        given.update(_second_keys(tables, given))
+    outputs = (
+        replace(o, source=ex.by_code(way, o.key, o.source)) if ex.is_opaque(o.source) else o for o in plan.outputs
+    )
+    run = ModelRun(section.path, way, tables.names.model, kwargs, tuple(given.items()))
+    return replace(plan, outputs=tuple(outputs), runs=(run,))
+
+
+def _second_keys(tables: NameTables, have: Mapping[str, T]) -> dict[str, T]:
+    """The further keys of the tensors that `have` holds under one of theirs: strict loading wants them all."""
+    held = {source: have[key] for key, source in tables.saved.items() if key in have and isinstance(source, Ref)}
+    return {
+        key: held[source]
+        for key, source in tables.saved.items()
+        if key not in have and isinstance(source, Ref) and source in held
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +198,6 @@ def _computed(key: str, source: Expression, held: Mapping[str, str], made: _Made
         return []
     made.outputs.append(Output(made.section, key, with_keys(source, {fqn: made.keys[held[fqn]] for fqn in wanted})))
     return [held[fqn] for fqn in wanted]
-
-
-def _tied(tables: NameTables, made: _Made) -> list[Output]:
-    """The further keys of tensors that the plan has under one of theirs: strict loading wants them all."""
-    have = {output.key: output.source for output in made.outputs}
-    held = {source: have[key] for key, source in tables.saved.items() if key in have and isinstance(source, Ref)}
-    return [
-        Output(made.section, key, held[source])
-        for key, source in tables.saved.items()
-        if key not in have and isinstance(source, Ref) and source in held
-    ]
 
 
 def with_keys(source: Expression, keys: Mapping[str, str]) -> Expression:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
 from ckpttool.names import Names
 from ckpttool.operands.checkpoint import split
+from ckpttool.operands.names_file import read_names
 from ckpttool.options import ModelOptions, OptimizerOptions
+from ckpttool.plan import ModelRun
 from ckpttool.words import shell
 
 if TYPE_CHECKING:
+    from ckpttool.tracing.by_code import ModelCode
     from ckpttool.tracing.load_model import LoadedModel
 
 
@@ -80,6 +84,19 @@ class ModelOperand:
             return load(self.model, self.arguments, self.materialize)
         return of_object(self.model, self.arguments, self.materialize)
 
+    def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
+        """What the model's own code makes of `given`, under `names`: an `evaluate.apply.Runner`.
+
+        Raises as `tracing.by_code.ModelCode`.
+        """
+        return self._code(run, given, names)
+
+    @cached_property
+    def _code(self) -> ModelCode:
+        from ckpttool.tracing.by_code import ModelCode
+
+        return ModelCode(self.definition())
+
     @property
     def title(self) -> str:
         """What the user called it; the name of an object."""
@@ -111,8 +128,7 @@ class ModelOperand:
             from ckpttool.operands.program_names import names
 
             return names(path, program)
-        wanted = "write a names file with `ckpttool trace MODEL -o names.json`"
-        return Names.from_json(json_text.read_file(self.model, wanted), self.model)
+        return read_names(self.model)
 
 
 def _no_attribute(path: str) -> CkptError:
@@ -134,8 +150,8 @@ def _no_attribute(path: str) -> CkptError:
 
 def operand_of(options: ModelOptions) -> ModelOperand | None:
     """The MODEL that the options name, with its optimizer where they name one."""
-    if options.model is None:
-        return None
+    if options.model is None or isinstance(options.model, ModelOperand):
+        return options.model
     optimizer = options.optimizer if isinstance(options, OptimizerOptions) else None
     return ModelOperand(options.model, options.model_kwargs, options.materialize, optimizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -14,7 +15,7 @@ from ckpttool.formats.table import FORMATS, Format, format_for
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
 
 
@@ -53,6 +54,18 @@ class Target:
         if self.format.folder:
             return files | dict(self.format.layout_files(checkpoint, self.name, max_shard_size))
         return files | {self.name: self.format.layout(checkpoint)}
+
+    def lay_in_place(self, checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
+        """What is written instead where all tensors can stay where they lie in the file or folder that was read.
+
+        By the names in the folder `home`; None where they cannot, or more than their names is to be changed.
+        """
+        return self.format.layout_in_place(checkpoint, self.name or name_of(self.path))
+
+    @property
+    def home(self) -> str:
+        """The folder that is written into."""
+        return parent(self.path) if self.folder is None else self.folder
 
     def present(self, files: Files | None = None) -> set[str]:
         """The files of a checkpoint that stands in the folder already; without those that `files` replaces."""

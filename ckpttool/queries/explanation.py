@@ -11,6 +11,8 @@ from ckpttool.errors import CkptError
 from ckpttool.names import Hook, Names, OptimizerParam, RuntimeTensor, hook_json
 from ckpttool.naming.name_tables import NameTables
 
+SCHEMA = "ckpttool.explain/1"
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -33,7 +35,7 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         """The `explain` object of the contract."""
         return {
-            "schema": "ckpttool.explain/1",
+            "schema": SCHEMA,
             "name": self.name,
             "canonical": self.tensor.canonical,
             "runtime": self.tensor.fqn,

@@ -6,6 +6,7 @@ around them ASCII, so that the plain rendering can be read on any terminal.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Union
 
@@ -43,12 +44,16 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under columns. `footer` says what is not shown (``... 33 more (--all)``)."""
+    """Rows under columns. `footer` says what is not shown (``... 33 more (--all)``).
+
+    What the rows of an `is_listed` one say, the document's listing says too.
+    """
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Inline, ...], ...]
     footer: str = ""
+    is_listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +92,50 @@ Block = Union[Facts, Table, Note, Problems, Code, Commands]
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A key, and what is told of its tensor: dtype, shape and bytes, each empty or None where it is not known."""
+
+    key: str
+    dtype: str = ""
+    shape: str = ""
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is found of the keys of one tensor, on one side or both; `spread` as in `queries.diff.result.Entry`."""
+
+    status: str
+    left: tuple[Named, ...]
+    right: tuple[Named, ...] = ()
+    why: str = ""
+    detail: str = ""
+    spread: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Every key there is, for a reader who searches. `sides` are called so: one, or left and right.
+
+    `statuses` are those of the findings with their roles, in the order in which they are shown; `quiet` ones are
+    hidden at first. The findings are made where they are shown.
+    """
+
+    sides: tuple[str, ...]
+    statuses: Mapping[str, Role]
+    findings: Callable[[], Iterable[Finding]]
+    quiet: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
-    """A title, the answer in one line (`ok`: is it good news?), and the blocks that support it."""
+    """A title, the answer in one line (`ok`: is it good news?), the blocks that support it, and every key."""
 
     title: str
     verdict: str
     ok: bool
     blocks: tuple[Block, ...] = ()
+    listing: Listing | None = None
 
 
 def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:

@@ -55,15 +55,15 @@ class LoadedModel:
     make: Callable[[bool], nn.Module] = field(repr=False)
     materialize: bool = False
 
-    def build(self, materialize: bool | None = None) -> nn.Module:
-        """A fresh instance: on meta, or with real weights (seed 0) where `materialize` (default: as loaded) says so.
+    def build(self, materialize: bool | None = None, seed: int = 0) -> nn.Module:
+        """A fresh instance: on meta, or with real weights where `materialize` (default: as loaded) says so.
 
         Raises `CannotBuild` with the user's own error where the constructor fails.
         """
         real = self.materialize if materialize is None else materialize
         what = f"{self.operand} cannot be built"
         with user_code(what, on_meta=not real, error=CannotBuild), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             return self.make(real)
 
 

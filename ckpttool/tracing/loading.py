@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,6 +26,7 @@ from ckpttool.tracing.runtime import (
     CodeFailed,
     check_memory,
     dtype_name,
+    failure_of_loading,
     is_cheap,
     listed,
     load_strictly,
@@ -58,7 +57,8 @@ class Verdict:
 
     `reads` says for each runtime FQN what it would hold, over checkpoint keys; None where the checkpoint does not
     reach it. `assigns`: what it refuses it takes with ``assign=True``, which puts the file's tensors in the place of
-    the model's. `doubtful`: it was found on tensors without data, in a way that these do not answer for.
+    the model's. `doubtful`: it was found on tensors without data, in a way that these do not answer for. `by_values`:
+    the model's code looked at values, or made some outside of torch: for other values `reads` may be others.
     """
 
     ok: bool
@@ -69,6 +69,7 @@ class Verdict:
     reads: Mapping[str, Expression | None]
     assigns: bool = False
     doubtful: bool = False
+    by_values: bool = False
 
 
 def load_verdict(model: LoadedModel, section: Section) -> Verdict:
@@ -94,11 +95,12 @@ def _recorded(model: LoadedModel, section: Section, real: bool) -> Verdict:
     given = stored(section, real)
     verdict = loaded(model.build(real), given.state, real)
     if given.unknown and not verdict.missing and not verdict.unexpected:
-        raise _undecided(model, given.unknown)
+        raise undecided(model, given.unknown)
     return verdict
 
 
-def _undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
+def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
+    """The error for objects of the file that are not made here."""
     return CkptError(
         f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no safe loader makes",
         hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made; "
@@ -111,7 +113,7 @@ def _truth(model: LoadedModel, section: Section, recorded: Verdict) -> Verdict:
     """`recorded`, as torch decides it when nobody looks on."""
     instance, state = model.build(True), stored(section, True).state
     lists = _Lists(instance)
-    failed = _failure(instance, state)
+    failed = failure_of_loading(instance, state)
     missing, unexpected, errors = lists.read(failed)
     beside = bool(errors) and not (missing or unexpected)
     return replace(
@@ -120,19 +122,8 @@ def _truth(model: LoadedModel, section: Section, recorded: Verdict) -> Verdict:
         missing=missing,
         unexpected=unexpected,
         errors=errors,
-        assigns=beside and _failure(model.build(True), stored(section, True).state, assign=True) is None,
+        assigns=beside and failure_of_loading(model.build(True), stored(section, True).state, assign=True) is None,
     )
-
-
-def _failure(instance: nn.Module, state: Mapping[str, Any], **options: bool) -> Exception | None:
-    """What the model's own strict loading raises, None where it succeeds."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load_strictly(instance, state, **options)
-    except (Exception, SystemExit) as error:
-        return error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
-    return None
 
 
 def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict:
@@ -161,7 +152,7 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
                 f"load_state_dict fails{where}: {describe(error)}", hint="fix it there: torch fails the same way"
             ) from error
     with quiet():
-        return _read(instance, recorder, lists, failed)
+        return _read(instance, recorder, lists, failed, real)
 
 
 def _is_torchs_answer(error: BaseException) -> bool:
@@ -185,7 +176,7 @@ def _holds(value: Argument, part: Expression) -> bool:
     return isinstance(value, tuple) and any(_holds(item, part) for item in value)
 
 
-def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Exception | None) -> Verdict:
+def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Exception | None, real: bool) -> Verdict:
     missing, unexpected, errors = lists.read(failed)
     return Verdict(
         ok=failed is None,
@@ -195,6 +186,7 @@ def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Except
         dtype_changes=_changes(instance, recorder),
         reads=_reads(instance, recorder),
         doubtful=recorder.doubtful,
+        by_values=bool(recorder.reads) or (real and recorder.outside),
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -146,6 +148,22 @@ def load_strictly(model: nn.Module, state: Mapping[str, object], **options: bool
     return model.load_state_dict(state, **options)
 
 
+def failure_of_loading(model: nn.Module, state: Mapping[str, object], **options: bool) -> Exception | None:
+    """What the model's own strict loading raises, None where it succeeds; nothing of ours stands in between."""
+    found = attempted(lambda: load_strictly(model, state, **options))
+    return found if isinstance(found, Exception) else None
+
+
+def attempted(run: Callable[[], T]) -> T | Exception:
+    """What the model's own code gives, or raises; its prints go to stderr, its warnings nowhere."""
+    try:
+        with prints_once(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run()
+    except (Exception, SystemExit) as error:
+        return error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
+
+
 def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0) -> T:
     """``run(False)`` on meta; where the model's code cannot do that, ``run(True)`` with real tensors if they fit.
 
@@ -210,6 +228,17 @@ def fresh(value: torch.Tensor) -> torch.Tensor:
     if value.device.type == "meta" and type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value.detach().clone()
+
+
+def copied_state(state: Mapping[str, object]) -> OrderedDict[str, Any]:
+    """The state dict with its tensors in memory of their own, and its ``_metadata``."""
+    made = OrderedDict(
+        (key, fresh(value) if isinstance(value, torch.Tensor) else value) for key, value in state.items()
+    )
+    metadata = metadata_of(state)
+    if metadata is not None:
+        made._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
+    return made
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ckpttool.words import a
 
 Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
 _MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
-_FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
+FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,20 @@ def save(model: LoadedModel, real: bool) -> Saved:
     saved, reads = _run(model.build(real), real)
     if not reads and not real:
         return saved
-    serialized, unstable, varying = saved.serialized, False, set[str]()
-    for seed in _FILLINGS:
-        instance = model.build(real)
-        fill(instance, seed)
+    serialized, unstable, varying, proven = saved.serialized, False, set[str](), False
+    for seed in FILLINGS:
         try:
-            other, more = _run(instance, real)
+            other, more = _run(filled(model, seed, real), real)
         except CodeFailed:
             continue  # a check on values that these do not pass
+        proven = True
         reads += more
         by_key = {s.key: s for s in other.serialized}
         unstable = unstable or list(by_key) != [s.key for s in serialized]
         serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
         varying |= {s.key for s in serialized if _is_unexplained(s) and _differs(saved.state, other.state, s.key)}
+    if not proven:
+        serialized = tuple(_unproven(s, reads) for s in serialized)
     if varying:
         serialized = tuple(_with_feeders(model, saved, s) if s.key in varying else s for s in serialized)
     return replace(saved, serialized=serialized, unstable=unstable)
@@ -110,7 +111,7 @@ def _with_feeders(model: LoadedModel, saved: Saved, key: SerializedKey) -> Seria
 def _state_with_other(model: LoadedModel, name: str) -> Mapping[str, Any]:
     """The state dict of an instance in which the tensor `name` has other values."""
     instance = model.build(True)
-    fill(instance, _FILLINGS[0], only=name)
+    fill(instance, FILLINGS[0], only=[name])
     try:
         return _run(instance, True)[0].state
     except CodeFailed:
@@ -122,8 +123,22 @@ def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> S
     if other is None or (other.source == one.source and (one.source is None or not is_opaque(one.source))):
         return one
     parts = [s.source for s in (one, other) if s.source is not None]
-    seen = [Ref(name) for hook, names in reads if hook == one.hook for name in names]
-    return replace(one, source=opaque(*parts, *seen))
+    return replace(one, source=opaque(*parts, *_seen(one, reads)))
+
+
+def _unproven(key: SerializedKey, reads: Reads) -> SerializedKey:
+    """The key; opaque where its hook looked at values, and no other values could be tried."""
+    seen = _seen(key, reads)
+    return (
+        key
+        if key.source is None or isinstance(key.source, Ref) or not seen
+        else replace(key, source=opaque(key.source, *seen))
+    )
+
+
+def _seen(key: SerializedKey, reads: Reads) -> list[Ref]:
+    """The tensors whose values the hook of `key` looked at."""
+    return [Ref(name) for hook, names in reads if hook == key.hook for name in names]
 
 
 def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, ...]:
@@ -136,17 +151,37 @@ def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, .
     )
 
 
-def fill(model: nn.Module, seed: int, only: str | None = None) -> None:
-    """Gives every floating point tensor that has values (or `only` the one of that first name) other ones."""
+def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
+    """Gives every tensor that has values (or `only` those of these first names) other ones, integers as `others`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for item in listed(model):
             tensor = item.tensor
-            if only is not None and item.first != only:
+            if only is not None and item.first not in only:
                 continue
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-            if plain and tensor.device.type == "cpu" and tensor.is_floating_point() and 0 not in tensor.stride():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            if not plain or tensor.device.type != "cpu" or 0 in tensor.stride():
+                continue
+            if tensor.is_floating_point() or tensor.is_complex():
+                kind = tensor.dtype if tensor.is_complex() else None
+                tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=kind))
+            else:
+                tensor.copy_(others(tensor))
+
+
+def others(integers: torch.Tensor) -> torch.Tensor:
+    """Other integers, or truths, of the same shape: the same ones in another order, since they may be indices."""
+    reordered = integers.flip(tuple(range(integers.dim())))
+    if not torch.equal(reordered, integers):
+        return reordered
+    return ~integers if integers.dtype == torch.bool else integers + 1
+
+
+def filled(model: LoadedModel, seed: int, real: bool = True) -> nn.Module:
+    """A fresh instance with the values of `fill`."""
+    instance = model.build(real)
+    fill(instance, seed)
+    return instance
 
 
 def run_once(instance: nn.Module) -> tuple[SerializedKey, ...]:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression, Ref
 from ckpttool.names import AS_A_PART, LoadedTensor, Names
+from ckpttool.tracing.any_values import reads_of_any
 from ckpttool.tracing.load_model import CannotBuild, LoadedModel
 from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
 from ckpttool.tracing.meta_twin import beside_real
 from ckpttool.tracing.nested import nested_problems
 from ckpttool.tracing.overwritten import lost_problems
 from ckpttool.tracing.roundtrip import problems, settled
-from ckpttool.tracing.runtime import check_memory, fresh, is_cheap, metadata_of, nbytes, on_meta_or_real, wrapper_paths
+from ckpttool.tracing.runtime import (
+    check_memory,
+    copied_state,
+    is_cheap,
+    metadata_of,
+    nbytes,
+    on_meta_or_real,
+    wrapper_paths,
+)
 from ckpttool.tracing.saving import Saved, save, without_constants
 from ckpttool.tracing.tried import brought_back, tried
 
@@ -102,13 +108,8 @@ def _saved(model: LoadedModel) -> Saved:
 def _load(model: LoadedModel, saved: Saved, real: bool) -> Verdict:
     """Loads fresh tensors of the serialized keys into a fresh instance."""
     source = saved if saved.real == real else save(model, real)
-    state: OrderedDict[str, Any] = OrderedDict()
-    for key, value in source.state.items():
-        state[key] = fresh(value) if isinstance(value, torch.Tensor) else value
-    metadata = metadata_of(source.state)
-    if metadata is not None:
-        state._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]
-    return loaded(model.build(real), state, real)
+    verdict = loaded(model.build(real), copied_state(source.state), real)
+    return replace(verdict, reads=reads_of_any(model, source.state, verdict)) if verdict.by_values else verdict
 
 
 def _by_own_name(fqn: str, value: Expression | None, sources: Mapping[str, Expression | None]) -> Expression | None:

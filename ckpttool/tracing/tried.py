@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +13,8 @@ from torch import nn
 from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.tracing.load_model import LoadedModel, describe
 from ckpttool.tracing.recorder.identity import inside
-from ckpttool.tracing.runtime import listed, load_strictly
-from ckpttool.tracing.saving import fill
+from ckpttool.tracing.runtime import attempted, failure_of_loading, listed
+from ckpttool.tracing.saving import filled
 
 _SEEDS = ((11, 12), (13, 14))  # of the instance that is saved and of the one that loads
 
@@ -34,40 +31,36 @@ def tried(model: LoadedModel) -> Tried:
     """Saves an instance with random values and loads it into one with others. Raises `CannotBuild`."""
     differing: set[str] = set()
     for seed, other in _SEEDS:
-        source, target = model.build(True), model.build(True)
-        fill(source, seed)
-        fill(target, other)
+        source, target = filled(model, seed), filled(model, other)
         _count_on(target)
-        wanted = _values(source)
-        try:
-            with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                load_strictly(target, _through_a_file(source.state_dict()))
-        except (Exception, SystemExit) as error:
-            return Tried(describe(error))
-        found = _values(target)
-        differing |= {fqn for fqn, value in wanted.items() if fqn not in found or not _same(value, found[fqn])}
+        wanted = values_of(source)
+        failed = _given(source, target)
+        if failed is not None:
+            return Tried(describe(failed))
+        found = values_of(target)
+        differing |= {fqn for fqn, value in wanted.items() if fqn not in found or not same(value, found[fqn])}
     return Tried(None, frozenset(differing))
 
 
 def brought_back(model: LoadedModel, fqns: Iterable[str]) -> frozenset[str]:
     """Those of the tensors whose random values loading gives to an instance that had others. Raises `CannotBuild`."""
-    source, target = model.build(True), model.build(True)
-    for instance, seed in zip((source, target), _SEEDS[0]):
-        fill(instance, seed)
-    wanted, before = _values(source), _values(target)
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load_strictly(target, _through_a_file(source.state_dict()))
-    except (Exception, SystemExit):
+    source, target = (filled(model, seed) for seed in _SEEDS[0])
+    wanted, before = values_of(source), values_of(target)
+    if _given(source, target) is not None:
         return frozenset()
-    found = _values(target)
-    known = (fqn for fqn in fqns if fqn in wanted and fqn in found and not _same(wanted[fqn], before[fqn]))
-    return frozenset(fqn for fqn in known if _same(wanted[fqn], found[fqn]))
+    found = values_of(target)
+    known = (fqn for fqn in fqns if fqn in wanted and fqn in found and not same(wanted[fqn], before[fqn]))
+    return frozenset(fqn for fqn in known if same(wanted[fqn], found[fqn]))
 
 
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+def _given(source: nn.Module, target: nn.Module) -> Exception | None:
+    """Loads what `source` saves into `target`; what saving or strict loading raises, if it does."""
+    state = attempted(lambda: _through_a_file(source.state_dict()))
+    return state if isinstance(state, Exception) else failure_of_loading(target, state)
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every runtime tensor that has values."""
     lazy = torch.nn.parameter.is_lazy
     return {item.fqn: item.tensor.detach().clone() for item in listed(model) if not lazy(item.tensor)}
 
@@ -96,13 +89,13 @@ def _through_a_file(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return loaded
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are of one class, dtype and shape, and have the same bits."""
     if (type(one), one.dtype, one.shape, one.layout) != (type(other), other.dtype, other.shape, other.layout):
         return False
     parts = inside(one), inside(other)
     if parts[0]:
-        return len(parts[0]) == len(parts[1]) and all(map(_same, *parts))
+        return len(parts[0]) == len(parts[1]) and all(map(same, *parts))
     if one.is_quantized:
         return torch.equal(one, other)
     return same_bits(one, other)

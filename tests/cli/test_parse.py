@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from ckpttool.cli import app, by_typer
-from ckpttool.cli.fields import Taken, taken_by, with_limits
+from ckpttool.cli.fields import Loaded, Taken, taken_by, with_common
 from ckpttool.cli.parse import parse
 from ckpttool.errors import CkptError
 from ckpttool.options import Option
 
-TAKEN = {name: taken_by(with_limits(import_module(module).command)) for name, (module, _) in app.COMMANDS.items()}
+TAKEN = {name: taken_by(with_common(import_module(module).command)) for name, (module, _) in app.COMMANDS.items()}
 WORDS = [
     "a.pt",
     "x=y",
@@ -44,15 +44,12 @@ class LongWay:
 
     def __init__(self, name: str) -> None:
         self.name, self.given = name, dict[str, Any]()
-        real = with_limits(import_module(app.COMMANDS[name][0]).command)
 
         def command(**values: Any) -> None:
             self.given = values
 
-        command.__signature__ = real.__signature__  # type: ignore[attr-defined]
-        command.__annotations__ = real.__annotations__
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(name)(by_typer.typed(command))
+        single.command(name)(by_typer.typed(Loaded(name, command, TAKEN[name], None)))
         self.command = get_command(single)
 
     def __call__(self, args: list[str]) -> dict[str, Any] | str:

@@ -131,6 +131,8 @@ def test_in_place(tmp_path: Path, run: Run) -> None:
     save_file({"a": torch.ones(2)}, path)
     assert run("remap", path, "--rule", "a => b", "--in-place", "--verify")[0] == 0
     assert list(load_file(path)) == ["b"]
+    assert sorted(os.listdir(tmp_path)) == [".m.safetensors.ckpttool.undo", "m.safetensors"]
+    assert run("remap", path, "--rule", "b => a", "--in-place", "--copy")[0] == 0
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from ckpttool.cli.app import main
 from fault_driver import Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,16 @@ class Case:
 def tensors(folder: Path) -> None:
     save_file(STATE, folder / "in.safetensors")
     (folder / "in.safetensors").chmod(0o640)
+
+
+def edited(folder: Path) -> None:
+    tensors(folder)
+    assert main(["remap", str(folder / "in.safetensors"), *RENAME, "--in-place"]) == 0
+
+
+def sharded_edited(folder: Path) -> None:
+    sharded(folder)
+    assert main(["remap", str(folder / "in"), *RENAME, "--in-place"]) == 0
 
 
 def tensors_and_out(folder: Path) -> None:
@@ -117,11 +128,15 @@ def program(folder: Path) -> None:
         (folder / name).write_bytes((DATA / name).read_bytes())
 
 
+LONGER = f"remap in.safetensors --in-place --rule b.{{x}}=>{'a.much.longer.name.' * 9}{{x}}"
 RANKS = "remap in.pt --model net.py:build --to fsdp-flat --world-size 2 -o rank_{rank}.pt"
 CASES = {
     "safetensors, copied": Case(tensors, "remap in.safetensors -o out.safetensors"),
     "safetensors, over another": Case(tensors_and_out, "remap in.safetensors -o out.safetensors --force"),
-    "safetensors, in place": Case(tensors, "remap in.safetensors --in-place"),
+    "safetensors, in place, anew": Case(tensors, "remap in.safetensors --in-place --copy"),
+    "safetensors, in place": Case(tensors, "remap in.safetensors --in-place", look="in.safetensors", journal=True),
+    "safetensors, longer": Case(tensors, LONGER, look="in.safetensors", journal=True),
+    "safetensors, undone": Case(edited, "remap in.safetensors --undo", look="in.safetensors", journal=True),
     "safetensors, verified": Case(tensors, "remap in.safetensors -o out.safetensors --verify --no-fsync"),
     "with a report and a plan": Case(tensors, "remap in.safetensors -o o.safetensors --report r.md --save-plan p.json"),
     "torch zip, in place": Case(zipped, "remap in.pt --in-place"),
@@ -129,9 +144,11 @@ CASES = {
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
     "program": Case(program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"),
     "sharded, copied": Case(sharded, "remap in -o out/"),
-    "sharded, in place": Case(sharded, "remap in --in-place"),
+    "sharded, in place, anew": Case(sharded, "remap in --in-place --copy"),
+    "sharded, in place": Case(sharded, "remap in --in-place", look="in", journal=True),
+    "sharded, undone": Case(sharded_edited, "remap in --undo", look="in", journal=True),
     "sharded, over another": Case(sharded_and_out, "remap in -o out --force"),
-    "sharded, here": Case(sharded, "remap . --in-place", "in", ".", journal=True),
+    "sharded, here": Case(sharded, "remap . --in-place --copy", "in", ".", journal=True),
     "sharded afresh, here": Case(sharded, "remap . --in-place --max-shard-size 100KB", "in", ".", journal=True),
     "to shards": Case(zipped, "remap in.pt::model -o out/ --max-shard-size 100KB"),
     "dcp, copied": Case(distributed, "remap in -o out.dcp"),
@@ -148,8 +165,8 @@ CASES = {
 def scenario(case: Case, template: Path) -> Scenario:
     """The case, with all that the driver has to know."""
     case.make(template)
-    rules = () if case.torch or case.line.startswith("swap-weights") else RENAME
-    once = "--in-place" in case.line
+    rules = () if case.torch or case.line.startswith("swap-weights") or "--undo" in case.line else RENAME
+    once = "--in-place" in case.line or "--undo" in case.line
     again = () if once or "--force" in case.line else ("--force",)
     argv = [*case.line.split(), *rules]
     apart = "--report" in case.line
@@ -160,8 +177,8 @@ def scenario(case: Case, template: Path) -> Scenario:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process saw that went through all cases."""
     scenarios = {name: asdict(scenario(case, tmp_path_factory.mktemp("template"))) for name, case in CASES.items()}
-    # in memory where there is such a place: what is tested is the order of the calls, and not the disk
-    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    # in memory where there is such a place, since what is tested is the order of the calls; but only a disk moves data
+    scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not EVERY else None))
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "fault_driver.py")],
         input=json.dumps({"scenarios": scenarios, "scratch": str(scratch), "points": POINTS}),

@@ -288,8 +288,12 @@ def test_all_is_flushed_before_the_switch_and_the_folder_after_it(
     assert main(["remap", source.name, *RENAME, "-o", "one.safetensors"]) == 0
     assert done == ["fsync", "link", "folder"]
     done.clear()
-    assert main(["remap", source.name, *RENAME, "--in-place"]) == 0
+    assert main(["remap", source.name, *RENAME, "--in-place", "--copy"]) == 0
     assert done == ["fsync", "replace", "folder"]
+    done.clear()
+    assert main(["remap", source.name, "--rule", "z.{x} => a.{x}", "--in-place"]) == 0
+    assert done == ["fsync", "folder", "fsync", "folder"]  # the journal, then the file
+    assert main(["remap", source.name, *RENAME, "--in-place"]) == 0
     done.clear()
     assert main(["remap", source.name, "-o", "m/", "--max-shard-size", "20B", "--rule", "b => c"]) == 0
     assert done.count("fsync") == len(os.listdir("m"))

@@ -19,6 +19,9 @@ from ckpttool.report.document import (
     Commands,
     Document,
     Facts,
+    Finding,
+    Listing,
+    Named,
     Note,
     Problems,
     Table,
@@ -121,18 +124,19 @@ GITHUB = f"""\
 """
 
 HTML_BODY = """\
-<h1>diff a.pt b.pt</h1>
-<p class="verdict bad">1 key is missing</p>
+<header><div><h1>diff a.pt b.pt</h1><p class="verdict bad">1 key is missing</p></div></header>
+<main>
 <div class="scroll"><table>
 <tr><th>left</th><td class="key">a.pt</td></tr>
 <tr><th>keys</th><td>3</td></tr>
 </table></div>
 <h2>Differences</h2>
-<div class="scroll"><table>
-<tr><th>key</th><th>dtype</th><th>shape</th><th class="number">size</th></tr>
-<tr><td class="key">w.weight</td><td class="dtype">float32</td><td class="shape">[12, 6]</td>\
-<td class="number">288 bytes</td></tr>
-<tr><td class="key">b</td><td class="dtype">bfloat16</td><td class="shape">[]</td><td class="warn">2 bytes</td></tr>
+<div class="scroll"><table class="stacked">
+<thead><tr><th>key</th><th>dtype</th><th>shape</th><th class="number">size</th></tr></thead>
+<tr><td class="key" data-title="key">w.weight</td><td class="dtype" data-title="dtype">float32</td>\
+<td class="shape" data-title="shape">[12, 6]</td><td class="number" data-title="size">288 bytes</td></tr>
+<tr><td class="key" data-title="key">b</td><td class="dtype" data-title="dtype">bfloat16</td>\
+<td class="shape" data-title="shape">[]</td><td class="warn" data-title="size">2 bytes</td></tr>
 </table></div>
 <footer>... 33 more (--all)</footer>
 <p>hooks rename 2 keys</p>
@@ -140,11 +144,11 @@ HTML_BODY = """\
 <ul>
 <li><strong class="error">error:</strong> missing @ <span class="key">w.bias</span></li>
 </ul>
-<pre>def hook(module):
-    ...</pre>
+<div class="code"><pre>def hook(module):
+    ...</pre></div>
 <h2>To mend it:</h2>
-<pre>ckpttool remap a.pt -o b.pt</pre>
-</html>
+<div class="code"><pre>ckpttool remap a.pt -o b.pt</pre></div>
+</main>
 """
 
 JSON = r"""{
@@ -185,12 +189,14 @@ def test_golden(name: str, expected: str) -> None:
 
 def test_golden_html() -> None:
     page = render("html", DIFF, {})
-    head, body = page.split("</style>\n")
+    head, rest = page.split("</style>\n")
+    body, script = rest.split("<script>")
     assert body == HTML_BODY
+    assert script.endswith("</script>\n</html>\n")
     assert head.startswith('<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n')
     assert "<title>diff a.pt b.pt</title>" in head
-    assert "prefers-color-scheme: dark" in head
-    assert not re.search(r"https?:|@import|url\(|<script|<link|src=", page)
+    assert "color-scheme: light dark" in head
+    assert not re.search(r"https?://(?!www.w3.org/2000/svg\b)|@import|url\(|<link|src=|innerHTML|eval\(", page)
 
 
 def test_golden_terminal() -> None:
@@ -256,6 +262,16 @@ def hostile_document(key: str) -> Document:
             Problems((Problem(key, key),)),
             Code((key,)),
             Commands(key, (key,)),
+        ),
+        Listing(
+            (key, key),
+            {"value": "bad", "same": "ok"},
+            lambda: [
+                Finding("value", (Named(key, key, "[1]", 4),), (Named(f"{key}.x"),), key, key, ((-3, 1),)),
+                Finding("same", (Named(key),), (Named(key),)),
+                Finding("value", (), (Named(key),)),
+            ],
+            frozenset({"same"}),
         ),
     )
 
@@ -347,7 +363,17 @@ def test_html_reads_back_as_the_text_that_was_put_in(key: str) -> None:
 
     reader = Reader(convert_charrefs=True)
     reader.feed(render("html", hostile_document(key), {}))
-    assert "script" not in reader.tags
+    assert reader.tags.count("script") == 2
+    (listing,) = [json.loads(line) for line in reader.text.splitlines() if line.startswith('{"sides":')]
+    shown = visible(key)
+    assert listing["sides"] == [shown, shown]
+    assert listing["outlines"] == [[shown, "[1]", 4], ["", "", None]]
+    assert listing["whys"] == ([shown, ""] if key else [""])
+    assert listing["rows"] == [
+        [0, 0, [shown], [0], [f"{shown}.x"], [1], shown, [[-3, 1]]],
+        [1, int(key != ""), [shown], [1]],
+        [0, int(key != ""), [], [], [shown], [1]],
+    ]
     assert visible(key) in reader.text
 
 

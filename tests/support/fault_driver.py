@@ -47,11 +47,11 @@ class Scenario:
 
 
 def snapshot(folder: Path) -> Snapshot:
-    """Mode and bytes of every file, without what is marked as temporary."""
+    """Mode and bytes of every file, without what is marked as temporary and the ways back from edits."""
     found: Snapshot = {}
     for path in sorted(folder.rglob("*")):
         own = path.relative_to(folder)
-        if not any(owner_of(part) for part in own.parts):
+        if not any(owner_of(part) for part in own.parts) and not own.name.endswith(".ckpttool.undo"):
             is_file = path.is_file() and not path.is_symlink()
             found[str(own)] = (path.lstat().st_mode, path.read_bytes() if is_file else b"")
     return found

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpttool.io import switch
+from ckpttool.io import patch, switch
 
 CHANGES = (
     *("write", "ftruncate", "fsync", "fchmod", "fchown", "chmod", "chown", "utime"),
@@ -45,6 +45,7 @@ class Injector:
             else opens(path, flags, *more, **how)
         )
         switch._renameat2 = self._wrapped("renameat2", switch._renameat2)
+        patch._fallocate = self._wrapped("fallocate", patch._fallocate)
         fcntl.flock = self._wrapped("flock", fcntl.flock)
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

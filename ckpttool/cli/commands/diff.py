@@ -13,6 +13,7 @@ from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, 
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
+from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import Argument, option
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
@@ -25,6 +26,10 @@ def command(
     suggest: Annotated[
         str | None, option("--suggest", metavar="FILE", help="Write the rules that would mend it to FILE (TOML).")
     ] = None,
+    update: Annotated[
+        bool, option("--update", help="Rewrite the names file that is compared, with the names that MODEL has now.")
+    ] = False,
+    exit_zero: Annotated[bool, option("--exit-zero", help="Status 0 also where they differ; errors stay 2.")] = False,
     all: All = False,
     force: Force = False,
     format: Format = "text",
@@ -34,26 +39,51 @@ def command(
 
     LEFT is what you have, RIGHT what is expected. With --model alone: what state_dict() writes against the runtime
     names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
+    With --model and a names file: what the model's code has changed since that was written.
     CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
     """
     from ckpttool.report.documents.diff import document
 
-    if len(operands or ()) > 2:
+    left, right, *more = [*(operands or []), None, None]
+    if any(more):
         raise CkptError("nothing to compare: these are more than two checkpoints", hint="ckpttool diff LEFT RIGHT")
-    if suggest is not None and (len(operands or ()) < 2 or options.model is not None):
-        raise CkptError("--suggest needs two checkpoints and no model", hint="ckpttool diff LEFT RIGHT --suggest FILE")
+    is_contract = is_names_file(left)
+    _check(options, left, right, suggest, update)
     read = [path for operand in operands or () for path in files_of(split(operand)[0])]
     check_texts(report or (), read, force=force)
-    left, right = [*(operands or []), None, None][:2]
     result = api.diff_by(left, right, options)
     if suggest is not None:
-        result = _written(result, suggest)
+        result = _written(result, suggest, is_contract)
+    if update:
+        result = _updated(result, str(left), options)
     emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
-    return 0 if result.identical else 1
+    return 0 if result.passes or exit_zero or update else 1
 
 
-def _written(result: Diff, path: str) -> Diff:
+def _check(options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool) -> None:
+    """Raises `CkptError` where options do not go with these operands."""
+    if update and (not is_names_file(left) or options.model is None):
+        hint = "ckpttool diff names.json --model MODEL --update; ckpttool trace MODEL -o names.json writes the first"
+        raise CkptError("--update rewrites a names file, and none is compared with a model", hint=hint)
+    if suggest is not None and not is_names_file(left) and (right is None or options.model is not None):
+        hint = "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff names.json --model MODEL --suggest FILE"
+        raise CkptError("--suggest needs two checkpoints and no model, or a names file and a model", hint=hint)
+
+
+def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
+    """Rewrites the names file, where the model's code has other names than it."""
+    from ckpttool.report.renderers import json
+
+    names = json.render(api.trace_by(options).to_json())
+    if Path(path).read_text(encoding="utf-8") == names:
+        return replace(result, notes=(*result.notes, f"{path} is as it was"))
+    write_text(path, names, force=True, in_place=True)
+    return replace(result, notes=(*result.notes, f"{path} has the names of {options.model} now"))
+
+
+def _written(result: Diff, path: str, is_contract: bool) -> Diff:
     """Writes the rules that the diff suggests, and shows how they are used. Raises `CkptError` for another's file."""
+    from ckpttool.edits.mend.contract import migrates
     from ckpttool.edits.rules.mend import by_file
 
     if result.rules is None:
@@ -62,4 +92,4 @@ def _written(result: Diff, path: str) -> Diff:
     if os.path.exists(path) and Path(path).read_text(encoding="utf-8", errors="replace") != result.rules:
         raise CkptError(f"{path} is there, and has other content", hint="give another FILE, or remove it first")
     write_text(path, result.rules, force=True)  # what is there is the same
-    return by_file(result, path)
+    return migrates(result, path) if is_contract else by_file(result, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ckpttool import api
-from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.cli.output import Force, Format, Manifest, Reports, check_texts, emit, write_manifest
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument, option
@@ -19,6 +19,7 @@ def command(
     all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
     force: Force = False,
     format: Format = "text",
+    manifest: Manifest = None,
     report: Reports = None,
 ) -> None:
     """What is in a checkpoint: keys, dtypes, shapes, aliases.
@@ -28,6 +29,7 @@ def command(
     """
     from ckpttool.report.documents.inspection import document
 
-    check_texts(report or (), files_of(split(ckpt)[0]), force=force)
+    check_texts((manifest, *(report or ())), files_of(split(ckpt)[0]), force=force)
     inspection = api.inspect(ckpt, stats=stats)
+    write_manifest(manifest, ckpt, force=force)
     emit(lambda: document(inspection, all=all), inspection.to_json, format, report, force=force)

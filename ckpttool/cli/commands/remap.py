@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Reports, check_texts, emit, write_text
+from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest, write_text
 from ckpttool.cli.progress import bar
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
@@ -21,6 +21,7 @@ def command(
     ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     options: RemapOptions,
     format: Format = "text",
+    manifest: Manifest = None,
     report: Reports = None,
 ) -> None:
     """Rewrite the keys, optimizer ids and format of a checkpoint.
@@ -31,11 +32,13 @@ def command(
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json
 
-    out = options.target(ckpt)
+    out = ckpt if options.undo else options.target(ckpt)
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
-    check_texts((options.save_plan, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)
+    check_texts((options.save_plan, manifest, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)
     done = api.remap_by(ckpt, options, bar)
+    if out is not None and not options.dry_run:
+        write_manifest(manifest, out, force=options.force)
     data = {**done.to_json(ckpt, out or ""), **({"plan": done.plan.to_json()} if options.dry_run else {})}
     if options.save_plan is not None:
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckpttool import api
 from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Reports, check_texts, emit
+from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest
 from ckpttool.cli.progress import bar
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
@@ -22,6 +22,7 @@ def command(
     new: Annotated[str, Argument("NEW", "The checkpoint with the new weights.")],
     options: SwapOptions,
     format: Format = "text",
+    manifest: Manifest = None,
     report: Reports = None,
 ) -> None:
     """Put new weights into an exported program.
@@ -35,8 +36,10 @@ def command(
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT")
     read = [path for operand in (program, new) for path in files_of(split(operand)[0])]
-    check_texts(report or (), read, force=options.force, out=out)
+    check_texts((manifest, *(report or ())), read, force=options.force, out=out)
     swapped = api.swap_weights_by(program, new, options, bar)
+    if out is not None and not options.dry_run:
+        write_manifest(manifest, out, force=options.force)
     data = swapped.to_json(program, new, out or "")
     shown = partial(document, swapped, program, new, out, dry_run=options.dry_run, verified=options.verify)
     emit(shown, lambda: data, format, report, force=options.force)

@@ -84,9 +84,7 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
     read = replace(
         options,
         dry_run=True,
-        model=None if options.model is None else question.names,
-        model_kwargs=None,
-        materialize=False,
+        model=None if options.model is None else question.model,
         like=None if options.like is None else question.right,
     )
     named = operand(source.source, source.format)
@@ -107,9 +105,7 @@ def try_swap(question: Question, program: Checkpoint, weights: Checkpoint, optio
     read = replace(
         options,
         dry_run=True,
-        model=None if options.model is None else question.names,
-        model_kwargs=None,
-        materialize=False,
+        model=None if options.model is None else question.model,
     )
     try:
         from ckpttool.edits.swap import run as swap  # with the formats of programs

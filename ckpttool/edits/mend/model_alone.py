@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
-from ckpttool.dtypes import itemsize
 from ckpttool.edits import run as remap
 from ckpttool.edits.mend.attempt import Question
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
-from ckpttool.names import Names
+from ckpttool.operands.names_file import saved_by
 from ckpttool.queries.diff.result import Diff
 from ckpttool.words import plural
 
@@ -47,17 +44,3 @@ def of_names(question: Question, diff: Diff) -> Diff:
     swap = command("swap-weights", ("PROGRAM.pt2", "CKPT"), SwapOptions(**model, out="OUT.pt2"))
     renamed = command("remap", ("CKPT",), RemapOptions(**model, to="exported", out="OUT.pt"))
     return replace(diff, fix=(renamed,) if lost else (swap, renamed), notes=notes)
-
-
-def saved_by(names: Names) -> Checkpoint:
-    """The checkpoint that the model writes, without bytes."""
-    tensors = tuple(
-        _entry(saved.key, saved.dtype, () if saved.shape is None else saved.shape) for saved in names.serialized
-    )
-    section = Section("", "state_dict", tensors, tuple(map(ExtraEntry, names.extra_state)))
-    return Checkpoint("CKPT", "torch_zip", 0, (section,))
-
-
-def _entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
-    storage = Storage(Span("", 0, prod(shape) * itemsize(dtype)))
-    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage)

@@ -9,7 +9,7 @@ from ckpttool.edits.mend import ways
 from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap, try_swap
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
-from ckpttool.edits.rules.mend import PART, needs_file, with_rules
+from ckpttool.edits.rules.mend import INFERRED, PART, needs_file, with_rules
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Misfit
 from ckpttool.errors import CkptError
@@ -19,9 +19,6 @@ from ckpttool.words import plural
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
 DROPPED = "what --drop leaves out is not in the output: the right has no place for it, or another name's value there"
-INFERRED = (
-    "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
-)
 OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.mend.attempt import Question
-from ckpttool.edits.mend.model_alone import saved_by
 from ckpttool.edits.mend.patterns import common_way, drops
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.rules.mend import renames
@@ -16,6 +15,7 @@ from ckpttool.naming.forms import read
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.names_file import saved_by
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.run import run

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
+from ckpttool.formats.ranks.files import is_of_ranks
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 
 if TYPE_CHECKING:
     from ckpttool.edits.ranks.gather import Gathered
-
-_NAME = "rank_files"  # in the table of formats
 
 
 def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) -> Gathered | None:
@@ -28,7 +27,7 @@ def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) 
     from ckpttool.edits.ranks.gather import gather, without_model
 
     if names is None:
-        if source.format == _NAME:
+        if any(is_of_ranks(entry) for section in source.sections for entry in section.tensors):
             raise without_model(source)
         return None
     return gather(source, names, units)
@@ -36,5 +35,6 @@ def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) 
 
 def _needs_gathering(source: Checkpoint) -> bool:
     """Whether the checkpoint is that of several ranks, or holds flat parameters."""
+    entries = [entry for section in source.sections for entry in section.tensors]
     models = (section for section in source.sections if section.kind == "state_dict")
-    return source.format == _NAME or any(is_flat(entry.key) for section in models for entry in section.tensors)
+    return any(map(is_of_ranks, entries)) or any(is_flat(e.key) for section in models for e in section.tensors)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.draft import Draft
 from ckpttool.edits.remap.narrow import trained
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
 from ckpttool.names import RUNTIME
 from ckpttool.naming.call_variants import collapse, expand, settle
-from ckpttool.naming.forms import FormPlan, Reading, move, read
+from ckpttool.naming.forms import FormPlan, Reading, left_to_code, move, read
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
-from ckpttool.plan import Dropped, Output, compose
+from ckpttool.operands.model import ModelOperand
+from ckpttool.plan import Dropped, Output, Plan, compose
 from ckpttool.words import plural
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
@@ -29,6 +31,7 @@ class ByModel:
 
     `source_form` says which form the keys are in, where it is not to be recognised. With `trainable_only` what is made
     of frozen parameters only is left out. `tie`: a tensor that the model saves under several keys gets all of them.
+    `code` is the model itself, which computes what its names do not say.
     """
 
     tables: NameTables
@@ -36,6 +39,7 @@ class ByModel:
     source_form: ModelForm | None = None
     trainable_only: bool = False
     tie: bool = True
+    code: ModelOperand | None = None
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` where the keys are not this model's."""
@@ -51,6 +55,7 @@ class ByModel:
             form=(draft.wrappers.form or "wrapped") if reading.match.wrapped else reading.form,
             counters=tuple(counters),
             notes=(*draft.notes, *self._notes(reading)),
+            runners=_with_runner(draft.runners, plan, self.code),
         )
 
     def _move(self, section: Section, reading: Reading) -> FormPlan:
@@ -61,7 +66,8 @@ class ByModel:
                 hint=f"compare them: ckpttool diff --model {names.model} CKPT",
                 problems=[Problem("no name of this model", key) for key in section.by_key()],
             )
-        moved = self._respelled(move(self.tables, section, reading, self.to.names, self.tie), section, reading)
+        moved = move(self.tables, section, reading, self.to.names, self.tie)
+        moved = self._respelled(_by_code(moved, self.tables, section, reading, self.code), section, reading)
         problems = [*moved.problems, *_lost(section, moved.copies)]
         if problems:
             raise Refused(
@@ -103,12 +109,14 @@ class ToModel:
 
     tables: NameTables
     to: ModelForm
+    code: ModelOperand | None = None
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` where the tensors are not that model's."""
         names, section = self.tables.names, draft.evaluated()
         reading = read(self.tables, section, RUNTIME)
         moved = move(self.tables, section, reading, self.to.names)
+        moved = _by_code(moved, self.tables, section, reading, self.code)
         problems = [*moved.problems, *self._misfits(section, reading), *_lost(section, moved.copies)]
         if problems:
             raise Refused(
@@ -123,6 +131,7 @@ class ToModel:
             plan=compose(draft.plan, moved.plan),
             canonical=self.tables.serialized_names,
             notes=(*draft.notes, *notes),
+            runners=_with_runner(draft.runners, moved.plan, self.code),
         )
 
     def _misfits(self, section: Section, reading: Reading) -> list[Problem]:
@@ -161,6 +170,18 @@ def recorded(tables: NameTables, result: Checkpoint, path: str, form: str) -> Ch
     told = alike or read(tables, section).form == form
     section = replace(section, form=None if told else form)
     return replace(result, sections=tuple(section if s.path == path else s for s in result.sections))
+
+
+def _by_code(
+    moved: FormPlan, tables: NameTables, section: Section, reading: Reading, code: ModelOperand | None
+) -> FormPlan:
+    if code is None:
+        return moved
+    return replace(moved, plan=left_to_code(moved.plan, tables, section, reading, code.arguments))
+
+
+def _with_runner(runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None) -> Mapping[str, Runner]:
+    return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
 
 
 def _counters(section: Section) -> list[str]:

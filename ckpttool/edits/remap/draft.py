@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.expression import Ref
 from ckpttool.naming.wrappers.chain import Evidence
 from ckpttool.plan import Output, Plan, in_turn, module_renames
@@ -19,7 +19,7 @@ class Draft:
 
     `wrappers` is what the section's keys show of wrappers; `canonical` maps the keys that the plan writes to canonical
     names, `form` says which form the section's keys are in. `counters` are keys of AveragedModels' counters that stand
-    aside while a model's names, which have none, are gone through.
+    aside while a model's names, which have none, are gone through. `runners` run models' code for the plan.
     """
 
     section: Section
@@ -29,6 +29,7 @@ class Draft:
     form: str | None = None
     counters: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    runners: Mapping[str, Runner] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[str]:
@@ -39,7 +40,7 @@ class Draft:
         """The section as the plan makes it, on the index; without the counters that stand aside."""
         tensors = tuple(entry for entry in self.section.tensors if entry.key not in self.counters)
         section = replace(self.section, tensors=tensors)
-        return apply(self.plan, Checkpoint("", "", 0, (section,))).section(section.path)
+        return apply(self.plan, Checkpoint("", "", 0, (section,)), self.runners).section(section.path)
 
     def renamed(self, names: Mapping[str, str]) -> Plan:
         """The plan with its outputs under new names (what has none keeps its own). ``_metadata`` follows."""

@@ -36,10 +36,16 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     rules: Annotated[
         str | None, option("--rules", metavar="FILE", help="Rules in a TOML file; they also split, join, ...")
     ] = None
+    size: Annotated[
+        Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
+    ] = None
     reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
     drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
     like: Annotated[Any, option("--like", metavar="CKPT", help="Take over that checkpoint's form.")] = None
     to_model: Annotated[Any, option("--to-model", metavar="MODEL", help="The model that is to load OUT.")] = None
+    to_model_kwargs: Annotated[
+        Any, option("--to-model-kwargs", metavar="JSON", help="Arguments for that MODEL's factory.")
+    ] = None
     # Optimizers
     to_optimizer: Annotated[
         Any, option("--to-optimizer", metavar="OPTIMIZER", help="The optimizer that is to load OUT.")
@@ -63,6 +69,11 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     world_size: Annotated[
         int | None, option("--world-size", metavar="N", help=f"How many rank files --to {FSDP_FLAT} writes.")
     ] = None
+    copy: Annotated[
+        bool,
+        option("--copy", "--compact", help="With --in-place: write all anew, and leave out what earlier edits left."),
+    ] = False
+    undo: Annotated[bool, option("--undo", help="Take the last --in-place back.")] = False
     link: Annotated[
         str, option("--link", metavar="HOW", help=f"Data files that stay as they are: {', '.join(LINKS)}.")
     ] = "copy"
@@ -118,6 +129,12 @@ def _is_rank_file(out: str) -> bool:
 
 # What excludes what, the error, and its hint; the first that holds is said.
 _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
+    (
+        lambda a: a.undo and a != RemapOptions(undo=True, no_fsync=a.no_fsync),
+        "--undo stands alone: it gives the file back as it was",
+        "leave everything else out",
+    ),
+    (lambda a: a.copy and not a.in_place, "--copy is a way of --in-place", "pass --in-place, or -o OUT"),
     (lambda a: a.in_place and a.out, "--in-place and -o OUT exclude each other", "choose one"),
     (
         lambda a: _needs_model(a.to) and a.model is None,
@@ -130,19 +147,24 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         "pass --model MODEL",
     ),
     (
-        lambda a: a.plan and (a.model is not None or a.has_rules),
+        lambda a: a.plan and (a.has_rules or a.to or a.from_ or a.like is not None or a.select or a.trainable_only),
         "--plan stands alone: it says all that is to be done",
-        "leave --model and the rules out",
+        "leave the rules, --to, --select and the like out",
     ),
     (
-        lambda a: a.plan and (a.select or a.trainable_only),
-        "--plan stands alone: it says all that is to be done",
-        "leave --select and the like out",
+        lambda a: a.to_model_kwargs is not None and a.to_model is None,
+        "--to-model-kwargs without --to-model",
+        "--model-kwargs are the arguments of --model",
     ),
     (
         lambda a: a.reverse and not a.has_rules,
         "--reverse without --rule or --rules",
         "--to runtime and --to serialized are each other's reverse",
+    ),
+    (
+        lambda a: a.size and a.rules is None,
+        "--size without --rules",
+        "--rules FILE has the rules that name it",
     ),
     (lambda a: a.keep_prefix and not a.select, "--keep-prefix without --select", "--select PREFIX names the submodule"),
     (

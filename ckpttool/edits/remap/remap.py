@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -13,7 +13,7 @@ from ckpttool.edits.remap.drop import drop, without
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
-from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.naming.model_form import Form
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.saved_order import in_order_of
@@ -35,10 +35,11 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     section = model_section(source)
     begin = _draft(section, asked.source_form, chain.is_lightning(source.others, section.path))
     draft = reduce(lambda draft, step: step.apply(draft), asked.steps(), begin)
-    result = _recorded(apply(draft.plan, source), asked, section.path)
+    result = _recorded(apply(draft.plan, source, draft.runners), asked, section.path)
     touched = {gone.section for gone in dropped} - {section.path}
     rest = carried(other for other in source.sections if other.path in touched)
-    plan = Plan((*draft.plan.outputs, *rest.outputs), (*draft.plan.dropped, *dropped), draft.plan.modules)
+    outputs = (*draft.plan.outputs, *rest.outputs)
+    plan = replace(draft.plan, outputs=outputs, dropped=(*draft.plan.dropped, *dropped))
     notes = (*draft.notes, *_not_narrowed(source, asked))
     return Remap(result, plan, draft.form, None if asked.to is None else str(asked.to), notes)
 
@@ -98,13 +99,16 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
 
 
-def by_plan(source: Checkpoint, plan: Plan) -> Remap:
-    """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents."""
+def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_CODE) -> Remap:
+    """Carries out a plan that was saved; what it drops outside of state dicts are whole sections and other contents.
+
+    `runners`, by way, are the models' code for its runs. Raises `Refused` where one of them is not there.
+    """
     paths = {*source.others, *source.beside, *(section.path for section in source.sections)}
     paths.update(found.path for found in source.unreached)
     whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
-    return Remap(apply(rest, without(source, [d.key for d in whole])), plan)
+    return Remap(apply(rest, without(source, [d.key for d in whole]), runners), plan)
 
 
 def _holds(source: Checkpoint, dropped: Dropped) -> bool:

@@ -16,6 +16,7 @@ from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import Chain
+from ckpttool.operands.model import ModelOperand
 
 if TYPE_CHECKING:
     from ckpttool.edits.rules.steps import Step as RuleStep
@@ -28,7 +29,8 @@ class RemapRequest:
     `names` are those of the model that saved the keys, `to_names` those of another model that is to load them; `to` is
     the form that they get, `source_form` the one that they are in, where it is not to be recognised. `like` is a state
     dict whose naming is taken over. `rules` come last, or the `rule_steps` of a file. `select` narrows to one
-    submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained.
+    submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained. `code` and
+    `to_code` are the two models themselves, where they are code.
     """
 
     names: Names | None = None
@@ -41,6 +43,8 @@ class RemapRequest:
     select: str | None = None
     keep_prefix: bool = False
     trainable_only: bool = False
+    code: ModelOperand | None = None
+    to_code: ModelOperand | None = None
 
     @property
     def changes(self) -> bool:
@@ -71,9 +75,9 @@ class RemapRequest:
 
     def _through_models(self, tables: NameTables) -> Iterator[Step]:
         form = self.source_form if isinstance(self.source_form, ModelForm) else None
-        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only, tie=self.like is None)
+        yield ByModel(tables, self.form_by_model(tables), form, self.trainable_only, self.like is None, self.code)
         if self.to_names is not None:
-            yield ToModel(NameTables(self.to_names), self.model_form)
+            yield ToModel(NameTables(self.to_names), self.model_form, self.to_code)
         yield Counters(keep=self.like is not None or isinstance(self.to, Chain))
 
     def form_by_model(self, tables: NameTables) -> ModelForm:

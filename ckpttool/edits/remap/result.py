@@ -9,7 +9,10 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.optimizer import to_json as optimizer_json
 from ckpttool.expression import Ref
+from ckpttool.io.edit_in_place import Written
 from ckpttool.plan import Plan
+
+SCHEMA = "ckpttool.remap/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None.
+    `written` says how a file that was to be changed in place was written.
     """
 
     result: Checkpoint
@@ -25,6 +29,7 @@ class Remap:
     form: str | None = None
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
+    written: Written | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -37,13 +42,15 @@ class Remap:
     def to_json(self, source: str, output: str) -> Mapping[str, object]:
         """The `remap` object of the contract, without its plan."""
         return {
-            "schema": "ckpttool.remap/1",
+            "schema": SCHEMA,
             "source": source,
             "output": output,
             "from": self.source_form,
             "to": self.form,
             **self.counts,
             "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
+            "by_code": [{"way": run.way, "model": run.model, "keys": keys} for run, keys in self.plan.by_code],
             "optimizer": optimizer_json(self.optimizers),
             "notes": list(self.notes),
+            **({} if self.written is None else {"written": self.written.to_json()}),
         }

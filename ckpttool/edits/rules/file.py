@@ -4,86 +4,42 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from ckpttool.dtypes import PLAIN
-from ckpttool.edits.rules.changes import Cast, Permute, Reshape, Transpose
-from ckpttool.edits.rules.patterns import Rule, matches, parse
-from ckpttool.edits.rules.steps import Convert, Drop, Join, Parts, Rename, Split, Step
+from ckpttool.edits.rules.changes import Reshape
+from ckpttool.edits.rules.examples import Example, failures, faults_of
+from ckpttool.edits.rules.fields import Fields, faults, size_names, step_of
+from ckpttool.edits.rules.parts import Parts
+from ckpttool.edits.rules.patterns import Rule, parse
+from ckpttool.edits.rules.steps import Constant, Convert, Join, Rename, Split, Step, Where
 from ckpttool.errors import CkptError, Problem
 from ckpttool.io.files import opened
 from ckpttool.limits import limits
 from ckpttool.words import plural
 
 _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported where a file is read
-Fields = Mapping[str, Any]
-Kind = tuple[str, Callable[[Any], bool]]
+Sizes = Mapping[str, int]
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int  # a bool is none
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-_TEXT: Kind = ("a string", _is_text)
-_TEXTS: Kind = ("a string or a list of strings", lambda value: _is_text(value) or _are_texts(value))
-_SEVERAL: Kind = ("a list of two strings or more", lambda value: _are_texts(value) and len(value) > 1)
-_NUMBER: Kind = ("an integer", _is_number)
-_SIZES: Kind = ("a list of positive integers", lambda value: _are_numbers(value) and bool(value) and min(value) > 0)
-_TWO_DIMS: Kind = ("a list of two dimensions", lambda value: _are_numbers(value) and len(value) == 2)
-_ORDER: Kind = (
-    "each of the dimensions 0, 1, ... once",
-    lambda value: _are_numbers(value) and bool(value) and sorted(value) == list(range(len(value))),
-)
-_SHAPE: Kind = (
-    "a list of sizes, with one -1 at most",
-    lambda value: _are_numbers(value) and all(size >= -1 for size in value) and value.count(-1) <= 1,
-)
-_DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN)
-_SOMEPLAIN: Kind = (
-    "a dtype of torch, or a list of them",
-    lambda value: bool(value) and all(isinstance(one, str) and one in PLAIN for one in _list(value)),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    """How one kind of rule is written: the kinds of its own value and of its other fields, and the step it makes."""
-
-    kind: Kind
-    build: Callable[[str, Any, Fields], Step]
-    needs: Mapping[str, Kind] = field(default_factory=dict)
-    may: Mapping[str, Kind] = field(default_factory=dict)
-
-
-def read(path: str, *, reverse: bool = False, rules: Sequence[Rule] = ()) -> tuple[Step, ...]:
+def read(
+    path: str, *, reverse: bool = False, rules: Sequence[Rule] = (), sizes: Sizes | None = None
+) -> tuple[Step, ...]:
     """The steps of the file at `path`, the last one first and each reversed with `reverse`.
 
     `rules` are those of the command line, in the same direction: they come after the file, so before it in reverse.
-    Raises `CkptError`, all problems at once, where the file is none or a rule has no reverse.
+    `sizes` are named sizes, before those of the file. Raises `CkptError`, all problems at once, where the file is none,
+    an example in it is not what the rules make, or a rule has no reverse.
     """
-    steps = _steps(_content(_read(path), path), path)
-    own: tuple[Step, ...] = (Rename("--rule", tuple(rules)),) if rules else ()
-    return (*own, *_reversed(steps, path)) if reverse else (*steps, *own)
+    steps = _steps(_text(_read(path), path), path, sizes or {}, reverse)
+    own: tuple[Step, ...] = (Rename(Where("--rule"), tuple(rules)),) if rules else ()
+    return (*own, *steps) if reverse else (*steps, *own)
 
 
 def steps_of(text: str, path: str) -> tuple[Step, ...]:
     """The steps of a file's text; `path` is what errors call it. Raises `CkptError` as `read` does."""
-    return _steps(_content(text.encode(), path), path)
+    return _steps(text, path, {}, reverse=False)
 
 
 def _read(path: str) -> bytes:
@@ -92,16 +48,26 @@ def _read(path: str) -> bytes:
         return file.read(limits().rules_bytes + 1)
 
 
-def _content(data: bytes, path: str) -> Mapping[str, Any]:
+def _text(data: bytes, path: str) -> str:
     try:
         if len(data) > limits().rules_bytes:
             raise ValueError(f"it is too long: {limits().named('rules_bytes')}")
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
+    except ValueError as error:
+        raise _no_toml(path, error) from None
+
+
+def _content(text: str, path: str) -> Mapping[str, Any]:
+    try:
         _check_dots(text)
         content: dict[str, Any] = import_module(_TOML).loads(text)
     except (ValueError, RecursionError) as error:
-        raise CkptError(f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md") from None
+        raise _no_toml(path, error) from None
     return content
+
+
+def _no_toml(path: str, error: Exception) -> CkptError:
+    return CkptError(f"{path} is not TOML: {error}", hint="a rule begins with [[rule]]; see docs/rules.md")
 
 
 def _check_dots(text: str) -> None:
@@ -114,53 +80,88 @@ def _check_dots(text: str) -> None:
 _STRINGS = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'")
 
 
-def _steps(content: Mapping[str, Any], path: str) -> tuple[Step, ...]:
-    tables = content.get("rule")
-    others = [name for name in content if name != "rule"]
-    if others or not isinstance(tables, list) or not tables:
+def _steps(text: str, path: str, given: Sizes, reverse: bool) -> tuple[Step, ...]:
+    content = _content(text, path)
+    tables, examples, own = content.get("rule"), content.get("example", []), content.get("sizes", {})
+    others = [name for name in content if name not in ("rule", "sizes", "example")]
+    if others or not isinstance(tables, list) or not tables or not isinstance(examples, list):
         raise CkptError(
             f"{path} is no list of rules{': ' if others else ''}{', '.join(others)}",
-            hint="each rule is a table that begins with [[rule]], and nothing stands outside of them",
+            hint="each rule is a table that begins with [[rule]]; beside them stand [sizes] and [[example]] only",
         )
+    places, shown = _places(text, "rule", tables), _places(text, "example", examples)
+    wrong = _sizes_faults(own)
+    wrong += [Problem(fault, place) for place, one in zip(shown, examples) for fault in faults_of(one)]
+    if wrong or any(map(faults, tables)):
+        _built(tables, places, {} if wrong else {**own, **given}, path, wrong)
+    problems: list[Problem] = []
+    for place, table in zip(shown, examples):
+        example = Example.of(table)
+        steps = _built(tables, places, {**own, **example.sizes}, path)
+        problems += [Problem(problem, place) for problem in failures(example, steps)]
+        if reverse:
+            back = failures(example.reversed(), _reversed(steps, path))
+            problems += [Problem(f"in reverse: {problem}", place) for problem in back]
+    if problems:
+        raise _mistakes(path, problems)
+    _check_known(given, own, tables)
+    steps = _built(tables, places, {**own, **given}, path)
+    return _reversed(steps, path) if reverse else steps
+
+
+def _places(text: str, name: str, tables: Sequence[object]) -> list[str]:
+    """Where the tables stand: ``rule 2 at line 10``; without lines where their headers are not told from other text."""
+    header = re.compile(rf"\s*\[\[\s*{name}\s*\]\]")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)]
+    if len(lines) != len(tables):
+        return [f"{name} {number}" for number in range(1, len(tables) + 1)]
+    return [f"{name} {number} at line {line}" for number, line in enumerate(lines, 1)]
+
+
+def _sizes_faults(own: Any) -> list[Problem]:
+    if not isinstance(own, dict):
+        return [Problem("not a table", "sizes")]
+    return [
+        Problem("not a positive integer", f"sizes.{name}")
+        for name, size in own.items()
+        if type(size) is not int or size < 1
+    ]
+
+
+def _check_known(given: Sizes, own: Sizes, tables: Sequence[Fields]) -> None:
+    known = {*own, *(name for table in tables for name in size_names(table))}
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise CkptError(
+            f"the rules know no size {', '.join(unknown)}",
+            hint=f"they know {', '.join(sorted(known))}" if known else "they know no named sizes",
+        )
+
+
+def _built(
+    tables: Sequence[Fields], places: Sequence[str], sizes: Sizes, path: str, others: Sequence[Problem] = ()
+) -> tuple[Step, ...]:
+    """The steps of the rules. Raises `CkptError`, all problems at once and `others` with them."""
     steps: list[Step] = []
     problems: list[Problem] = []
-    for number, table in enumerate(tables, 1):
-        faults = _faults(table)
-        problems += [Problem(fault, f"rule {number}") for fault in faults]
+    for place, table in zip(places, tables):
+        wrong = faults(table)
+        problems += [Problem(fault, place) for fault in wrong]
         try:
-            steps += [] if faults else [_step(number, table)]
+            steps += [] if wrong else [step_of(table, place, sizes)]
         except CkptError as error:
-            problems.append(Problem(error.message, f"rule {number}"))
-    if problems:
-        raise CkptError(
-            f"{path}: {plural(len(problems), 'mistake')} in the rules",
-            hint="docs/rules.md says how each kind of rule is written",
-            problems=problems,
-        )
+            problems.append(Problem(error.message, place))
+    if problems or others:
+        raise _mistakes(path, [*problems, *others])
     return tuple(steps)
 
 
-def _faults(table: Any) -> list[str]:
-    """What is wrong with the fields of one rule."""
-    if not isinstance(table, dict):
-        return ["not a table"]
-    operations = [name for name in table if name in _OPERATIONS]
-    if len(operations) != 1:
-        return [
-            f"has to be one of {', '.join(_OPERATIONS)}" + (f", not {' and '.join(operations)}" if operations else "")
-        ]
-    name = operations[0]
-    operation = _OPERATIONS[name]
-    known = {name: operation.kind, **operation.needs, **operation.may}
-    faults = [f"{name} takes no {other!r}" for other in table if other not in known]
-    faults += [f"{name} needs {other!r}" for other in operation.needs if other not in table]
-    faults += [f"{key!r} is not {known[key][0]}" for key in table if key in known and not known[key][1](table[key])]
-    return faults
-
-
-def _step(number: int, table: Fields) -> Step:
-    name = next(name for name in table if name in _OPERATIONS)
-    return _OPERATIONS[name].build(f"rule {number} ({name})", table[name], table)
+def _mistakes(path: str, problems: Sequence[Problem]) -> CkptError:
+    return CkptError(
+        f"{path}: {plural(len(problems), 'mistake')} in the rules",
+        hint="docs/rules.md says how each kind of rule is written",
+        problems=problems,
+    )
 
 
 def _reversed(steps: Sequence[Step], path: str) -> tuple[Step, ...]:
@@ -170,7 +171,7 @@ def _reversed(steps: Sequence[Step], path: str) -> tuple[Step, ...]:
         try:
             found.append(_back(step))
         except CkptError as error:
-            problems.append(Problem(error.message, step.where))
+            problems.append(Problem(error.message, str(step.where)))
     if problems:
         raise CkptError(
             f"{path} cannot be reversed: {plural(len(problems), 'rule')}",
@@ -182,91 +183,26 @@ def _reversed(steps: Sequence[Step], path: str) -> tuple[Step, ...]:
 
 def _back(step: Step) -> Step:
     """The step that undoes this one. Raises `CkptError` where there is none."""
+    if step.where.when or step.where.unless:
+        raise CkptError(f"{', '.join(step.patterns)}: the names of its conditions may be others by then", hint="")
     match step:
         case Rename(where, rules):
             return Rename(where, tuple(parse(rule.text, reverse=True) for rule in rules))
         case Split(where, parts):
             return Join(where, parts)
         case Join(where, parts):
+            _check_number(parts)
             return Split(where, parts)
         case Convert(where, patterns, change) if (back := change.reversed()) is not None:
             return Convert(where, patterns, back)
         case Convert(_, patterns, Reshape()):
             raise CkptError(f"{', '.join(patterns)}: from_shape = [...] says what shape it had", hint="")
+    if isinstance(step, Constant):
+        raise CkptError(f"{step.name}: drop it in a file with the way back", hint="")
     raise CkptError(f"{', '.join(step.patterns)}: what is lost does not come back", hint="")
 
 
-def _rename(where: str, texts: Any, _: Fields) -> Step:
-    return Rename(where, tuple(parse(text) for text in _list(texts)))
-
-
-def _split(where: str, whole: str, fields: Fields) -> Step:
-    return Split(where, _parts(whole, fields["into"], fields))
-
-
-def _join(where: str, names: Sequence[str], fields: Fields) -> Step:
-    return Join(where, _parts(fields["into"], names, fields))
-
-
-def _parts(whole: str, names: Sequence[str], fields: Fields) -> Parts:
-    """Both directions of a split. Raises `CkptError` where a name of one side could not be told from the other."""
-    for text in (whole, *names):
-        if "=>" in text:
-            raise CkptError(f"{text!r} is not a name: => belongs into a rename", hint="")
-    if len(set(names)) < len(names):
-        raise CkptError("two parts have the same name", hint="")
-    sizes = fields.get("sizes")
-    if sizes is not None and len(sizes) != len(names):
-        raise CkptError(f"{len(sizes)} sizes for {len(names)} parts", hint="")
-    texts = [f"{whole} => {name}" for name in names]
-    back = tuple(parse(text, reverse=True) for text in texts)
-    to_part = tuple(parse(text) for text in texts)
-    return Parts(whole, tuple(names), to_part, back, fields.get("dim", 0), None if sizes is None else tuple(sizes))
-
-
-def _transpose(where: str, patterns: Any, fields: Fields) -> Step:
-    first, second = fields.get("dims", (0, 1))
-    return Convert(where, _patterns(patterns), Transpose((first, second)))
-
-
-def _permute(where: str, patterns: Any, fields: Fields) -> Step:
-    return Convert(where, _patterns(patterns), Permute(tuple(fields["dims"])))
-
-
-def _reshape(where: str, patterns: Any, fields: Fields) -> Step:
-    was = fields.get("from_shape")
-    return Convert(where, _patterns(patterns), Reshape(tuple(fields["shape"]), None if was is None else tuple(was)))
-
-
-def _cast(where: str, patterns: Any, fields: Fields) -> Step:
-    was = fields.get("from")
-    return Convert(where, _patterns(patterns), Cast(fields["dtype"], None if was is None else _list(was)))
-
-
-def _drop(where: str, patterns: Any, _: Fields) -> Step:
-    return Drop(where, _patterns(patterns))
-
-
-def _patterns(value: Any) -> tuple[str, ...]:
-    """The patterns; each is tried, so that one that is no pattern is found before any checkpoint is looked at."""
-    patterns = _list(value)
-    for text in patterns:
-        matches(text, "")
-    return patterns
-
-
-def _list(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
-_PARTS: Mapping[str, Kind] = {"dim": _NUMBER, "sizes": _SIZES}
-_OPERATIONS: Mapping[str, _Operation] = {
-    "rename": _Operation(_TEXTS, _rename),
-    "split": _Operation(_TEXT, _split, {"into": _SEVERAL}, _PARTS),
-    "join": _Operation(_SEVERAL, _join, {"into": _TEXT}, _PARTS),
-    "transpose": _Operation(_TEXTS, _transpose, may={"dims": _TWO_DIMS}),
-    "permute": _Operation(_TEXTS, _permute, {"dims": _ORDER}),
-    "reshape": _Operation(_TEXTS, _reshape, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
-    "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _SOMEPLAIN}),
-    "drop": _Operation(_TEXTS, _drop),
-}
+def _check_number(parts: Parts) -> None:
+    """Raises `CkptError` where a split could not tell into how many parts."""
+    if parts.names.number is None and not parts.stacked:
+        raise CkptError(f"{parts.whole}: parts = N says into how many", hint="")

@@ -16,6 +16,9 @@ from ckpttool.queries.diff.suggestions import known
 from ckpttool.words import plural, shell
 
 PART = "the command mends a part"
+INFERRED = (
+    "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
+)
 _FEW = 3  # rules that are shown as options; more of them go into a file
 _SHOWN = 5  # keys that a note names
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Union
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.edits.rules import changes
 from ckpttool.edits.rules.changes import DENSE, REFUSED, Value, refusal
+from ckpttool.edits.rules.notation import Shown, holds
+from ckpttool.edits.rules.parts import Part, Parts
 from ckpttool.edits.rules.patterns import Rule, matches
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref, refs
+from ckpttool.limits import limits
 from ckpttool.plan import Dropped, Output, Plan, module_renames
 from ckpttool.words import plural
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]
+_MOST_NAMED = 8  # parts that are missing
 
 
 @dataclass(slots=True)
@@ -31,10 +36,26 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
+class Where:
+    """The place of a rule in its file, and where it is carried out: an `optional` one may apply to no key, and all do
+    only `when` these tensors are there, `unless` those are.
+    """
+
+    text: str
+    optional: bool = False
+    when: tuple[Shown, ...] = ()
+    unless: tuple[Shown, ...] = ()
+
+    def __str__(self) -> str:
+        """The place."""
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class Rename:
     """The first of the rules that matches a key renames it; all keys at once, so that names can be swapped."""
 
-    where: str
+    where: Where
     rules: tuple[Rule, ...]
 
     @property
@@ -56,7 +77,7 @@ class Rename:
 class Convert:
     """Every tensor that a pattern names is changed, under the same key."""
 
-    where: str
+    where: Where
     patterns: tuple[str, ...]
     change: changes.Change
 
@@ -73,7 +94,7 @@ class Convert:
 class Drop:
     """Every entry that a pattern names is left out."""
 
-    where: str
+    where: Where
     patterns: tuple[str, ...]
 
     def one(self, key: str, value: Value, made: Made) -> Named:
@@ -87,22 +108,43 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """One tensor and its parts along `dim`, of these `sizes` or of equal size. The rules lead from name to name."""
+class Constant:
+    """A new tensor filled with one value: one beside each that `beside` leads from, of its shape and dtype where these
+    are not said, or one by itself.
+    """
 
-    whole: str
-    names: tuple[str, ...]
-    to_part: tuple[Rule, ...]
-    to_whole: tuple[Rule, ...]
-    dim: int
-    sizes: tuple[int, ...] | None
+    where: Where
+    name: str
+    beside: Rule | None
+    fill: float | bool
+    dtype: str | None
+    shape: tuple[int, ...] | None
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """What has to apply to some key: the name beside which it is to stand."""
+        return () if self.beside is None else (self.beside.text.partition("=>")[0].strip(),)
+
+    def one(self, key: str, value: Value, made: Made) -> Named:
+        """What becomes of one entry: itself, and the constant beside it."""
+        name = None if self.beside is None else self.beside.apply(key)
+        if name is None:
+            return [(key, value)]
+        made.used.update(self.patterns)
+        return [(key, value), (name, self.value(_dense(value)))]
+
+    def value(self, beside: Value | None = None) -> Value:
+        """The constant. Raises `Refused` where its dtype does not hold it."""
+        shape = self.shape if beside is None or self.shape is not None else beside.shape
+        dtype = self.dtype or (beside.dtype if beside is not None else "float32")
+        return changes.constant(shape or (), dtype, self.fill)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """A tensor becomes its parts."""
 
-    where: str
+    where: Where
     parts: Parts
 
     @property
@@ -112,29 +154,36 @@ class Split:
 
     def one(self, key: str, value: Value, made: Made) -> Named:
         """What becomes of one entry."""
-        names = [name for name in (rule.apply(key) for rule in self.parts.to_part) if name is not None]
-        if not names:
+        parts = self.parts
+        if parts.names.key(key, 0) is None:
             return [(key, value)]
-        made.used.add(self.parts.whole)
+        made.used.add(parts.whole)
         if value.layout == REFUSED:
-            return [(name, value) for name in names]
-        return list(zip(names, changes.split(_dense(value), len(names), self.parts.dim, self.parts.sizes)))
+            return [(name, value) for name in parts.keys(key, parts.names.number or 1)]
+        number = parts.names.number or _dense(value).shape[changes.dimension(parts.dim, value.shape)]
+        if number > limits().made_parts:
+            raise refusal(f"{number:,} parts; {limits().named('made_parts')}")
+        if parts.stacked:
+            values = changes.unstack(_dense(value), number, parts.dim)
+        else:
+            values = changes.split(_dense(value), number, parts.dim, parts.sizes)
+        return list(zip(parts.keys(key, number), values))
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
     """Parts become the tensor, at the place of the first of them."""
 
-    where: str
+    where: Where
     parts: Parts
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """What has to apply to some key: the name of each part."""
-        return self.parts.names
+        return self.parts.names.patterns
 
 
-Step = Union[Rename, Convert, Drop, Split, Join]
+Step = Union[Rename, Convert, Drop, Constant, Split, Join]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +203,27 @@ class Renames:
 
 def plan_of(steps: Sequence[Step], section: Section) -> Plan:
     """The plan of the steps. Raises `Refused`, all problems at once, where they do not fit the section."""
+    return _plan(*state_of(steps, section), section)
+
+
+def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> tuple[State, dict[str, str]]:
+    """What the steps make of the section, and the keys that they drop with the rule that does.
+
+    Raises `Refused` as `plan_of` does. A section that is not the `whole` one may lack what a rule applies to.
+    """
     state = {key: _value(key, entry) for key, entry in section.by_key().items()}
     dropped: dict[str, str] = {}
     problems: list[Problem] = []
     for step in steps:
+        if not holds(step.where.when, step.where.unless, state):
+            continue
         made = _joined(step, state) if isinstance(step, Join) else _each(step, state)
-        if not problems and not made.problems:  # else a key may be missing because of what is said already
+        if whole and not step.where.optional and not problems and not made.problems:  # else that may be the reason
             made.problems += [Problem("applies to no key", text) for text in step.patterns if text not in made.used]
         counts = Counter(key for key, _ in made.values)
         made.problems += [Problem(f"written {count} times", key) for key, count in counts.items() if count > 1]
         problems += [Problem(f"{step.where}: {one.problem}", one.key) for one in made.problems]
-        dropped.update((key, step.where) for value in made.dropped for key in refs(value.source))
+        dropped.update((key, str(step.where)) for value in made.dropped for key in refs(value.source))
         state = dict(made.values)
     if problems:
         raise Refused(
@@ -172,7 +231,7 @@ def plan_of(steps: Sequence[Step], section: Section) -> Plan:
             hint="`ckpttool inspect CKPT` lists keys and shapes; a rule sees what the rules before it have made",
             problems=problems,
         )
-    return _plan(state, dropped, section)
+    return state, dropped
 
 
 def _plan(state: State, dropped: dict[str, str], section: Section) -> Plan:
@@ -185,7 +244,7 @@ def _plan(state: State, dropped: dict[str, str], section: Section) -> Plan:
     )
 
 
-def _each(step: Rename | Convert | Drop | Split, state: State) -> Made:
+def _each(step: Rename | Convert | Drop | Constant | Split, state: State) -> Made:
     """The step on one entry after the other."""
     made = Made()
     for key, value in state.items():
@@ -194,54 +253,70 @@ def _each(step: Rename | Convert | Drop | Split, state: State) -> Made:
         except Refused as error:
             made.problems.append(Problem(error.message, key))
             made.values.append((key, replace(value, layout=REFUSED)))
+    if isinstance(step, Constant) and step.beside is None:
+        try:
+            made.values.append((step.name, step.value()))
+        except Refused as error:
+            made.problems.append(Problem(error.message, step.name))
     return made
 
 
 def _joined(step: Join, state: State) -> Made:
     """The step on groups of entries, those that are parts of the same whole."""
-    made, groups, whole_of = Made(), dict[str, dict[str, str]](), dict[str, str]()
+    made, groups, whole_of = Made(), dict[str, dict[int, str]](), dict[str, str]()
     for key in state:
-        part, whole = _part(step, key, made)
-        if part in groups.setdefault(whole, {}):
-            made.problems.append(Problem(f"would be the same part of {whole} as {groups[whole][part]}", key))
-        groups[whole][part] = key
-        whole_of[key] = whole
+        part = _part(step, key, made)
+        if part is None:
+            continue
+        own = groups.setdefault(part.whole, {})
+        if part.number in own:
+            problem = f"would be the same part of {part.whole} as {own[part.number]}"
+            made.problems.append(Problem(problem, key))
+        own[part.number] = key
+        whole_of[key] = part.whole
     for key, value in state.items():
-        if not whole_of[key]:
+        if key not in whole_of:
             made.values.append((key, value))
         elif whole_of[key] in groups:
             whole = whole_of[key]
-            made.values.append((whole, _whole(step, whole, groups.pop(whole), state, made)))
+            made.values.append((whole, _whole(step.parts, whole, groups.pop(whole), state, made)))
     return made
 
 
-def _part(step: Join, key: str, made: Made) -> tuple[str, str]:
-    """Which part of which whole the key is; two empty strings where it is none."""
-    for text, rule in zip(step.parts.names, step.parts.to_whole):
-        try:
-            whole = rule.apply(key)
-        except Refused as error:
-            made.problems.append(Problem(error.message, key))
-            whole = None
-        if whole is not None:
-            made.used.add(text)
-            return text, whole
-    return key, ""
-
-
-def _whole(step: Join, whole: str, keys: dict[str, str], state: State, made: Made) -> Value:
-    """The value of one whole; `keys` are those of its parts, by their patterns."""
-    parts = step.parts
-    found = [state[keys[text]] for text in parts.names if text in keys]
+def _part(step: Join, key: str, made: Made) -> Part | None:
     try:
-        missing = [str(rule.apply(whole)) for text, rule in zip(parts.names, parts.to_part) if text not in keys]
-        if missing:
-            raise refusal(f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not there")
+        part = step.parts.names.part(key)
+    except Refused as error:
+        made.problems.append(Problem(error.message, key))
+        return None
+    if part is not None:
+        made.used.add(part.text)
+    return part
+
+
+def _whole(parts: Parts, whole: str, keys: dict[int, str], state: State, made: Made) -> Value:
+    """The value of one whole; `keys` are those of its parts, by their numbers."""
+    found = [state[keys[number]] for number in sorted(keys)]
+    try:
+        _complete(parts, whole, keys)
         if not any(value.layout == REFUSED for value in found):
-            return changes.join([_dense(value) for value in found], parts.dim, parts.sizes)
+            values = [_dense(value) for value in found]
+            return changes.stack(values, parts.dim) if parts.stacked else changes.join(values, parts.dim, parts.sizes)
     except Refused as error:
         made.problems.append(Problem(error.message, whole))
     return replace(found[0], layout=REFUSED)
+
+
+def _complete(parts: Parts, whole: str, keys: Mapping[int, str]) -> None:
+    """Raises `Refused` where parts are missing, or there are more than there should be."""
+    missing = list(islice(parts.missing(whole, keys), _MOST_NAMED + 1))
+    if missing:
+        more = ["more"] if len(missing) > _MOST_NAMED else []
+        said = " and ".join([*missing[:_MOST_NAMED], *more])
+        raise refusal(f"needs {said}, which {'is' if len(missing) == 1 else 'are'} not there")
+    number = parts.names.number
+    if number is not None and len(keys) > number:
+        raise refusal(f"has {len(keys)} parts, not {number}")
 
 
 def _dense(value: Value) -> Value:

@@ -11,21 +11,26 @@ from ckpttool.errors import Problem
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.pt2.program import CONSTANTS
 from ckpttool.names import RUNTIME, Names
-from ckpttool.naming.forms import read, with_keys
+from ckpttool.naming.forms import left_to_code, read, with_keys
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
+from ckpttool.plan import ModelRun, Output, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """What is to feed each FQN, before anything is compared; `twins` are keys that must hold the same value."""
+    """What is to feed each FQN, before anything is compared.
+
+    `twins` are keys that must hold the same value, `runs` those of the model's own code that compute a part.
+    """
 
     sources: dict[str, Expression]
     form: str
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     twins: list[tuple[str, str]] = field(default_factory=list)
+    runs: tuple[ModelRun, ...] = ()
 
 
 def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
@@ -70,8 +75,13 @@ def _other_names(found: Match, weights: Section) -> set[str]:
     return {entry.key for entry in weights.tensors if entry.key in unmatched and entry.identity in used}
 
 
-def feed_by_model(target: Section, weights: Section, names: Names, form: str | None) -> Feed:
-    """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are."""
+def feed_by_model(
+    target: Section, weights: Section, names: Names, form: str | None, kwargs: Mapping[str, object] | None = None
+) -> Feed:
+    """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are.
+
+    Where its code can be run, `kwargs` are what it is built with.
+    """
     tables = NameTables(names)
     reading = read(tables, weights, form)
     keys = {name: key for key, name in reading.match.names.items()}
@@ -80,12 +90,16 @@ def feed_by_model(target: Section, weights: Section, names: Names, form: str | N
         values = {fqn: Ref(key) for fqn, key in keys.items() if fqn in tables.first}
     else:
         values = {fqn: with_keys(source, keys) for fqn, source in tables.runtime_values(keys).items()}
+    plan = Plan(tuple(Output(weights.path, fqn, source) for fqn, source in values.items()))
+    if kwargs is not None:
+        plan = left_to_code(plan, tables, weights, reading, kwargs)
+        values = {output.key: output.source for output in plan.outputs}
     _share(values, tables.first)
     fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
     counters = _counters(reading.match, weights)
     left = [problem for problem in _left_over(reading.match) if problem.key not in counters]
     fed = {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}
-    feed = Feed(fed, reading.form, left, sorted(counters))
+    feed = Feed(fed, reading.form, left, sorted(counters), runs=plan.runs)
     feed.twins.extend(_variants(reading.match))
     feed.problems.extend(
         Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched

@@ -44,6 +44,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
         form=None if options.from_ is None else ModelForm(options.from_).names,
         cast=options.cast,
         constants=options.constants,
+        code=model if model is not None and model.is_definition else None,
     )
     if target is not None:
         expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program

@@ -16,12 +16,16 @@ from ckpttool.edits.swap.feed import chosen_constants, constants_of, feed_by_key
 from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE
 from ckpttool.formats.pt2.program import program_of
 from ckpttool.names import Names
+from ckpttool.operands.model import ModelOperand
 from ckpttool.words import plural
+
+SCHEMA = "ckpttool.swap/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,16 @@ class Swap:
         """The program's constants that stay as they are."""
         return tuple(entry.key for entry in constants_of(self.program) if entry.key not in self.sources)
 
+    @property
+    def by_code(self) -> tuple[str, ...]:
+        """The weights that were computed by running the model's own loading on the checkpoint."""
+        return tuple(fqn for fqn, source in self.sources.items() if any(ex.calls(source)))
+
     def to_json(self, program: str, weights: str, output: str) -> dict[str, object]:
         """The `swap-weights` object of the contract."""
         program_file = program_of(self.program)
         return {
-            "schema": "ckpttool.swap/1",
+            "schema": SCHEMA,
             "program": program,
             "weights": weights,
             "output": output,
@@ -55,6 +64,7 @@ class Swap:
             "layout": self.program.format if program_file is None else program_file.layout,
             "from": self.form,
             "ignored": list(self.ignored),
+            "by_code": list(self.by_code),
         }
 
 
@@ -88,22 +98,28 @@ def swap(
     cast: bool = False,
     packed: bool = False,
     constants: bool = False,
+    code: ModelOperand | None = None,
 ) -> Swap:
     """`program` with every weight replaced by what `weights` holds for it, and with `constants` every constant that it
     holds too.
 
     Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
     allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
-    tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other.
+    tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other. `code` is the model
+    itself, which computes what `names` do not say.
     """
     target = _target(program)
     chosen = chosen_constants(program, weights) if constants else {}
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(entry for entry in weights.tensors if entry.key not in taken))
-    feed = feed_by_keys(target, rest) if names is None else feed_by_model(target, rest, names, form)
+    arguments = None if code is None else code.arguments
+    feed = feed_by_keys(target, rest) if names is None else feed_by_model(target, rest, names, form, arguments)
     feed.sources.update(chosen)
+    runners = {} if code is None else {run.way: code.run for run in feed.runs}
+    found, have = run_code(weights, list(feed.sources.values()), feed.runs, runners)
+    sources = dict(zip(feed.sources, found))
     wanted = (*target.tensors, *(entry for entry in constants_of(program) if entry.key in chosen))
-    fitted, misfits = fit_all(wanted, feed.sources, weights.by_key(), cast, packed)
+    fitted, misfits = fit_all(wanted, sources, have, cast, packed)
     problems = [*feed.problems, *misfits]
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is target else ())

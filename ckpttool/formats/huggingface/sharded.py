@@ -22,7 +22,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.io.files import is_file
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent
-from ckpttool.io.pieces import Files, Piece, Pieces
+from ckpttool.io.pieces import Edited, Files, Piece, Pieces
 from ckpttool.io.safe_path import safe_path
 
 SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
@@ -166,11 +166,31 @@ def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_si
     files: dict[str, Pieces] = {shard: layout(content) for shard, content in shards.items()}
     if list(shards) == [stem + ending]:
         return files
+    index_name = name or (source.name if source is not None else f"{stem}{ending}.index.json")
+    files[index_name] = [Piece(_index_of(checkpoint, shards, source))]
+    return files
+
+
+def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
+    """The files with all data where it lies in those that were read; None where one of them has to be written anew."""
+    source = checkpoint.container
+    shards = _kept(checkpoint, source) if isinstance(source, Shards) else {}
+    if not isinstance(source, Shards) or shards.keys() != source.shards.keys():
+        return None
+    files: dict[str, Edited] = {}
+    for name, content in shards.items():
+        own = FORMATS[content.format].layout_in_place(content, name)
+        if own is None:
+            return None
+        files |= own
+    index = _index_of(checkpoint, shards, source)
+    return {**files, source.name: Edited([Piece(index)], source.text.encode(), index)}
+
+
+def _index_of(checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None) -> bytes:
     weight_map = {key: shard for shard, content in shards.items() for key in content.sections[0].by_key()}
     ordered = {key: weight_map[key] for key in checkpoint.sections[0].by_key()}
-    index_name = name or (source.name if source is not None else f"{stem}{ending}.index.json")
-    files[index_name] = [Piece(_index(ordered, _total_size(checkpoint.sections[0].tensors), source))]
-    return files
+    return _index(ordered, _total_size(checkpoint.sections[0].tensors), source)
 
 
 def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:

@@ -8,25 +8,38 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from typing import Any, TypeVar
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Lazy,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+)
+from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.boxes import Box, assembled
+from ckpttool.evaluate.compare import elements
 from ckpttool.evaluate.parts import across, concatenated
-from ckpttool.formats.ranks import sharded_tensor
+from ckpttool.formats.ranks import dtensor, sharded_tensor
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.io.files import glob
 from ckpttool.io.paths import name
 from ckpttool.keys import is_flat
 
 NAME = "rank_files"  # in the table of formats
-_DTENSOR = "is a DTensor: its device mesh tells how its parts lie, no number of files does"
+_COUNTER = re.compile(r"step|epoch|iter")  # in the name of what all ranks count alike
 _ALL = "name the files of all ranks and no others, as in 'rank_*.pt'"
 _RANK = re.compile(r"(rank[-_.]?)\d+", re.IGNORECASE)  # in a file's name
 _MOST_MISSING = 20  # ranks that are listed: a hostile file may speak of millions
@@ -38,12 +51,14 @@ T = TypeVar("T")
 class RankParts:
     """The payload of an entry: what each rank holds under its key, by rank.
 
-    `whole`: the parts, one after another, are the entry. Else it is the first of them, and they may be copies of one
-    tensor or parts of one.
+    `whole`: the parts together are the entry. Else it is the first of them, and they may be copies of one tensor or
+    parts of one. `copies` are parts that must hold the same, since the mesh of a DTensor says that they are replicas.
     """
 
     parts: tuple[TensorEntry | None, ...]
     whole: bool
+    copies: tuple[tuple[TensorEntry, ...], ...] = ()
+    of_dtensors: bool = False
 
 
 def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
@@ -57,8 +72,18 @@ def is_of_ranks(entry: TensorEntry) -> bool:
 
 
 def is_whole(entry: TensorEntry) -> bool:
-    """Whether the parts that ranks hold, one after another, are the entry."""
+    """Whether the parts that ranks hold are the entry together."""
     return isinstance(entry.payload, RankParts) and entry.payload.whole
+
+
+def is_of_dtensors(entry: TensorEntry) -> bool:
+    """Whether the entry is made of the parts of a DTensor."""
+    return isinstance(entry.payload, RankParts) and entry.payload.of_dtensors
+
+
+def copies_of(entry: TensorEntry) -> tuple[tuple[TensorEntry, ...], ...]:
+    """Groups of parts that must hold the same: replicas of one box of a DTensor."""
+    return entry.payload.copies if isinstance(entry.payload, RankParts) else ()
 
 
 def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -66,9 +91,7 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     if checkpoint.format == NAME:
         return ()
     entries = [entry for section in checkpoint.sections for entry in section.by_key().values()]
-    if any(map(sharded_tensor.is_dtensor, entries)):
-        return (f"{checkpoint.source} is the part of one rank, of DTensors: {sharded_tensor.SAVE_DTENSORS}",)
-    if not any(is_flat(entry.key) or sharded_tensor.is_sharded(entry) for entry in entries):
+    if not any(is_flat(entry.key) or _is_part(entry) for entry in entries):
         return ()
     whole = checkpoint.source.partition("::")[0]
     files = _RANK.sub(r"\1*", whole) if _RANK.search(name(whole)) else "rank_*.pt"
@@ -94,12 +117,12 @@ def read(pattern: str) -> Checkpoint:
     ranks = [files[path] for path in ordered]
     merge = _Merge()
     sections = tuple(merge.section(path, [_section(rank, path) for rank in ranks]) for path in _union(ranks))
+    merge.counters(ranks)
     notes.append(f"the files of {len(ordered)} ranks: {_some(ordered)}")
     if merge.problems:
-        of_dtensors = any(problem.problem == _DTENSOR for problem in merge.problems)
         raise CkptError(
             f"the files of {pattern} are not the parts of one checkpoint",
-            hint=sharded_tensor.SAVE_DTENSORS if of_dtensors else _ALL,
+            hint=merge.hint,
             problems=merge.problems,
         )
     return Checkpoint(
@@ -108,6 +131,7 @@ def read(pattern: str) -> Checkpoint:
         sum(rank.nbytes for rank in ranks),
         sections,
         others=ranks[0].others,
+        container=ranks[0].container,
         globals=tuple(sorted({name for rank in ranks for name in rank.globals})),
         notes=(*notes, *merge.notes),
         unreached=tuple(
@@ -143,7 +167,20 @@ def _said(file: Checkpoint) -> tuple[int, int] | None:
             if sharded_tensor.is_sharded(entry):
                 part = sharded_tensor.local_part(entry)
                 return part.rank, part.world_size
+            if dtensor.is_dtensor(entry):
+                return dtensor.rank_and_world_size(entry)
     return None
+
+
+def plain_values(file: Checkpoint) -> dict[str, object]:
+    """Numbers and words that stand beside the state dicts at the top of a rank's file."""
+    root = file.container.pickle.root if isinstance(file.container, torch_zip.Container) else None
+    pairs = pairs_of(root) or {}
+    return {key: value for key, value in pairs.items() if type(key) is str and type(value) in (bool, int, float, str)}
+
+
+def _is_part(entry: TensorEntry | ExtraEntry) -> bool:
+    return sharded_tensor.is_sharded(entry) or dtensor.is_dtensor(entry)
 
 
 def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> tuple[list[str], list[str]]:
@@ -198,12 +235,25 @@ class _Merge:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        self.hint = _ALL
+
+    def counters(self, ranks: Sequence[Checkpoint]) -> None:
+        """What counts steps beside the state dicts says whether the files are of one step."""
+        said = [plain_values(rank) for rank in ranks]
+        for key in said[0]:
+            values = [own[key] for own in said if key in own]
+            if _COUNTER.search(key.lower()) and not all(type(v) is type(values[0]) and v == values[0] for v in values):
+                self._differs(key, values)
+
+    def _differs(self, key: str, values: Sequence[object]) -> None:
+        rank = next(at for at, value in enumerate(values) if value != values[0])
+        self.problems.append(Problem(f"is {values[0]!r} on rank 0, and {values[rank]!r} on rank {rank}", key))
 
     def section(self, path: str, own: Sequence[Section | None]) -> Section:
         first = next(section for section in own if section is not None)
         if first.kind == "optimizer" and first.mapping is not None:
             found: list[TensorEntry] = []
-            mapping = self._value([_ABSENT if s is None else s.mapping for s in own], found)
+            mapping = self._value([_ABSENT if s is None else s.mapping for s in own], found, path)
             return replace(first, tensors=tuple(found), mapping=mapping)
         by_key = [{} if section is None else section.by_key() for section in own]
         keys = dict.fromkeys(key for entries in by_key for key in entries)
@@ -214,10 +264,12 @@ class _Merge:
             extras=tuple(entry for entry in entries if isinstance(entry, ExtraEntry)),
         )
 
-    def _value(self, values: Sequence[Any], found: list[TensorEntry]) -> Any:
-        """One value of an optimizer's state dict, of those of all ranks; its tensors are added to `found`."""
+    def _value(self, values: Sequence[Any], found: list[TensorEntry], way: str) -> Any:
+        """The value at `way` of an optimizer's state dict, of those of all ranks; its tensors are added to `found`."""
         have = [value for value in values if value is not _ABSENT]
         first = have[0]
+        if type(first) in (bool, int, float, str) and any(v != first for v in have):
+            self._differs(way, have)
         if isinstance(first, TensorEntry):
             entry = self._entry([value if isinstance(value, TensorEntry) else None for value in values])
             found.extend([entry] if isinstance(entry, TensorEntry) else [])
@@ -225,18 +277,21 @@ class _Merge:
         if isinstance(first, Mapping):
             maps = [value if isinstance(value, Mapping) else {} for value in values]
             keys = dict.fromkeys(key for own in maps for key in own)
-            return {key: self._value([own.get(key, _ABSENT) for own in maps], found) for key in keys}
+            return {
+                key: self._value([own.get(key, _ABSENT) for own in maps], found, f"{way}.{key}".lstrip("."))
+                for key in keys
+            }
         if isinstance(first, (list, tuple)) and all(type(v) is type(first) and len(v) == len(first) for v in have):
             columns = [[v[at] if v is not _ABSENT else v for v in values] for at in range(len(first))]
-            return type(first)(self._value(column, found) for column in columns)
+            return type(first)(self._value(column, found, f"{way}.{at}") for at, column in enumerate(columns))
         return first
 
     def _entry(self, own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry | ExtraEntry:
         first = next(entry for entry in own if entry is not None)
         if any(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
-            return self._tried(self._sharded, own, first)
-        if sharded_tensor.is_dtensor(first):
-            self.problems.append(Problem(_DTENSOR, first.key))
+            return self._tried(_of_sharded, own, first)
+        if any(entry is not None and dtensor.is_dtensor(entry) for entry in own):
+            return self._tried(_of_dtensors, own, first)
         parts = tuple(entry if isinstance(entry, TensorEntry) else None for entry in own)
         if not isinstance(first, TensorEntry) or any(part is not None and part.storage is None for part in parts):
             return first
@@ -248,24 +303,65 @@ class _Merge:
         try:
             return make(own)
         except CkptError as error:
+            self.hint = error.hint if isinstance(error, dtensor.Unplaced) else self.hint
             self.problems += error.problems or [Problem(error.message, getattr(first, "key", ""))]
             return first
 
-    def _sharded(self, own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
-        key = next(entry.key for entry in own if entry is not None)
-        if not all(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
-            raise _unfit("a sharded tensor on some ranks, and not on all", key)
-        found = [sharded_tensor.local_part(entry) for entry in own if entry is not None]
-        if len({(part.shape, part.dtype) for part in found}) > 1:
-            raise _unfit("has another shape or dtype on other ranks", key)
-        shape, at = found[0].shape, 0
-        for part in found:
-            if part.local is not None and part.offset != at:
-                raise _unfit("is not cut along its first dimension, rank by rank", key)
-            at += 0 if part.local is None else part.local.numel
-        if at != prod(shape):
-            raise _unfit(f"its parts hold {at:,} of {prod(shape):,} elements", key)
-        return _whole(key, shape, tuple(part.local for part in found))
+
+def _of_sharded(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
+    key = next(entry.key for entry in own if entry is not None)
+    if not all(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
+        raise _unfit("a sharded tensor on some ranks, and not on all", key)
+    found = [sharded_tensor.local_part(entry) for entry in own if entry is not None]
+    if len({(part.shape, part.dtype) for part in found}) > 1:
+        raise _unfit("has another shape or dtype on other ranks", key)
+    shape, at = found[0].shape, 0
+    for part in found:
+        if part.local is not None and part.offset != at:
+            raise _unfit("is not cut along its first dimension, rank by rank", key)
+        at += 0 if part.local is None else part.local.numel
+    if at != prod(shape):
+        raise _unfit(f"its parts hold {at:,} of {prod(shape):,} elements", key)
+    return _whole(key, shape, tuple(part.local for part in found))
+
+
+def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
+    key = next(entry.key for entry in own if entry is not None)
+    if not all(entry is not None and dtensor.is_dtensor(entry) for entry in own):
+        raise _unfit("a DTensor on some ranks, and not on all", key)
+    found = [dtensor.local_box(entry) for entry in own if entry is not None]
+    shape, dtype = found[0].shape, found[0].dtype
+    if len({(box.shape, box.dtype, box.layout) for box in found}) > 1:
+        raise _unfit("has another shape, dtype, mesh or placement on other ranks", key)
+    by_corner: defaultdict[tuple[int, ...], list[TensorEntry]] = defaultdict(list)
+    for box in found:
+        if box.local.numel:
+            by_corner[box.offsets].append(box.local)
+    held = sum(copies[0].numel for copies in by_corner.values())
+    if held != prod(shape):
+        raise _unfit(f"its parts hold {held:,} of {prod(shape):,} elements", key)
+    copies = tuple(tuple(group) for group in by_corner.values() if len(group) > 1)
+    parts = RankParts(tuple(box.local for box in found), whole=True, copies=copies, of_dtensors=True)
+    boxes = {corner: group[0] for corner, group in by_corner.items()}
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, _in_boxes(shape, dtype, boxes), payload=parts)
+
+
+def _in_boxes(shape: tuple[int, ...], dtype: str, boxes: Mapping[tuple[int, ...], TensorEntry]) -> Storage:
+    """The storage of a tensor that the boxes cover, by their corners; a span of a file where it lies in one piece."""
+    spans = [entry.span for entry in boxes.values()]
+    if len(spans) == 1 and spans[0] is not None:
+        return Storage(spans[0])
+
+    def produce() -> Iterator[bytes]:
+        parts = [Box(corner, entry.shape, _data(entry)) for corner, entry in boxes.items()]
+        return assembled(shape, itemsize(dtype), parts)
+
+    return Storage(Lazy(prod(shape) * itemsize(dtype), produce))
+
+
+def _data(entry: TensorEntry) -> Span | bytes:
+    """The entry's elements in row-major order; bytes where they are a strided view."""
+    return entry.span if entry.span is not None else b"".join(map(bytes, elements(entry)))
 
 
 def _laid_end_to_end(parts: Sequence[TensorEntry | None]) -> TensorEntry:

@@ -16,9 +16,6 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, unnamed
 
-# What to do about tensors that no number of files tells how to put together.
-SAVE_DTENSORS = "save them with torch.distributed.checkpoint, or their full_tensor()"
-
 _SHARD = "torch.distributed._shard"
 _CLASS = Global(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
 
@@ -52,13 +49,6 @@ def _state(entry: TensorEntry | ExtraEntry) -> Any:
     if type(node.func) is Global and node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4:
         return node.args[3] if node.args[1] == _CLASS else None
     return node.state if node.func == _CLASS and node.state is not ABSENT else None
-
-
-def is_dtensor(entry: TensorEntry | ExtraEntry) -> bool:
-    """Whether the entry is a ``DTensor``, whose parts only its device mesh tells how to put together."""
-    node = entry.payload.node if isinstance(entry.payload, Carried) else None
-    args = node.args if type(node) is Call and type(node.args) is tuple else ()
-    return any(type(arg) is Global and arg.name == "DTensor" for arg in args)
 
 
 def local_part(entry: TensorEntry | ExtraEntry) -> LocalPart:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from ckpttool.checkpoint import Span, Storage, TensorEntry
+from ckpttool.formats.containers import json_text
 
 _SIZE = r"(?:0|[1-9][0-9]{0,18})"
 _TENSOR = re.compile(
@@ -70,10 +72,22 @@ def _is_covered(spans: Iterable[Span], data: Span) -> bool:
     return reach == data.offset + data.length
 
 
-def names(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where each quoted name of the outermost object of a header begins and ends, and the name as it is spelled.
+def first(text: str, name: str) -> tuple[Any, int]:
+    """The value of the first member and where it ends, if that has the name; else ({}, 0), and None for no JSON."""
+    start = f'{{"{name}":'
+    try:
+        return json_text.value_at(text, len(start)) if text.startswith(start) else ({}, 0)
+    except ValueError:
+        return None, 0
+
+
+def names(text: str, but: str) -> Iterator[tuple[int, int]]:
+    """Where each quoted name of the outermost object of a header begins and ends, those of the member `but` left out.
 
     The header is one that was read: all members are objects without objects in them, or the metadata.
     """
+    quoted = json_text.quoted(but)
     for match in _MEMBER.finditer(text, text.index("{") + 1):
-        yield (*match.span(1), match[1])
+        name = match[1]
+        if name != quoted and ("\\" not in name or json_text.loads(name) != but):
+            yield match.span(1)

@@ -25,12 +25,12 @@ from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.safetensors import members
 from ckpttool.formats.safetensors.overlap import overlapping
 from ckpttool.io.files import opened
-from ckpttool.io.pieces import Piece
+from ckpttool.io.pieces import Edited, Piece
 
 FORMAT = "safetensors"
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
-_WITH_METADATA = f'{{"{METADATA}":'
+BLOCK = 4096  # bytes; file systems share and move the bytes of files by such blocks
 PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
 
 _U64_MAX = 2**64 - 1
@@ -72,11 +72,7 @@ class Header:
 
     def names(self) -> Iterator[tuple[int, int]]:
         """The places of the tensors' quoted names in `text`, in the order of `tensors`."""
-        return ((start, end) for start, end, name in members.names(self.text) if not _is_of_metadata(name))
-
-
-def _is_of_metadata(quoted: str) -> bool:
-    return quoted == f'"{METADATA}"' or ("\\" in quoted and json_text.loads(quoted) == METADATA)
+        return members.names(self.text, METADATA)
 
 
 # Reading
@@ -101,15 +97,9 @@ _Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and t
 
 def _as_usual(text: str, data: Span) -> _Content | None:
     """What the header describes, where it is spelled as writers spell it; None where it has to be read strictly."""
-    metadata: Any = {}
-    at = 0
-    if text.startswith(_WITH_METADATA):
-        try:
-            metadata, at = json_text.value_at(text, len(_WITH_METADATA))
-        except ValueError:
-            return None
-        if not _is_metadata(metadata) or not text.startswith(",", at):
-            return None
+    metadata, at = members.first(text, METADATA)
+    if not _is_metadata(metadata) or (at and not text.startswith(",", at)):
+        return None
     tensors = members.tensors(text, at + 1, data, _alike)
     return None if tensors is None or METADATA in {tensor.key for tensor in tensors} else (metadata, tensors)
 
@@ -269,6 +259,27 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     return _layout_afresh(tensors, checkpoint.metadata)
 
 
+def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
+    """The file with all data where it lies in the one that was read, or moved by whole blocks if the header needs room.
+
+    None where more than names and metadata changed.
+    """
+    header = checkpoint.container
+    if not isinstance(header, Header) or problems(checkpoint):
+        return None
+    text = _rename(header, checkpoint.sections[0].tensors)
+    if text is None:
+        return None
+    if checkpoint.metadata != header.metadata:
+        metadata = {METADATA: dict(checkpoint.metadata)} if checkpoint.metadata else {}
+        infos = {name: info for name, info in json_text.loads(text).items() if name != METADATA}
+        text = json_text.dumps(metadata | infos)
+    raw = _encoded(text)
+    more = max(0, len(raw) - header.length)
+    pieces = [_header(raw, header.length + -(-more // BLOCK) * BLOCK), *_with_bytes([Piece(header.data)])]
+    return Edited(pieces, header.text.encode(), raw)
+
+
 def problems(checkpoint: Checkpoint) -> list[Problem]:
     """Everything in the checkpoint that a file has no place for: sections, extras, dtypes, layouts, shared bytes."""
     if not checkpoint.sections:
@@ -360,15 +371,27 @@ def _data(entry: TensorEntry) -> Piece:
 
 
 def _pieces(text: str, spare: int, data: Iterable[Piece]) -> list[Piece]:
+    raw = _encoded(text)
+    return [_header(raw, _aligned(len(raw)) + spare), *_with_bytes(data)]
+
+
+def _encoded(text: str) -> bytes:
     try:
-        raw = text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         bad = error.object[error.start : error.end]
         raise Refused(f"a name holds {bad!r}, which is no text", hint="rename it with --rule 'FROM => TO'") from error
-    length = _aligned(len(raw)) + spare
+
+
+def _header(raw: bytes, length: int) -> Piece:
+    """The file's first bytes: the header, with blanks behind it up to `length` bytes."""
     if length > MAX_HEADER:
         raise Refused(
             f"the header would be {length} bytes long, safetensors allows {MAX_HEADER}",
             hint="write a torch file (OUT ending in .pt)",
         )
-    return [Piece(struct.pack("<Q", length) + raw.ljust(length)), *(piece for piece in data if piece.nbytes)]
+    return Piece(struct.pack("<Q", length) + raw.ljust(length))
+
+
+def _with_bytes(data: Iterable[Piece]) -> list[Piece]:
+    return [piece for piece in data if piece.nbytes]

@@ -87,7 +87,7 @@ class Carried:
 
     def content(self) -> bytes | None:
         """See `checkpoint.Comparable`. A Parameter's is that of the tensor in it."""
-        return content_of(_bare(self.node), self.storages.content)
+        return content_of(bare(self.node), self.storages.content)
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
         """See `checkpoint.Resolvable`."""
@@ -95,7 +95,7 @@ class Carried:
             return entry
         from ckpttool.evaluate import with_torch  # values that are to be computed
 
-        node = _bare(self.node)
+        node = bare(self.node)
         is_v3 = node.func.name == "_rebuild_tensor_v3"
         dtype, storage = typed_storage(node.args[0], self.storages)
         view = _view(_dtype(node.args[6]) if is_v3 else dtype, storage, node.args[1:4])
@@ -129,13 +129,13 @@ def is_dense(entry: TensorEntry) -> bool:
 
 def kind(entry: TensorEntry) -> str:
     """What tells tensors apart that do not load in each other's place: the layout; of a subclass its name."""
-    node = _bare(entry.payload.node) if isinstance(entry.payload, Carried) else None
+    node = bare(entry.payload.node) if isinstance(entry.payload, Carried) else None
     args = node.args if type(node) is Call and is_tensor(node) and type(node.args) is tuple else ()
     known = next((arg for arg in args if type(arg) is Global and not is_tensor(Call(arg, ()))), None)
     return str(known) if entry.layout == "subclass" and known is not None else entry.layout
 
 
-def _bare(node: Any) -> Any:
+def bare(node: Any) -> Any:
     """The node of the tensor inside a Parameter."""
     for _ in range(_MAX_WRAPPERS):
         if is_tensor(node) and node.func.name == "_rebuild_parameter":

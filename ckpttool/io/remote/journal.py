@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpttool.errors import CkptError
 from ckpttool.io import temporary
-from ckpttool.io.journal import PATIENCE, Journal, being_replaced, parse
+from ckpttool.io.journal import Journal, being_replaced, parse
 from ckpttool.io.paths import join
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.remote.errors import answered
@@ -67,7 +67,7 @@ def settle(out: str) -> None:
         fs, path = filesystem(home)
         dead = temporary.is_dead(name, time.time())
         if stat(join(home, JOURNAL)) is not None:
-            if not dead and (temporary.is_alive(name) or _age(fs, join(home, JOURNAL)) < PATIENCE):
+            if not dead and (temporary.is_alive(name) or _age(fs, join(home, JOURNAL)) < temporary.PATIENCE):
                 raise being_replaced(out)
             with answered(out):
                 text = fs.cat_file(_path(join(home, JOURNAL)))

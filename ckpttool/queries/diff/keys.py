@@ -6,10 +6,12 @@ Nothing is decided by the likeness of names: what no hook, wrapper or alias expl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.evaluate.compare import same_objects
+from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import Hook
@@ -18,7 +20,7 @@ from ckpttool.naming.call_variants import aliases
 from ckpttool.queries.diff.reasons import segment_reason
 from ckpttool.queries.diff.result import KIND, Entry
 
-Values = Callable[[TensorEntry, TensorEntry], "str | None"]
+Values = Callable[[TensorEntry, TensorEntry], "Difference | None"]
 
 
 def compare(left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
@@ -54,7 +56,9 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if left.dtype != right.dtype:
         return Entry("dtype", *names, f"{left.dtype} instead of {right.dtype}")
     differs = None if values is None else values(left, right)
-    return Entry("same", *names) if differs is None else Entry("value", *names, "other values", None, differs)
+    if differs is None:
+        return Entry("same", *names)
+    return Entry("value", *names, "other values", None, differs.text, differs.spread)
 
 
 def is_one_kind(left: TensorEntry, right: TensorEntry) -> bool:
@@ -86,7 +90,7 @@ def renamed(left: Any, right: Any, reason: str, values: Values | None = None, ho
     found = compare_pair(left, right, values)
     if found.status in ("same", "extra_state"):
         return Entry("renamed", found.left, found.right, reason, hook)
-    return Entry(found.status, found.left, found.right, f"{found.reason}, and renamed: {reason}", hook, found.detail)
+    return replace(found, reason=f"{found.reason}, and renamed: {reason}", hook=hook)
 
 
 def leftover(status: str, section: Section, keys: Iterable[str], known: set[str]) -> list[Entry]:

@@ -160,4 +160,6 @@ def _pair(key: str, left: Any, right: Any, values: Values | None) -> Entry:
     if left.dtype != right.dtype:
         return Entry("dtype", *keys, f"{left.dtype} instead of {right.dtype}")
     found = None if values is None else values(left, right)
-    return Entry("same", *keys) if found is None else Entry("value", *keys, "other values", None, found)
+    if found is None:
+        return Entry("same", *keys)
+    return Entry("value", *keys, "other values", None, found.text, found.spread)

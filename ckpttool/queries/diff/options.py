@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from ckpttool.errors import CkptError
 from ckpttool.options import OptimizerOptions, option
+from ckpttool.queries.diff.result import STATUSES
 
 if TYPE_CHECKING:
     from ckpttool.queries.diff.keys import Values
+
+
+def statuses_in(text: str) -> frozenset[str]:
+    """The statuses of differences in ``missing,shape``. Raises `CkptError` for a word that is none of them."""
+    known = STATUSES[1:]
+    words = [word.strip() for word in text.split(",")]
+    strange = [word for word in words if word not in known]
+    if strange:
+        raise CkptError(f"{strange[0]!r} is no status of a difference", hint=f"they are {', '.join(known)}")
+    return frozenset(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +32,24 @@ class DiffOptions(OptimizerOptions):
     rtol: Annotated[float, option("--rtol", least=0, help="Relative tolerance of --values.")] = 0.0
     atol: Annotated[float, option("--atol", least=0, help="Absolute tolerance of --values.")] = 0.0
     ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Another dtype is no difference.")] = False
+
+    fail_on: Annotated[
+        str | None,
+        option("--fail-on", metavar="STATUS,...", check=statuses_in, help="Status 1 for these differences only."),
+    ] = None
+    ignore: Annotated[
+        Sequence[str] | None,
+        option("--ignore", metavar="LINE", help="'STATUS PATTERN # REASON': no status 1 for it. Repeatable."),
+    ] = None
+    ignore_file: Annotated[
+        str | None, option("--ignore-file", metavar="FILE", help="Such lines in a file, kept in the repository.")
+    ] = None
+    fail_on_unused: Annotated[bool, option("--fail-on-unused", help="Status 1 for lines that ignore nothing.")] = False
+
+    @property
+    def says_what_fails(self) -> bool:
+        """Whether some differences are to be accepted."""
+        return bool(self.fail_on or self.ignore or self.ignore_file)
 
     @property
     def comparison(self) -> Values | None:

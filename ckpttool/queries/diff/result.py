@@ -6,10 +6,12 @@ Every key of each side stands in exactly one entry.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from ckpttool.names import Hook, hook_json
+from ckpttool.checkpoint import Section
+from ckpttool.names import Hook, Names, hook_json
 from ckpttool.naming.inference.values import Inference
 
 SCHEMA = "ckpttool.diff/1"
@@ -24,9 +26,38 @@ STATUSES = (
 )
 
 
+class Outline(Protocol):
+    """What is told of a tensor beside its key; the shape is None where it hangs on values."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name without ``torch.``."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Its sizes."""
+
+
+Outlines = Mapping[str, Outline]
+
+
+def outlines(section: Section) -> Outlines:
+    """The tensors of a section, by key."""
+    return {entry.key: entry for entry in section.tensors}
+
+
+def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
+    """What a model saves, by key, and its own tensors, by FQN."""
+    return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own."""
+    """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
+
+    `ignored` is why a pipeline lives with it.
+    `spread` is how far other values are apart, where that was measured: pairs of ``(exponent of 2, elements)``.
+    """
 
     status: str
     left: tuple[str, ...]
@@ -34,6 +65,14 @@ class Entry:
     reason: str = ""
     hook: Hook | None = None
     detail: str | None = None
+    spread: tuple[tuple[int, int], ...] = ()
+    ignored: str | None = None
+
+    @property
+    def why(self) -> str:
+        """The reason, and by which hook."""
+        hook = self.hook
+        return self.reason if hook is None else f"{self.reason}: {hook.function} ({hook.file}:{hook.line})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +82,10 @@ class Diff:
     `inferred` is what may be one tensor under two names, where no model was there to ask: suggestions, on which
     `identical` does not rest; `rules` is the text of a rules file that carries them out. None where the question does
     not arise, and where there are no such rules. `exchangeable` are keys of one shape in the same layers, which only
-    their names tell apart: a tuple for each shape.
+    their names tell apart: a tuple for each shape. `harmless` are the statuses whose entries do not stand against
+    `identical`; with `beyond` something does that no entry shows. `accepted` says whether all that does is what a
+    pipeline lives with, where it was said what that is; `unused_ignores` are lines of it that spoke of nothing.
+    `outlines` are the tensors of each side by key, in its own order, as far as they are known.
     """
 
     left: str
@@ -55,6 +97,20 @@ class Diff:
     inferred: Inference | None = None
     rules: str | None = None
     exchangeable: tuple[tuple[str, ...], ...] = ()
+    harmless: frozenset[str] = HARMLESS
+    beyond: bool = False
+    accepted: bool | None = None
+    unused_ignores: tuple[str, ...] = ()
+    outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the exit status is 0."""
+        return self.identical if self.accepted is None else self.accepted
+
+    def weighs(self, entry: Entry) -> bool:
+        """Whether the entry stands against `identical`."""
+        return entry.status not in self.harmless
 
     @property
     def summary(self) -> dict[str, int]:
@@ -74,8 +130,16 @@ class Diff:
             "fix": list(self.fix),
             "notes": list(self.notes),
             **({"exchangeable": [list(keys) for keys in self.exchangeable]} if self.exchangeable else {}),
+            **self._acceptance_json(),
             **({} if self.inferred is None else {**_inferred_json(self.inferred), "rules": self.rules}),
         }
+
+    def _acceptance_json(self) -> dict[str, Any]:
+        if self.accepted is None:
+            return {}
+        count = Counter(entry.status for entry in self.entries if entry.ignored is not None)
+        ignored = {status: count[status] for status in STATUSES if count[status]}
+        return {"accepted": self.accepted, "ignored": ignored, "unused_ignores": list(self.unused_ignores)}
 
 
 def _inferred_json(inferred: Inference) -> dict[str, Any]:
@@ -101,4 +165,6 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         found["hook"] = hook_json(entry.hook)
     if entry.detail is not None:
         found["detail"] = entry.detail
+    if entry.ignored is not None:
+        found["ignored"] = entry.ignored
     return found

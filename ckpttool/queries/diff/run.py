@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from ckpttool.queries.diff import mend
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
+from ckpttool.queries.diff.manifest import compare_manifest, is_about_manifest
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, compare_through, loads
 from ckpttool.queries.diff.optimizer import (
     SavedOptimizer,
@@ -36,7 +37,7 @@ from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_mode
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, names_outlines, outlines
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import plural, shell
 
@@ -64,6 +65,10 @@ def run(
     """
     model = operand_of(options) if model is None else model
     values, ignore_dtype = options.comparison, options.ignore_dtype
+    if left is not None and right is not None and is_about_manifest(left, right):
+        if model is not None:
+            raise CkptError("a manifest is compared as it is, without a model", hint="leave --model out")
+        return compare_manifest(left, right, values)
     if left is not None and right is not None:
         return _checkpoints(left, right, model, values, ignore_dtype)
     if model is None or right is not None or values is not None:
@@ -84,7 +89,8 @@ def _names(model: ModelOperand) -> Diff:
     lossy = [f"does not load what it saves: {problem}" for problem in names.roundtrip_problems]
     renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
     notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
-    return Diff(f"{names.model} (serialized)", f"{names.model} (runtime)", identical, entries, notes=notes)
+    sides = f"{names.model} (serialized)", f"{names.model} (runtime)"
+    return Diff(*sides, identical, entries, notes=notes, beyond=lost, outlines=names_outlines(names))
 
 
 def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -110,7 +116,22 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     notes += _of_other_order(names, checkpoint)
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what it loads)"
-    return Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike)
+    harmless = HARMLESS | ({"dtype"} if ignore_dtype else set())
+    beyond = not identical and _is_beyond(verdict, entries)
+    sides = outlines(section), names_outlines(names)[0]
+    shown = Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike, outlines=sides)
+    return replace(shown, harmless=harmless, beyond=beyond)
+
+
+def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:
+    """Whether something stands against loading that none of the entries shows as a difference."""
+    if any(entry.status in HARMLESS and not (entry.left and entry.right) for entry in entries):
+        return True
+    shown = {entry.status for entry in entries if entry.status not in HARMLESS}
+    if verdict is None:
+        return not shown
+    unshown_dtype = bool(verdict.dtype_changes) and "dtype" not in shown
+    return bool(_torch_says(verdict, entries)) or unshown_dtype or not shown
 
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
@@ -139,10 +160,14 @@ def _said(verdict: Verdict | None, entries: Iterable[Entry]) -> list[str]:
     """What torch says of loading beside the two lists of keys and the shapes that are listed."""
     if verdict is None:
         return []
-    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
-    errors = [f"torch: {text}" for text in verdict.errors if text.partition(": ")[0] + ":" not in shown]
+    errors = _torch_says(verdict, entries)
     assigns = ["load_state_dict(..., assign=True) loads it: the file's tensors then take the place of the model's"]
     return [*errors, *(assigns if verdict.assigns else [])]
+
+
+def _torch_says(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
+    shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
+    return [f"torch: {text}" for text in verdict.errors if text.partition(": ")[0] + ":" not in shown]
 
 
 def _distinct(names: Names) -> Iterator[Tensor]:
@@ -180,7 +205,9 @@ def _optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) 
     notes, loads = _beside(model, checkpoint, ignore_dtype)
     made = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
     right = f"{made} (of {names.model})"
-    return Diff(checkpoint.source, right, fit.fits and loads, fit.entries, fix, (*fit.notes, *notes))
+    identical = fit.fits and loads
+    notes = (*fit.notes, *notes)
+    return Diff(checkpoint.source, right, identical, fit.entries, fix, notes, beyond=not identical)
 
 
 def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
@@ -237,7 +264,8 @@ def _checkpoints(
     ranks = (*one_rank(left), *one_rank(right))
     notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
     inferred = suggestions(left, right, entries, values is not None) if names is None else None
-    return Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred)
+    shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
+    return replace(shown, outlines=(outlines(mine), outlines(theirs)))
 
 
 def _optimizers(

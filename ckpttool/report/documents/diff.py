@@ -7,7 +7,20 @@ from collections.abc import Iterable, Sequence
 from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.report.collapse import collapse, first_pattern
-from ckpttool.report.document import Block, Cell, Column, Commands, Document, Facts, Note, Role, Table, shortened
+from ckpttool.report.document import (
+    Block,
+    Cell,
+    Column,
+    Commands,
+    Document,
+    Facts,
+    Finding,
+    Listing,
+    Note,
+    Role,
+    Table,
+    shortened,
+)
 from ckpttool.words import number, plural
 
 _ROWS = 40
@@ -37,11 +50,6 @@ _MEANING = {
 
 def document(diff: Diff, *, all: bool = False) -> Document:
     """The document; with `all` every key has a line of its own."""
-    count = sum(entry.status not in HARMLESS for entry in diff.entries)
-    if diff.identical:
-        verdict = "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
-    else:
-        verdict = plural(count, "difference") if count else "does not load"
     blocks: list[Block] = [
         Facts((("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))),
         _summary(diff),
@@ -50,12 +58,57 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     if diff.inferred is not None:
         blocks += [shortened(_suggested(diff.inferred), None if all else _ROWS), _ambiguous(diff.inferred)]
     blocks += [Note(note, "notice" if diff.identical else "warning") for note in diff.notes]
+    blocks.append(_ignored(diff))
+    blocks += [Note(f"ignores nothing: {line}", "warning") for line in diff.unused_ignores]
     if diff.exchangeable:
         blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
-    return Document("diff", verdict, diff.identical, shown)
+    return Document("diff", _verdict(diff), diff.passes, shown, _listing(diff))
+
+
+def _verdict(diff: Diff) -> str:
+    count = sum(entry.status not in HARMLESS for entry in diff.entries)
+    if diff.identical:
+        return "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+    if diff.accepted:
+        weighing = [entry for entry in diff.entries if diff.weighs(entry)]
+        ignored = sum(entry.ignored is not None for entry in weighing)
+        others = len(weighing) - ignored
+        parts = [f"{number(ignored)} ignored"] * bool(ignored) + [f"{number(others)} not in --fail-on"] * bool(others)
+        return f"not the same: {plural(len(weighing), 'difference')}, accepted ({', '.join(parts)})"
+    return plural(count, "difference") if count else "does not load"
+
+
+def _ignored(diff: Diff) -> Table:
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in diff.entries:
+        if entry.ignored is not None:
+            groups.setdefault((entry.status, entry.ignored), []).append(entry)
+    rows = tuple(
+        (
+            Cell(status, "dim"),
+            number(len(group)),
+            first_pattern(key for e in group for key in e.left or e.right),
+            reason,
+        )
+        for (status, reason), group in groups.items()
+    )
+    columns = (Column("status"), Column("entries", "number"), Column("key", "key"), Column("why it is ignored"))
+    return Table("Ignored, and not the same", columns, rows)
+
+
+def _listing(diff: Diff) -> Listing:
+    """Every entry; those that are the same are hidden at first where there are others."""
+
+    def findings() -> Iterable[Finding]:
+        from ckpttool.report.documents.listing import of_diff  # shown by few formats
+
+        return of_diff(diff)
+
+    roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
+    return Listing((diff.left, diff.right), roles, findings, frozenset({"same"} if len(roles) > 1 else ()))
 
 
 def _summary(diff: Diff) -> Table:
@@ -85,8 +138,7 @@ def _causes(entries: Iterable[Entry]) -> Table:
 
 def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
     first = group[0]
-    hook = first.hook
-    why = first.reason if hook is None else f"{first.reason}: {hook.function} ({hook.file}:{hook.line})"
+    why = first.why
     details = list(dict.fromkeys(entry.detail for entry in group if entry.detail is not None))
     if 0 < len(details) <= _FEW:
         why += f": {', '.join(details)}"
@@ -155,4 +207,5 @@ def _listed(entries: Iterable[Entry]) -> Table:
         )
         for entry in entries
     )
-    return Table("Every key", (Column("status"), Column("left", "key"), Column("right", "key"), Column("why")), rows)
+    columns = (Column("status"), Column("left", "key"), Column("right", "key"), Column("why"))
+    return Table("Every key", columns, rows, is_listed=True)

@@ -9,7 +9,7 @@ from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection
 from ckpttool.report.collapse import Group, collapse
-from ckpttool.report.document import Cell, Column, Document, Inline, Note, Table, shortened
+from ckpttool.report.document import Cell, Column, Document, Finding, Inline, Listing, Note, Table, shortened
 from ckpttool.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
@@ -38,7 +38,16 @@ def document(inspection: Inspection, *, all: bool = False) -> Document:
     )
     notes = [Note(note, "warning") for note in inspection.notes]
     shown = [table for table in tables if table.rows]
-    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown))
+    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown), _listing(inspection))
+
+
+def _listing(inspection: Inspection) -> Listing:
+    def findings() -> Iterator[Finding]:
+        from ckpttool.report.documents.listing import of_inspection  # shown by few formats
+
+        return of_inspection(inspection)
+
+    return Listing((inspection.checkpoint.source,), {"tensor": "plain"}, findings)
 
 
 def _sections(inspection: Inspection) -> Table:
@@ -79,7 +88,7 @@ def _tensors(inspection: Inspection, all: bool) -> Table:
         count = (number(len(group.keys)),) if counted else ()
         rows.append((*((section.path or _ROOT,) if many else ()), *count, *row))
     columns = [*([Column("section")] if many else []), *([Column("tensors", "number")] if counted else []), *columns]
-    return Table("Tensors", tuple(columns), tuple(rows))
+    return Table("Tensors", tuple(columns), tuple(rows), is_listed=True)
 
 
 def _statistics(inspection: Inspection) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.names import Names
 from ckpttool.queries.diff.names import compare_names
-from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.diff.result import Diff, names_outlines
 from ckpttool.queries.explanation import Explanation
 from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
 from ckpttool.report.documents import diff as diff_report
@@ -14,8 +14,9 @@ from ckpttool.words import number, plural, shape_text
 def document(names: Names, *, all: bool = False, written: str | None = None) -> Document:
     """What `trace` shows: counts, every cause for which a serialized key is not a runtime name, and the way back."""
     entries = compare_names(names)
-    diff = Diff("serialized", "runtime", False, entries)
-    tables = [block for block in diff_report.document(diff, all=all).blocks if isinstance(block, Table)]
+    diff = Diff("serialized", "runtime", False, entries, outlines=names_outlines(names))
+    shown = diff_report.document(diff, all=all)
+    tables = [block for block in shown.blocks if isinstance(block, Table)]
     blocks: list[Block] = [Facts(_counts(names)), *tables]
     if names.roundtrips:
         blocks.append(Note("load_state_dict() reads back what state_dict() writes"))
@@ -27,7 +28,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
         blocks.append(Note(f"names file: {written}"))
     renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)
     verdict = f"{plural(len(names.serialized), 'serialized key')}, {number(renamed)} of them not under the runtime name"
-    return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks))
+    return Document(f"trace {names.model}", verdict, names.roundtrips, tuple(blocks), shown.listing)
 
 
 def _counts(names: Names) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.result import Remap
-from ckpttool.expression import Ref, refs
+from ckpttool.expression import BY_CODE, Ref, refs
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
@@ -22,7 +22,13 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
         pairs.append(("output", Cell(out, "key")))
     if done.form is not None:
         pairs.append(("form", done.form if done.source_form is None else f"{done.source_form} -> {done.form}"))
+    pairs += [
+        ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}'s own {BY_CODE[run.way]}() on the values")
+        for run, keys in done.plan.by_code
+    ]
     pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
+    if done.written is not None:
+        pairs.append(("written", str(done.written)))
     if verified and not dry_run:
         pairs.append(("verified", "every tensor of the output was read back and compared"))
     blocks: list[Block] = [Facts(tuple(pairs))]

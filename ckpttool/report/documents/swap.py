@@ -21,6 +21,7 @@ def document(swapped: Swap, program: str, new: str, out: str | None, *, dry_run:
         ("keys read as", swapped.form),
         ("under another name", number(renamed)),
         ("computed", number(computed)),
+        *([("by the model's own load_state_dict()", number(len(swapped.by_code)))] if swapped.by_code else []),
         ("constants kept", number(len(swapped.constants))),
     ]
     if verified and not dry_run:

@@ -1,63 +1,113 @@
-"""The HTML report: one page that needs nothing else, no script and no network, for light and dark screens."""
+"""The HTML report: one page that needs no network, for light and dark screens, wide and narrow ones.
+
+What is not `page/report.js`, whose tree of every key is made where it is seen, can be read without any script. The
+content security policy of the page lets nothing run but that script.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from html import escape
+from importlib.resources import files
 from typing import Any
 
-from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import (
+    Cell,
+    Code,
+    Commands,
+    Document,
+    Facts,
+    Finding,
+    Listing,
+    Named,
+    Note,
+    Problems,
+    Table,
+    cell,
+    cells,
+    shortened,
+)
 from ckpttool.words import visible
 
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --ink: #1d2125; --soft: #626b75; --paper: #fdfdfc; --line: #dfe2e6; --shade: #f3f4f5;
-  --ok: #1a7f37; --bad: #c0262d; --warn: #946200; --key: #0b5c8a; --dtype: #7a3e9d;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --ink: #e3e6e9; --soft: #9aa4ae; --paper: #15181b; --line: #333a41; --shade: #1e2327;
-    --ok: #56c271; --bad: #ff7b72; --warn: #e0b04c; --key: #79c0ff; --dtype: #d2a8ff;
-  }
-}
-body {
-  max-width: 76rem; margin: 3rem auto; padding: 0 1.5rem; color: var(--ink); background: var(--paper);
-  font: 15px/1.5 system-ui, sans-serif;
-}
-h1 { font-size: 1.35rem; font-weight: 600; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1rem; font-weight: 600; margin: 2rem 0 .4rem; }
-.verdict { font-size: 1.1rem; margin: .3rem 0 1.5rem; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: .25rem 1.5rem .25rem 0; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; color: var(--soft); white-space: nowrap; }
-.key, .dtype, .shape, pre { font-family: ui-monospace, monospace; font-size: .9em; }
-.key { color: var(--key); overflow-wrap: anywhere; }
-.dtype { color: var(--dtype); }
-.number { text-align: right; white-space: nowrap; }
-.ok { color: var(--ok); } .bad, .error { color: var(--bad); } .warn, .warning { color: var(--warn); }
-.dim, footer { color: var(--soft); }
-ul { list-style: none; padding: 0; }
-pre { background: var(--shade); padding: .8rem 1rem; border-radius: 4px; overflow-x: auto; }
-""".strip()
+_ABREAST = 3  # columns that a narrow screen has room for
+_LISTED = 200  # rows of a table whose rows the tree has, too
 
 
 def render(document: Document) -> str:
     """The document as one HTML page, ending with a newline."""
     title = _escape(document.title)
-    body = [f"<h1>{title}</h1>", f'<p class="verdict {_mood(document)}">{_escape(document.verdict)}</p>']
-    for block in document.blocks:
-        body += _BLOCKS[type(block)](block)
-    head = [
+    verdict = f'<p class="verdict {_mood(document)}">{_escape(document.verdict)}</p>'
+    style, script = (f"\n{_page(name)}" for name in ("report.css", "report.js"))
+    parts = [
         "<!doctype html>",
         '<html lang="en">',
         '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>",
-        f"<style>\n{_STYLE}\n</style>",
+        f"<style>{style}</style>",
+        f"<header><div><h1>{title}</h1>{verdict}</div></header>",
+        "<main>",
     ]
-    return "\n".join([*head, *body, "</html>"]) + "\n"
+    for block in document.blocks:
+        parts += _BLOCKS[type(block)](block)
+    data = None if document.listing is None else _data(document.listing)
+    if data is not None and data["rows"]:
+        parts += [
+            '<section id="browser"></section>',
+            f'<script type="application/json" id="listing">{_json(data)}</script>',
+        ]
+    return "\n".join([*parts, "</main>", f"<script>{script}</script>", "</html>"]) + "\n"
+
+
+def _page(name: str) -> str:
+    return files("ckpttool.report.renderers").joinpath("page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing but this style and this script, by their hashes."""
+    import hashlib  # loads OpenSSL
+
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script))
+    sources = (f"{kind}-src 'sha256-{digest}'" for kind, digest in zip(("style", "script"), digests))
+    return "; ".join(["default-src 'none'", *sources, "base-uri 'none'", "form-action 'none'"])
+
+
+def _data(listing: Listing) -> dict[str, Any]:
+    """What `report.js` reads, which says how a row is written; outlines and reasons once each."""
+    outlines: dict[tuple[str, str, int | None], int] = {}
+    whys: dict[str, int] = {}
+    statuses = {status: place for place, status in enumerate(listing.statuses)}
+
+    def side(found: tuple[Named, ...]) -> tuple[list[str], list[int]]:
+        told = [(visible(one.dtype), one.shape, one.nbytes) for one in found]
+        return [visible(one.key) for one in found], [outlines.setdefault(one, len(outlines)) for one in told]
+
+    def row(found: Finding) -> list[Any]:
+        left, right = side(found.left), side(found.right)
+        why = whys.setdefault(visible(found.why), len(whys))
+        other = [theirs if theirs != mine else 0 for mine, theirs in zip(left, right)]
+        whole = [statuses[found.status], why, *left, *other, visible(found.detail), found.spread]
+        while not whole[-1] and whole[-1] != []:
+            whole.pop()
+        return whole
+
+    rows = [row(found) for found in listing.findings()]
+    return {
+        "sides": [visible(name) for name in listing.sides],
+        "statuses": [[status, role, status in listing.quiet] for status, role in listing.statuses.items()],
+        "outlines": list(outlines),
+        "whys": list(whys),
+        "rows": rows,
+    }
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that ends no script."""
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _mood(document: Document) -> str:
@@ -72,28 +122,44 @@ def _span(entry: Cell) -> str:
     return f'<span class="{entry.role}">{_escape(entry.text)}</span>'
 
 
-def _cell(tag: str, entry: Cell) -> str:
+def _cell(tag: str, entry: Cell, title: str = "") -> str:
     kind = "" if entry.role == "plain" else f' class="{entry.role}"'
-    return f"<{tag}{kind}>{_escape(entry.text)}</{tag}>"
+    told = f' data-title="{_escape(title)}"' if title else ""
+    return f"<{tag}{kind}{told}>{_escape(entry.text)}</{tag}>"
 
 
 def _row(row: Iterable[str]) -> str:
     return f"<tr>{''.join(row)}</tr>"
 
 
-def _grid(rows: Iterable[str]) -> list[str]:
-    return ['<div class="scroll"><table>', *rows, "</table></div>"]
+def _grid(kind: str, rows: Iterable[str]) -> list[str]:
+    told = f' class="{kind}"' if kind else ""
+    return [f'<div class="scroll"><table{told}>', *rows, "</table></div>"]
 
 
 def _facts(facts: Facts) -> list[str]:
-    return _grid(_row([f"<th>{_escape(label)}</th>", _cell("td", cell(value))]) for label, value in facts.pairs)
+    rows = (_row([f"<th>{_escape(label)}</th>", _cell("td", cell(value))]) for label, value in facts.pairs)
+    return _grid("", rows)
 
 
 def _table(table: Table) -> list[str]:
+    if table.is_listed:
+        return [
+            "<details>",
+            f"<summary>{_escape(table.title)}</summary>",
+            *_rows(shortened(table, _LISTED)),
+            "</details>",
+        ]
+    return [f"<h2>{_escape(table.title)}</h2>", *_rows(table)]
+
+
+def _rows(table: Table) -> list[str]:
+    """On a narrow screen the cells of a row stand below each other, each behind the title of its column."""
     header = _row(_cell("th", Cell(c.title, "number" if c.role == "number" else "plain")) for c in table.columns)
-    rows = (_row(_cell("td", entry) for entry in row) for row in cells(table))
+    titles = [c.title for c in table.columns]
+    rows = (_row(map(partial(_cell, "td"), row, titles)) for row in cells(table))
     footer = [f"<footer>{_escape(table.footer)}</footer>"] if table.footer else []
-    return [f"<h2>{_escape(table.title)}</h2>", *_grid([header, *rows]), *footer]
+    return [*_grid("stacked" if len(titles) > _ABREAST else "", [f"<thead>{header}</thead>", *rows]), *footer]
 
 
 def _note(note: Note) -> list[str]:
@@ -109,7 +175,7 @@ def _problems(block: Problems) -> list[str]:
 
 
 def _code(code: Code) -> list[str]:
-    return [f"<pre>{chr(10).join(map(_escape, code.lines))}</pre>"]
+    return [f'<div class="code"><pre>{chr(10).join(map(_escape, code.lines))}</pre></div>']
 
 
 def _commands(block: Commands) -> list[str]:

@@ -42,7 +42,8 @@ class Recorder(TorchDispatchMode):
     `author` is set from outside to whose code is running. `reads` lists ``(author, names)`` for each time that code
     looked at values, `blind` that it asked for values that do not exist (and may have caught the error). `conversions`
     lists ``(token, from, to, source)`` for each copy into a tensor that changed the dtype. `doubtful` says that an
-    operator ran on meta of which nobody knows whether it runs on values.
+    operator ran on meta of which nobody knows whether it runs on values, `outside` that a tensor came
+    about outside of torch.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class Recorder(TorchDispatchMode):
         self.reads: list[tuple[Any, tuple[str, ...]]] = []
         self.blind = False
         self.doubtful = False
+        self.outside = False
         self.bounds = Bounds()
         self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
 
@@ -77,6 +79,7 @@ class Recorder(TorchDispatchMode):
             return found[1] if found else opaque(*(self.value(part) for part in inside(tensor)))
         memory = self.memories.get(mark[0])
         if memory is None:
+            self.outside = True
             memory = self._memory(tensor, mark[0])
             memory.roots[mark[1]] = fn.literal(tensor)
         return memory.read(mark[1])

@@ -21,8 +21,8 @@ from torch import nn
 
 import mend_models
 from ckpttool.cli.app import main
-from ckpttool.edits.mend.run import INFERRED, OWN_NAMES
-from ckpttool.edits.rules.mend import PART
+from ckpttool.edits.mend.run import OWN_NAMES
+from ckpttool.edits.rules.mend import INFERRED, PART
 from hook_zoo import ZOO
 
 torch.set_num_threads(1)

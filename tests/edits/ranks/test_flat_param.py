@@ -277,24 +277,6 @@ def test_a_damaged_sharded_tensor(runs: dict[int, Path], run: Run, tmp_path: Pat
     assert "not as torch.save writes it: the sharded tensor _flat_param" in error
 
 
-def test_dtensors_are_refused(run: Run, tmp_path: Path) -> None:
-    """In a process of its own: a process group is the process's."""
-    code = (
-        "import sys, torch, torch.distributed as dist\n"
-        "from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "tensor = distribute_tensor(torch.ones(4, 2), init_device_mesh('cpu', (1,)), [Shard(0)])\n"
-        "torch.save({'w': tensor, 'b': torch.ones(2)}, sys.argv[1])\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "r0.pt")], check=True, timeout=120)
-    shutil.copy(tmp_path / "r0.pt", tmp_path / "r1.pt")
-    status, _, error = run("inspect", tmp_path / "r*.pt")
-    assert status == 2
-    assert "is a DTensor: its device mesh tells how its parts lie, no number of files does @ w" in error
-    assert "torch.distributed.checkpoint" in error
-    assert "name the files of all ranks" not in error
-
-
 def test_a_glob_that_matches_nothing(run: Run, tmp_path: Path) -> None:
     status, _, error = run("inspect", tmp_path / "rank_*.pt")
     assert (status, "no file matches" in error) == (2, True)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.dcp import chunks as dcp_chunks
+from ckpttool.evaluate import boxes as in_boxes
 from ckpttool.formats.dcp.chunks import tensor_data
 from ckpttool.formats.dcp.metadata import Chunk, Place, TensorItem, cover_problem
 
@@ -65,11 +65,11 @@ def test_any_cut_gives_the_tensor_back(
     whole = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
     folder = tmp_path_factory.mktemp("chunks")
     item = saved(folder, whole, boxes, transposed)
-    before, dcp_chunks.SLAB = dcp_chunks.SLAB, slab
+    before, in_boxes.SLAB = in_boxes.SLAB, slab
     try:
         assert data(folder, item) == whole.numpy().tobytes()
     finally:
-        dcp_chunks.SLAB = before
+        in_boxes.SLAB = before
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=6))

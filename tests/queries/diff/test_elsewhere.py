@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import real_models
 from ckpttool.cli.app import main
+from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.live.section import section_of
 from ckpttool.naming.inference.alike import exchangeable
 from ckpttool.naming.inference.values import Tensor
@@ -26,7 +27,7 @@ State = dict[str, torch.Tensor]
 def reasons(left: State, right: State) -> dict[str, str]:
     """Key -> why its values are others, as `--values` compares them."""
     sections = section_of(left), section_of(right)
-    entries = compare(*sections, lambda a, b: None if torch.equal(left[a.key], right[b.key]) else "differ")
+    entries = compare(*sections, lambda a, b: None if torch.equal(left[a.key], right[b.key]) else Difference("differ"))
     found = explained(entries, *sections)
     assert [(entry.status, entry.left, entry.right) for entry in found] == [
         (entry.status, entry.left, entry.right) for entry in entries

@@ -75,4 +75,4 @@ def test_names_alone_do_not_tell_whether_another_kind_loads(files: Path, run: Ru
     is_dense = kind in ("dense", "conjugated")
     assert done.status == (0 if is_dense else 2), done
     assert is_dense or "a tensor of another kind" in done.err
-    assert ("is the part of one rank, of DTensors" in done.err) is (kind == "in_parts")
+    assert ("is the part of one rank: name the files of all ranks" in done.err) is (kind == "in_parts")

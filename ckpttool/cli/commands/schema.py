@@ -1,0 +1,24 @@
+"""``ckpttool schema``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from ckpttool.options import Argument
+
+
+def command(
+    name: Annotated[str | None, Argument("[NAME]", "The object; without it their names are listed.")] = None,
+) -> None:
+    """The JSON Schema of an object that the commands write.
+
+    JSON Schema 2020-12. Members may be added to an object, and are never renamed or removed under the same version.
+    """
+    from ckpttool.report.renderers import json
+    from ckpttool.schemas import OBJECTS, schema
+
+    if name is None:
+        sys.stdout.writelines(f"{name}  {title}\n" for name, (title, _) in OBJECTS.items())
+    else:
+        sys.stdout.write(json.render(schema(name)))

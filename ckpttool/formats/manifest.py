@@ -1,0 +1,229 @@
+"""Manifests: what a checkpoint holds, by digests and without its bytes; an in-toto statement, which other tools sign.
+
+The subjects are the checkpoint's files, the predicate lists its sections, tensors and what is none, each with a
+SHA-256: of a dense tensor that of its elements in row-major order, so that it is the same in every format. The layout
+of the statement is that of in-toto's attestation framework (github.com/in-toto/attestation, spec/v1/statement.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+from ckpttool.checkpoint import (
+    Checkpoint,
+    Digested,
+    ExtraEntry,
+    Lazy,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+    Unreached,
+    contiguous_stride,
+)
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import CkptError
+from ckpttool.evaluate.compare import sha256, sha256_of
+from ckpttool.formats.containers import json_text
+from ckpttool.formats.torch.tensors import kind
+from ckpttool.io import files, paths
+from ckpttool.json_schema import (
+    COUNT,
+    DTYPE,
+    SHAPE,
+    TEXT,
+    TEXTS,
+    Kind,
+    ListOf,
+    Nullable,
+    ObjectOf,
+    check,
+    one_of,
+)
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "urn:ckpttool:manifest:1"
+_AGAIN = "write it again: ckpttool inspect CKPT --manifest FILE"
+_DENSE = "strided"
+
+_SHA256 = Kind(
+    "a SHA-256 in hexadecimal",
+    lambda value: isinstance(value, str) and _is_sha256(value),
+    {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+)
+_TENSOR = ObjectOf(
+    {"key": TEXT, "dtype": DTYPE, "shape": SHAPE, "bytes": COUNT, "kind": TEXT, "sha256": Nullable(_SHA256)},
+    {"alias_of": Nullable(TEXT)},
+)
+_EXTRA = ObjectOf({"key": TEXT, "sha256": Nullable(_SHA256)})
+_SECTION = ObjectOf(
+    {
+        "path": TEXT,
+        "kind": one_of("state_dict", "optimizer", "other"),
+        "tensors": ListOf(_TENSOR, unique="key"),
+        "extras": ListOf(_EXTRA, unique="key"),
+    }
+)
+MANIFEST_KIND = ObjectOf(
+    {
+        "_type": one_of(STATEMENT),
+        "subject": ListOf(ObjectOf({"name": TEXT, "digest": ObjectOf({"sha256": _SHA256})}), unique="name"),
+        "predicateType": one_of(PREDICATE),
+        "predicate": ObjectOf(
+            {
+                "format": TEXT,
+                "sections": ListOf(_SECTION, unique="path"),
+                "others": TEXTS,
+                "unreached": ListOf(ObjectOf({"path": TEXT, "bytes": COUNT, "sha256": _SHA256}), unique="path"),
+            }
+        ),
+    }
+)
+
+
+def _is_sha256(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+# Writing
+
+
+def statement(checkpoint: Checkpoint, path: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+    """The manifest of the checkpoint in the files at `path`, as JSON; each byte is read for its file and its tensor.
+
+    Files in `leave_out` are no part of it. Raises `CkptError` where something cannot be read.
+    """
+    without = set(map(os.path.realpath, leave_out))
+    return {
+        "_type": STATEMENT,
+        "subject": [
+            {"name": name, "digest": {"sha256": _of_file(file)}}
+            for name, file in _files(path).items()
+            if os.path.realpath(file) not in without
+        ],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "format": checkpoint.format,
+            "sections": [_section_json(section) for section in checkpoint.sections],
+            "others": list(checkpoint.others),
+            "unreached": [
+                {"path": found.path, "bytes": found.storage.nbytes, "sha256": sha256_of(found.storage.data)}
+                for found in checkpoint.unreached
+            ],
+        },
+    }
+
+
+def _section_json(section: Section) -> dict[str, Any]:
+    aliases = section.aliases()
+    known = {entry.key: sha256(entry) for entry in section.tensors if entry.key not in aliases}
+    tensors = [
+        {
+            "key": entry.key,
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "bytes": entry.nbytes,
+            "kind": kind(entry),
+            "sha256": known[aliases.get(entry.key, entry.key)],
+            **({"alias_of": aliases[entry.key]} if entry.key in aliases else {}),
+        }
+        for entry in section.tensors
+    ]
+    extras = [{"key": extra.key, "sha256": sha256(extra)} for extra in all_extras(section)]
+    return {"path": section.path, "kind": section.kind, "tensors": tensors, "extras": extras}
+
+
+def all_extras(section: Section) -> tuple[ExtraEntry, ...]:
+    """What is no tensor; of an optimizer also its groups and hyperparameters, as one."""
+    if section.mapping is None:
+        return section.extras
+    return (*section.extras, ExtraEntry("param_groups", value=_without_tensors(section.mapping)))
+
+
+def _without_tensors(value: Any) -> Any:
+    """The value with a name in the place of every tensor, and of all that has an entry of its own."""
+    if isinstance(value, Mapping):
+        return {key: _without_tensors(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_tensors(member) for member in value]
+    return value.key if isinstance(value, (TensorEntry, ExtraEntry)) else value
+
+
+def _files(source: str) -> dict[str, str]:
+    """The checkpoint's files by their names in its folder: all files of a folder, since any may be a part of it."""
+    if paths.is_url(source):
+        if not files.is_dir(source):
+            return {paths.name(source): source}
+        found = [paths.join(source, name) for name in files.names_in(source)]
+    else:
+        found = files.files_of(source)
+    return {paths.name(path): path for path in sorted(found) if files.is_file(path)}
+
+
+def _of_file(path: str) -> str:
+    return sha256_of(Span(path, 0, files.size(path)))
+
+
+# Reading
+
+
+def read(path: str) -> Checkpoint:
+    """The index of the checkpoint that the manifest at `path` is of; its tensors have digests and no bytes.
+
+    Raises `CkptError`, every fault at its JSON path, for what is no such manifest.
+    """
+    data = json_text.read_file(path, _AGAIN)
+    check(MANIFEST_KIND, data, f"{path} is no manifest of a checkpoint", _AGAIN)
+    own, subjects = data["predicate"], {file["name"]: file["digest"]["sha256"] for file in data["subject"]}
+    return Checkpoint(
+        source=path,
+        format="manifest",
+        nbytes=files.size(path),
+        sections=tuple(_section(path, section) for section in own["sections"]),
+        others=tuple(own["others"]),
+        container=subjects,
+        unreached=tuple(
+            Unreached(found["path"], _storage(path, found["bytes"], found["sha256"])) for found in own["unreached"]
+        ),
+    )
+
+
+def _section(path: str, data: Mapping[str, Any]) -> Section:
+    storages: dict[object, Storage] = {}
+    tensors = tuple(_tensor(path, tensor, storages) for tensor in data["tensors"])
+    extras = tuple(ExtraEntry(extra["key"], Digested(extra["sha256"])) for extra in data["extras"])
+    return Section(data["path"], data["kind"], tensors, extras)
+
+
+def _tensor(path: str, data: Mapping[str, Any], storages: dict[object, Storage]) -> TensorEntry:
+    """The entry; those that are one tensor share its storage. Raises `CkptError` where it contradicts itself."""
+    shape, digest, dense = tuple(data["shape"]), data["sha256"], data["kind"] == _DENSE
+    entry = TensorEntry(
+        *(data["key"], data["dtype"], shape, contiguous_stride(shape), 0, None, data["kind"], data["bytes"]),
+        payload=None if dense else Digested(digest),
+    )
+    if not dense:
+        return entry
+    if digest is None or data["bytes"] != entry.numel * itemsize(entry.dtype):
+        raise CkptError(f"{path}: {entry.key} has another size than its shape, or no digest", hint=_AGAIN)
+    name = data.get("alias_of") or entry.key, digest, entry.nbytes
+    return replace(entry, storage=storages.setdefault(name, _storage(path, entry.nbytes, digest)), packed_bytes=0)
+
+
+def _storage(path: str, length: int, digest: str) -> Storage:
+    return Storage(Lazy(length, partial(_no_values, path), digest))
+
+
+def _no_values(path: str) -> NoReturn:
+    raise CkptError(f"{path} holds digests, and no values", hint="name the checkpoint that it was written for")
+
+
+def other_files(manifest: Checkpoint, path: str) -> list[str]:
+    """The names of the manifest's files that are not there at `path` with the same bytes; reads them whole."""
+    subjects, have = manifest.container, _files(path)
+    assert isinstance(subjects, dict)
+    return [name for name, digest in subjects.items() if name not in have or _of_file(have[name]) != digest]

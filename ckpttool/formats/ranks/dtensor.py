@@ -1,0 +1,222 @@
+"""A ``DTensor`` in a rank's torch file: which box of the whole tensor the file holds.
+
+The class needs a process group to be unpickled; here it stays a node. Its state is the local tensor and a spec: the
+device mesh, with the rank's own place in it, and a placement for each dimension of the mesh
+(``torch/distributed/tensor/_dtensor_spec.py``, ``torch/distributed/device_mesh.py``; torch 2.5 to 2.15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckpttool.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.pickle_tree import Call, Global
+from ckpttool.formats.torch.tensors import Carried, Storages, bare, entry_of, is_tensor, malformed
+
+_CLASS = "DTensor"
+_MOST_RANKS = 1 << 24
+
+
+class Unplaced(CkptError):
+    """Placements of which a rank's part is no box of the tensor that the file alone tells."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="save it with torch.distributed.checkpoint, or its full_tensor()")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalBox:
+    """What one rank holds of a tensor of `shape`: `local`, a box from the corner `offsets` on.
+
+    `layout` is what all ranks have in common: the mesh's shape and the placements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: tuple[Any, ...]
+    offsets: tuple[int, ...]
+    local: TensorEntry
+
+
+def is_dtensor(entry: TensorEntry | ExtraEntry) -> bool:
+    """Whether the entry is a ``DTensor``."""
+    return _state(entry) is not None
+
+
+def _state(entry: TensorEntry | ExtraEntry) -> Any:
+    node = bare(entry.payload.node) if isinstance(entry.payload, Carried) else None
+    args = node.args if type(node) is Call and type(node.args) is tuple else ()
+    is_one = len(args) == 4 and type(args[1]) is Global and args[1].name == _CLASS
+    return args[3] if is_one else None
+
+
+def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
+    """The rank that saved a ``DTensor``, and how many ranks its mesh is a part of. `CkptError` where it is damaged."""
+    try:
+        mesh = _attributes(_attributes(_inside(_state(entry))["_spec"])["mesh"])
+        rank, ranks = _rank(mesh, _mesh_shape(mesh), _sizes(mesh["_coordinate_on_dim"]))
+    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+        problem = malformed(f"the DTensor {entry.key}: {error!r}")
+    else:
+        return rank, max(ranks) + 1
+    raise problem
+
+
+def local_box(entry: TensorEntry | ExtraEntry) -> LocalBox:
+    """What the file of `entry`, a ``DTensor``, holds of it.
+
+    Raises `CkptError` where it is damaged, `Unplaced` where its placements do not say where the part belongs.
+    """
+    assert isinstance(entry.payload, Carried)
+    try:
+        return _local_box(entry.key, _state(entry), entry.payload.storages)
+    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+        problem = malformed(f"the DTensor {entry.key}: {error!r}")
+    raise problem
+
+
+def _local_box(key: str, state: Any, storages: Storages) -> LocalBox:
+    attributes = _inside(state)
+    spec = _attributes(attributes["_spec"])
+    mesh = _attributes(spec["mesh"])
+    if not is_tensor(attributes["_local_tensor"]):
+        raise ValueError("no local tensor")
+    local = entry_of(key, attributes["_local_tensor"], storages)
+    if local.storage is None:
+        raise Unplaced(f"its part is a {local.layout} tensor")
+    shape = _sizes(_items(spec["tensor_meta"])[0])
+    mesh_shape, at = _mesh_shape(mesh), _sizes(mesh["_coordinate_on_dim"])
+    if len(at) != len(mesh_shape) or any(place >= size for place, size in zip(at, mesh_shape)):
+        raise ValueError("no place in the mesh")
+    placements = tuple(_placement(node) for node in _items(spec["placements"]))
+    if len(placements) != len(mesh_shape):
+        raise ValueError("not a placement for each dimension of the mesh")
+    order = _orders(placements, mesh_shape, spec)
+    offsets, sizes = _box(shape, mesh_shape, at, order)
+    if local.shape != sizes and (local.numel or prod(sizes)):
+        raise Unplaced(f"its part has the shape {list(local.shape)}, where its placements give {list(sizes)}")
+    return LocalBox(shape, local.dtype, (mesh_shape, placements, order), offsets, local)
+
+
+def _inside(state: Any) -> Any:
+    """The attributes of the tensor itself; the state of one whose class has slots is a pair."""
+    return state[1] if type(state) is tuple else state
+
+
+def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of the tensor of ranks (up to torch 2.9), or of the layout that came after it."""
+    if "mesh" in mesh:
+        return _sizes(mesh["mesh"].args[2])
+    layout = _attributes(mesh["_layout"])
+    if "axes" in layout:
+        return tuple(prod(_sizes(_attributes(axis)["shape"])) for axis in _items(layout["axes"]))
+    return tuple(size if type(size) is int else prod(_sizes(size)) for size in _items(layout["shape"]))
+
+
+def _rank(mesh: Mapping[str, Any], shape: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """The global rank that saved the file, and all that its mesh names."""
+    ranks = _sizes(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
+    number = mesh.get("_rank")
+    if number is None and len(ranks) == prod(shape):
+        number = 0
+        for size, place in zip(shape, at):
+            number = number * size + place
+        number = ranks[number]
+    if number not in ranks or len(set(ranks)) != len(ranks) or max(ranks) > _MOST_RANKS:
+        raise ValueError("no rank of the mesh")
+    return number, ranks
+
+
+def _placement(node: Any) -> tuple[str, int, int]:
+    """``("Replicate", -1, 1)``, ``("Shard", dimension, 1)`` or ``("_StridedShard", dimension, split factor)``."""
+    if type(node) is not Call or type(node.func) is not Global:
+        raise ValueError("no placement")
+    name, state = node.func.name, _attributes(node) if type(node.state) in (dict, tuple) else {}
+    args = node.args if type(node.args) is tuple else ()
+    if name == "Replicate":
+        return name, -1, 1
+    if name not in ("Shard", "_StridedShard"):
+        raise Unplaced(f"is {name.lstrip('_')}: a part of a sum over ranks, not of a tensor")
+    dim = state.get("dim", args[0] if args else None)
+    factor = state.get("split_factor", args[1] if len(args) > 1 else 1)
+    if type(dim) is not int or type(factor) is not int or factor < 1:
+        raise ValueError(f"no dimension of {name}")
+    return name, dim, factor
+
+
+def _orders(
+    placements: tuple[tuple[str, int, int], ...], mesh_shape: tuple[int, ...], spec: Mapping[str, Any]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of each dimension that is cut the dimensions of the mesh that cut it, in the order in which they do.
+
+    A strided shard is cut after those that follow it, which are as many pieces as its split factor: what FSDP2 makes
+    of a tensor that tensor parallelism has cut (torch/distributed/tensor/placement_types.py).
+    """
+    found: dict[int, list[int]] = {}
+    strided: dict[int, int] = {}
+    for index, (name, dim, factor) in enumerate(placements):
+        if name == "_StridedShard" and factor > 1:
+            after = [i for i, (kind, d, _) in enumerate(placements) if i > index and d == dim and kind == "Shard"]
+            if dim in strided or prod(mesh_shape[i] for i in after) != factor:
+                raise Unplaced(f"is cut in strides ({factor} pieces) that the mesh does not explain")
+            strided[dim] = index
+        elif name != "Replicate":
+            found.setdefault(dim, []).append(index)
+    given = dict(map(_order, _items(spec.get("shard_order") or ())))
+    if not strided and any(sorted(given.get(dim, dims)) != dims for dim, dims in found.items()):
+        raise ValueError("an order of shards that is not that of the placements")
+    orders = found if strided else {dim: given.get(dim, dims) for dim, dims in found.items()}
+    for dim, index in strided.items():
+        before = [i for i in orders.get(dim, []) if i < index]
+        if before:
+            raise Unplaced("is cut in strides after other cuts, which the mesh does not explain")
+        orders[dim] = [*orders.get(dim, []), index]
+    return tuple((dim, tuple(dims)) for dim, dims in sorted(orders.items()))
+
+
+def _order(node: Any) -> tuple[int, list[int]]:
+    dim, dims = _items(node)
+    return dim, list(_sizes(dims))
+
+
+def _box(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    at: tuple[int, ...],
+    orders: tuple[tuple[int, tuple[int, ...]], ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Corner and sizes of the part at `at`: each cut gives pieces of the rounded-up size, as ``torch.chunk`` does."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, dims in orders:
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"cut along dimension {dim} of {len(shape)}")
+        for index in dims:
+            piece = -(-sizes[dim] // mesh_shape[index])
+            start = min(piece * at[index], sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(piece, sizes[dim] - start)
+    return tuple(offsets), tuple(sizes)
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    """The attributes of an object; one with slots has them as the second of two states."""
+    found = node.state[1] if type(node.state) is tuple else node.state
+    if type(found) is not dict:
+        raise ValueError("an object without attributes")
+    return found
+
+
+def _items(node: Any) -> tuple[Any, ...]:
+    """The items of a tuple, a list or a named tuple."""
+    return tuple(node.args if type(node) is Call else node)
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    sizes = node.args[0] if type(node) is Call else node
+    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("no sizes")
+    return tuple(sizes)

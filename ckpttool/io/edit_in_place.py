@@ -1,0 +1,121 @@
+"""Files changed where they lie, where that takes no copy: what may be changed so, and the report of it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckpttool.errors import CkptError
+from ckpttool.io import edit_journal
+from ckpttool.io.edit_journal import Change
+from ckpttool.io.journal import settle
+from ckpttool.io.patch import hashed, of_pieces
+from ckpttool.io.paths import is_url
+from ckpttool.io.pieces import Edited
+from ckpttool.io.switch import NOT_HERE
+from ckpttool.io.write_file import failing
+
+_LINKED = "it has a second name (a hard link), which keeps the old content"
+_READ_ONLY = "it is read-only"
+_MOVED = "more than its names changes"
+_MAPPED = "its header has no room, and a process has the file mapped, whose data would move"
+_NO_ROOM = "its header has no room, and the file system cannot move the data by changing its extents"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a file was written in place: `nbytes` changed where they lie, all taken back, or whole for a `reason`."""
+
+    way: Literal["edited", "undone", "copied"]
+    nbytes: int = 0
+    reason: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """The object of the contract."""
+        return {"way": self.way, "bytes": self.nbytes, "reason": self.reason or None}
+
+    def __str__(self) -> str:
+        return _WORDS[self.way].format(own=self)
+
+
+_WORDS = {
+    "edited": "in place, {own.nbytes:,} bytes of it; --undo takes it back",
+    "undone": "as it was before the last edit in place",
+    "copied": "anew: {own.reason}",
+}
+
+
+def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Written:
+    """Makes the files of the folder what `files` say, all of them or none, without moving a byte that stays.
+
+    Where that cannot be, nothing is done, and the answer says why. Raises `CkptError` where the disk fails, or another
+    process was faster: all is as it was.
+    """
+    if files is None or is_url(folder):
+        return Written("copied", reason=_MOVED)
+    with failing(folder):
+        place, changes = _changes(files, folder)
+        if isinstance(changes, str):
+            return Written("copied", reason=changes)
+        if any(change.patch.shift and _is_mapped(place / name) for name, change in changes.items()):
+            return Written("copied", reason=_MAPPED)
+        settle(place)
+        try:
+            edit_journal.edit(place, changes, fsync=fsync)
+        except OSError as error:
+            if error.errno in NOT_HERE and any(change.patch.shift for change in changes.values()):
+                return Written("copied", reason=_NO_ROOM)
+            raise
+    return Written("edited", sum(change.patch.nbytes for change in changes.values()))
+
+
+def undo(path: str, *, fsync: bool) -> None:
+    """Gives the file back as it was before the last edit in place. Raises `CkptError` where there is no way back."""
+    if is_url(path):
+        raise CkptError(f"{path}: nothing to undo", hint="behind a URL nothing is edited in place")
+    place = Path(os.path.realpath(path))
+    with failing(path):
+        settle(place.parent)
+        edit_journal.undo(place, fsync=fsync)
+
+
+def _changes(files: Mapping[str, Edited], folder: str) -> tuple[Path, dict[str, Change] | str]:
+    """The folder that the files really lie in, and the change of each; or why there is none."""
+    changes: dict[str, Change] = {}
+    homes = set()
+    for name, own in files.items():
+        path = Path(os.path.realpath(os.path.join(folder, name)))
+        state = path.stat()
+        homes.add(path.parent)
+        reason = _unfit(path, state)
+        patch = of_pieces(own.pieces, str(path), state.st_size)
+        if reason or patch is None or len(homes) > 1:
+            return path.parent, reason or _MOVED
+        changes[path.name] = Change(patch, hashed(own.before), hashed(own.index))
+    return homes.pop(), changes
+
+
+def _is_mapped(path: Path) -> bool:
+    """Whether a process, as far as this user sees them, has the file mapped: the data would move under its reader."""
+    state = path.stat()
+    device = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x} {state.st_ino} ".encode()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if device in maps.read_bytes():
+                return True
+    return False
+
+
+def _unfit(path: Path, state: os.stat_result) -> str:
+    """Why the file is not to be changed where it lies; nothing where it may be."""
+    if not stat.S_ISREG(state.st_mode):
+        return _MOVED
+    if state.st_nlink > 1:
+        return _LINKED
+    writable = state.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)
+    return "" if writable else _READ_ONLY

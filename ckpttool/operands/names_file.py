@@ -1,0 +1,42 @@
+"""A names file as an operand: the names in it, and the checkpoints that they are the names of."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
+from ckpttool.dtypes import itemsize
+from ckpttool.formats.containers import json_text
+from ckpttool.names import SCHEMA, Names
+
+_HEAD = 200  # bytes, within which such a file says what it is
+
+
+def is_names_file(operand: object) -> bool:
+    """Whether the operand is the path of a file that `trace` wrote."""
+    if not isinstance(operand, str) or not operand.endswith(".json") or not os.path.isfile(operand):
+        return False
+    with open(operand, "rb") as file:
+        return SCHEMA.rpartition("/")[0].encode() in file.read(_HEAD)
+
+
+def read_names(path: str) -> Names:
+    """The names in the file. Raises `CkptError` with every fault of it."""
+    return Names.from_json(
+        json_text.read_file(path, "write a names file with `ckpttool trace MODEL -o names.json`"), path
+    )
+
+
+def saved_by(names: Names) -> Checkpoint:
+    """A checkpoint that the model writes, with zeros for its values."""
+    tensors = tuple(
+        _entry(saved.key, saved.dtype, () if saved.shape is None else saved.shape) for saved in names.serialized
+    )
+    section = Section("", "state_dict", tensors, tuple(map(ExtraEntry, names.extra_state)))
+    return Checkpoint("CKPT", "torch_zip", 0, (section,))
+
+
+def _entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    length = prod(shape) * itemsize(dtype)
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(Lazy(length, lambda: [bytes(length)])))

@@ -1,0 +1,88 @@
+"""A checkpoint against a manifest of one: every section, name by name, and with values every digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry
+from ckpttool.evaluate.compare import sha256_of
+from ckpttool.formats.manifest import all_extras, other_files
+from ckpttool.formats.table import MANIFEST
+from ckpttool.operands.checkpoint import split
+from ckpttool.queries.diff.keys import Values, compare_pair
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+
+_UNREACHED = "a storage of no tensor that is understood"
+
+
+def is_about_manifest(left: Checkpoint, right: Checkpoint) -> bool:
+    """Whether one of the two is a manifest."""
+    return MANIFEST.name in (left.format, right.format)
+
+
+def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None) -> Diff:
+    """Identical where both have the same sections and names, and with `values` the same bytes under each name.
+
+    Files that are the manifest's to the byte need no look at their tensors.
+    """
+    other = None if values is None else _other_files(left, right)
+    have, want = _by_place(left), _by_place(right)
+    both = (place for place in have if place in want)
+    if other == []:
+        entries = [Entry("same", (place,), (place,)) for place in both]
+    else:
+        entries = [compare_pair(have[place], want[place], values) for place in both]
+    entries += [Entry("unexpected", (place,), (), "only left has it") for place in have if place not in want]
+    entries += [Entry("missing", (), (place,), "only right has it") for place in want if place not in have]
+    entries += _storages(left, right)
+    identical = all(entry.status in HARMLESS for entry in entries) and left.others == right.others
+    return Diff(left.source, right.source, identical, tuple(entries), notes=tuple(_notes(left, right, values, other)))
+
+
+def _by_place(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
+    """Every entry under its section's path and its key; what is no tensor is one thing, with the tensors inside it."""
+    found: dict[str, TensorEntry | ExtraEntry] = {}
+    for section in checkpoint.sections:
+        prefix = f"{section.path}." if section.path else ""
+        found.update((prefix + tensor.key, replace(tensor, key=prefix + tensor.key)) for tensor in section.tensors)
+        for extra in all_extras(section):
+            found[prefix + extra.key] = replace(extra, key=prefix + extra.key, tensors=())
+    return found
+
+
+def _storages(left: Checkpoint, right: Checkpoint) -> Iterator[Entry]:
+    """What is not understood is compared always: nothing but its bytes tells it."""
+    mine, theirs = ({found.path: found.storage.data for found in side.unreached} for side in (left, right))
+    for path in {**mine, **theirs}:
+        if path not in theirs:
+            yield Entry("unexpected", (path,), (), f"{_UNREACHED}: only left has it")
+        elif path not in mine:
+            yield Entry("missing", (), (path,), f"{_UNREACHED}: only right has it")
+        else:
+            same = sha256_of(mine[path]) == sha256_of(theirs[path])
+            yield Entry("same" if same else "value", (path,), (path,), "" if same else _UNREACHED)
+
+
+def _other_files(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """The files of the manifest that the checkpoint has not; of two manifests the digests of tensors tell."""
+    manifest, other = (right, left) if right.format == MANIFEST.name else (left, right)
+    if other.format == MANIFEST.name or manifest.container is None or split(other.source)[1] is not None:
+        return ["the files were not compared"]
+    return [f"{name} is another file than the manifest's" for name in other_files(manifest, other.source)]
+
+
+def _notes(left: Checkpoint, right: Checkpoint, values: Values | None, other: list[str] | None) -> Iterator[str]:
+    if values is None:
+        yield "no digest was compared: --values compares them"
+    elif not other:
+        yield "the files are those of the manifest, to the byte"
+        return
+    yield from other or ()
+    for side, mine, theirs in (("left", left, right), ("right", right, left)):
+        alone = [name for name in mine.others if name not in theirs.others]
+        if alone:
+            yield f"beside the tensors only {side} has {', '.join(alone)}"
+    both = [name for name in left.others if name in right.others]
+    if both:
+        yield f"not compared, since it is no tensor: {', '.join(both)}"

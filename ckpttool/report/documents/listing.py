@@ -1,0 +1,50 @@
+"""Every key of a result, with what is known of its tensor, for a reader who searches and folds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import inf, prod
+
+from ckpttool.checkpoint import TensorEntry
+from ckpttool.dtypes import itemsize
+from ckpttool.queries.diff.result import Diff, Entry, Outline, Outlines
+from ckpttool.queries.inspection import Inspection
+from ckpttool.report.document import Finding, Named
+from ckpttool.words import shape_text
+
+
+def of_diff(diff: Diff) -> Iterator[Finding]:
+    """Every entry, in the order of the tensors on the right, and those that only left has by their own."""
+    left, right = diff.outlines
+    places = [{key: place for place, key in enumerate(side)} for side in (left, right)]
+
+    def place(entry: Entry) -> float:
+        keys, side = (entry.right, places[1]) if entry.right else (entry.left, places[0])
+        return side.get(keys[0], inf)
+
+    for entry in sorted(diff.entries, key=place):
+        sides = _named(entry.left, left), _named(entry.right, right)
+        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread)
+
+
+def of_inspection(inspection: Inspection) -> Iterator[Finding]:
+    """Every tensor, below the path of its section."""
+    for section in inspection.checkpoint.sections:
+        aliases, prefix = inspection.aliases[section.path], f"{section.path}." if section.path else ""
+        for entry in section.all_tensors():
+            first = aliases.get(entry.key)
+            why = "" if first is None else f"a second name of {first}"
+            yield Finding("tensor", (replace(_outlined(entry.key, entry), key=prefix + entry.key),), why=why)
+
+
+def _named(keys: Iterable[str], outlines: Outlines) -> tuple[Named, ...]:
+    return tuple(_outlined(key, outlines[key]) if key in outlines else Named(key) for key in keys)
+
+
+def _outlined(key: str, outline: Outline) -> Named:
+    if isinstance(outline, TensorEntry):
+        dtype = outline.dtype if outline.layout == "strided" else f"{outline.dtype} {outline.layout}"
+        return Named(key, dtype, shape_text(outline.shape), outline.nbytes)
+    nbytes = None if outline.shape is None else prod(outline.shape) * itemsize(outline.dtype)
+    return Named(key, outline.dtype, shape_text(outline.shape), nbytes)

@@ -1,0 +1,173 @@
+"""Options from the environment and from pyproject.toml: who comes first, what is said of it, what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.cli import pyproject
+from command import Run
+from places import ROOT
+
+MODEL = """
+from torch import nn
+def build(width=2): return nn.Sequential(nn.Linear(2, width))
+def other(): return nn.ModuleDict({"a": nn.Linear(2, 2)})
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository that says what its model is, and a folder in it that commands run in."""
+    for name in [name for name in os.environ if name.startswith("CKPTTOOL_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "pyproject.toml").write_text('[tool.ckpttool]\nmodel = "model.py:build"\n')
+    (tmp_path / "runs").mkdir()
+    torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "runs" / "train.pt")
+    monkeypatch.chdir(tmp_path / "runs")
+    return tmp_path
+
+
+def says(project: Path, text: str) -> None:
+    (project / "pyproject.toml").write_text(text)
+
+
+def test_a_project_says_what_its_model_is(project: Path, run: Run) -> None:
+    done = run("diff", "train.pt")
+    assert done.status == 0
+    assert "../model.py:build (what it loads)" in done.out
+    assert done.err == "default: --model ../model.py:build (../pyproject.toml [tool.ckpttool])\n"
+    assert "../model.py:build" in run("trace").out
+    assert run("explain", "0.weight").status == 0
+    assert run("remap", "train.pt", "-o", "runtime.pt", "--to", "runtime").status == 0
+
+
+def test_the_command_line_comes_first_then_the_environment(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:other")
+    assert run("diff", "train.pt").status == 1
+    done = run("diff", "train.pt", "--model", "../model.py:build")
+    assert (done.status, done.err) == (0, "")
+    assert run("diff", "train.pt", "--model=../model.py:build").status == 0
+    monkeypatch.setenv("CKPTTOOL_MODEL", "")
+    assert run("diff", "train.pt").status == 2
+    monkeypatch.delenv("CKPTTOOL_MODEL")
+    assert run("diff", "train.pt", "--no-defaults").status == 2
+
+
+def test_the_long_way_takes_them_too(project: Path, run: Run) -> None:
+    """Command lines that typer reads: ``--`` is seldom written."""
+    assert run("diff", "--", "train.pt").said == run("diff", "train.pt").said
+    assert run("trace", "--all").status == run("trace", "--all", "--").status == 0
+
+
+def test_what_belongs_to_a_model_goes_with_it(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(project, '[tool.ckpttool]\nmodel = "model.py:build"\nmodel-kwargs = { width = 3 }\n')
+    assert run("diff", "train.pt").status == 1
+    assert run("diff", "train.pt", "--model-kwargs", "{}").status == 0
+    assert run("diff", "train.pt", "--model", "../model.py:build").status == 0
+    monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:build")
+    assert run("diff", "train.pt").status == 0
+
+
+def test_code_runs_only_where_a_model_is_asked_for(project: Path, run: Run) -> None:
+    says(project, '[tool.ckpttool]\nmodel = "../none.py:build"\n')
+    for line in ("inspect train.pt", "diff train.pt train.pt", "remap train.pt -o new.safetensors"):
+        assert (run(*line.split()).status, run("diff", "train.pt", "train.pt").err) == (0, "")
+    says(project, '[tool.ckpttool.diff]\nmodel = "model.py:build"\n')
+    assert "default: --model" in run("diff", "train.pt", "train.pt").err
+
+
+def test_a_commands_own_table_comes_before_the_table_of_all(project: Path, run: Run) -> None:
+    says(project, '[tool.ckpttool]\nformat = "json"\n[tool.ckpttool.inspect]\nformat = "markdown"\nstats = true\n')
+    done = run("inspect", "train.pt")
+    assert done.out.startswith("#")
+    assert "default: --stats (../pyproject.toml [tool.ckpttool.inspect])" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ('[tool.ckpttool]\nmodle = "m"', ["option that can have a default; did you mean model? @ tool.ckpttool.modle"]),
+        ("[tool.ckpttool]\nforce = true", ["is no option that can have a default @ tool.ckpttool.force"]),
+        ("[tool.ckpttool]\nrtol = 'x'\nvalues = 1", ["'x' is not a number from 0 on @", "1 is not true or false @"]),
+        ("[tool.ckpttool.diff]\nrtol = -1", ["-1 is not a number from 0 on @ tool.ckpttool.diff.rtol"]),
+        ("[tool.ckpttool]\nformat = 'yaml'", ["unknown format 'yaml' @ tool.ckpttool.format"]),
+        ("[tool.ckpttool]\nmodel = [", ["is not TOML"]),
+        ("[tool]\n# tool.ckpttool\nckpttool = 1", ["tool.ckpttool is not a table"]),
+        ("[tool.ckpttool]\ndiff = 1", ["is not a table @ tool.ckpttool.diff"]),
+        ("[tool.ckpttool.dif]\nrtol = 1", ["is no command; did you mean diff? @ tool.ckpttool.dif"]),
+        ("[tool.ckpttool.inspect]\nrtol = 1\n[tool.ckpttool.diff]\nfail = 1", ["@ tool.ckpttool.diff.fail"]),
+    ],
+)
+def test_mistakes_are_errors_with_their_place(project: Path, run: Run, text: str, problems: list[str]) -> None:
+    says(project, text)
+    done = run("diff", "train.pt", "train.pt")
+    assert done.status == 2
+    assert "pyproject.toml" in done.err
+    assert [problem for problem in problems if problem not in done.err] == []
+    assert "--no-defaults" in done.err.splitlines()[-1]
+    assert run("diff", "train.pt", "train.pt", "--no-defaults").status == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("CKPTTOOL_MODLE", "m.py:build", "is none; did you mean CKPTTOOL_MODEL? @ CKPTTOOL_MODLE"),
+        ("CKPTTOOL_VALUES", "maybe", "'maybe' is not true or false @ CKPTTOOL_VALUES"),
+        ("CKPTTOOL_RTOL", "a", "'a' is not a number from 0 on @ CKPTTOOL_RTOL"),
+        ("CKPTTOOL_FORMAT", "yaml", "unknown format 'yaml' @ CKPTTOOL_FORMAT"),
+    ],
+)
+def test_mistakes_in_the_environment(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    done = run("diff", "train.pt", "train.pt")
+    assert (done.status, problem in done.err) == (2, True)
+
+
+def test_a_variable_of_something_else_is_let_be(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTTOOL_IMAGE", "registry/ckpttool:1")
+    monkeypatch.setenv("CKPTTOOL_TO", "ddp")  # an option of another command
+    assert run("diff", "train.pt", "train.pt").status == 0
+
+
+def test_only_the_users_own_project_is_asked(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / ".git").rmdir()
+    assert run("diff", "train.pt").status == 2  # no repository: only the folder itself
+    monkeypatch.setenv("CKPTTOOL_PYPROJECT", "../pyproject.toml")
+    assert run("diff", "train.pt").status == 0
+    monkeypatch.delenv("CKPTTOOL_PYPROJECT")
+    (project / ".git").write_text("gitdir: elsewhere")
+    assert run("diff", "train.pt").status == 0
+    (project / "runs" / "pyproject.toml").write_text("[project]\n")  # one that says nothing of it
+    assert run("diff", "train.pt").status == 0
+    monkeypatch.setattr(pyproject, "_is_own", lambda path: False)
+    done = run("diff", "train.pt")
+    assert done.status == 2
+    assert "no defaults are taken from ../pyproject.toml, which is another user's" in done.err
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_not_the_users_own(project: Path, run: Run) -> None:
+    os.chown(project / "pyproject.toml", 12345, -1)
+    assert run("diff", "train.pt").status == 2
+
+
+def test_a_project_without_the_table_costs_nothing(project: Path) -> None:
+    says(project, "[project]\nname = 'x'\n")
+    code = "import sys; from ckpttool.cli.app import main; main(['inspect', 'train.pt'])\n"
+    code += "assert not {'tomllib', 'tomli', 'torch', 'difflib'} & set(sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,199 @@
+"""Values that only the model's own code can compute, against torch: load_state_dict and state_dict of the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from ckpttool.errors import CkptError, Refused
+from ckpttool.operands.model import ModelOperand
+from ckpttool.tracing import runtime
+from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.saving import filled
+from command import Run
+from opaque_zoo import ZOO, Listed, Net, blended, noisy
+from places import ROOT
+from zoo import runtime_values
+
+torch.set_num_threads(1)
+OPERAND = str(ROOT / "tests/support/opaque_zoo.py")
+Tensors = Mapping[str, torch.Tensor]
+
+
+def trained(name: str) -> nn.Module:
+    return filled(of_object(ZOO[name]), 77)
+
+
+def saved(state: Tensors, path: Path) -> str:
+    torch.save(dict(state), path)
+    return str(path)
+
+
+def assert_equal(found: Tensors, wanted: Tensors) -> None:
+    assert set(found) <= set(wanted)
+    for key, value in found.items():
+        assert value.dtype == wanted[key].dtype
+        assert torch.equal(value, wanted[key]), key
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_runtime_values_are_those_of_the_loaded_model(name: str, tmp_path: Path) -> None:
+    state = trained(name).state_dict()
+    done = ckpttool.remap(
+        saved(state, tmp_path / "a.pt"),
+        str(tmp_path / "b.pt"),
+        model=ZOO[name],
+        from_="serialized",
+        to="runtime",
+        verify=True,
+    )
+    model = ZOO[name]()
+    model.load_state_dict(state, strict=True)
+    found = torch.load(tmp_path / "b.pt")
+    assert_equal(found, runtime_values(model))
+    assert {key for _, keys in done.plan.by_code for key in keys} <= set(found)
+    persistent = {name for name, _ in model.named_parameters()} | {k for k, _ in model.named_buffers() if k != "cache"}
+    assert persistent <= set(found)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: Path) -> None:
+    model = trained(name)
+    values = {fqn: value for fqn, value in runtime_values(model).items() if fqn != "cache"}
+    source = saved(values, tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized")
+    found = torch.load(tmp_path / "b.pt")
+    assert_equal(found, model.state_dict())
+    ZOO[name]().load_state_dict(found, strict=True)
+
+
+def test_from_one_model_to_another(tmp_path: Path) -> None:
+    """What the first loads is what the second saves: both run their own code."""
+    state = trained("quantized").state_dict()
+    source = saved(state, tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO["quantized"], to_model=listed, to="serialized")
+    first, second = ZOO["quantized"](), listed()
+    first.load_state_dict(state)
+    values = dict(first.named_parameters())
+    with torch.no_grad():
+        for key, value in second.named_parameters():
+            value.copy_(values[key])
+    assert_equal(torch.load(tmp_path / "b.pt"), second.state_dict())
+    listed().load_state_dict(torch.load(tmp_path / "b.pt"), strict=True)
+
+
+class ListedWithBias(Listed):
+    """The tensors of `Quantized`, saved in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.zeros(6))
+
+
+def listed() -> nn.Module:
+    return Net(ListedWithBias, ListedWithBias)
+
+
+def test_a_plan_says_whose_code_it_needs(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    plan, out, model = str(tmp_path / "p.json"), tmp_path / "b.pt", f"{OPERAND}:quantized"
+    said = run("remap", source, "--model", model, "--to", "runtime", "-o", out, "--save-plan", plan, "--format", "json")
+    assert said.data["by_code"] == [
+        {"way": "model.load", "model": model, "keys": ["layers.0.weight", "layers.1.weight"]}
+    ]
+    assert json.loads(Path(plan).read_text())["runs"][0]["model"] == model
+    alone = run("remap", source, "--plan", plan, "-o", tmp_path / "c.pt")
+    assert alone.status == 1
+    assert f"2 tensors can only be computed by the code of {model}" in alone.err
+    assert f"--model {model}" in alone.err
+    assert not (tmp_path / "c.pt").exists()
+    assert run("remap", source, "--plan", plan, "--model", model, "-o", tmp_path / "c.pt").status == 0
+    assert (tmp_path / "c.pt").read_bytes() == out.read_bytes()
+
+
+def test_a_plan_of_renames_takes_no_model(run: Run, tmp_path: Path) -> None:
+    source, plan = saved({"a.weight": torch.ones(2)}, tmp_path / "a.pt"), tmp_path / "p.json"
+    assert run("remap", source, "--rule", "a.{x} => b.{x}", "--save-plan", plan).status == 0
+    said = run("remap", source, "--plan", plan, "--model", f"{OPERAND}:quantized", "-o", tmp_path / "b.pt")
+    assert said.status == 2
+    assert "the plan needs no model" in said.err
+
+
+def test_the_report_names_it(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    said = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert f"2 tensors by running {OPERAND}:quantized's own load_state_dict() on the values" in said.out
+
+
+@pytest.mark.parametrize("build", [noisy, blended])
+def test_what_differs_each_time_is_refused(build: type[nn.Module], tmp_path: Path) -> None:
+    source = saved(build().state_dict(), tmp_path / "a.pt")
+    with pytest.raises(Refused, match="does not give the same twice") as caught:
+        ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, to="runtime", from_="serialized")
+    assert [problem.key for problem in caught.value.problems] == ["layers.0.weight"]
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_what_does_not_fit_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = saved(trained("transposed").state_dict(), tmp_path / "a.pt")
+    model = ModelOperand(ZOO["transposed"])
+    model.names()
+    monkeypatch.setattr(runtime, "memory_available", lambda: 100)
+    with pytest.raises(CkptError, match=r"own load_state_dict\(\); .* takes .* MiB, and 0 MiB are free"):
+        ckpttool.remap(source, str(tmp_path / "b.pt"), model=model, to="runtime", from_="serialized")
+
+
+def test_a_names_file_is_not_enough(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    names = tmp_path / "names.json"
+    assert run("trace", f"{OPERAND}:quantized", "-o", names).status == 0
+    said = run("remap", source, "--model", names, "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert said.status == 1
+    assert "--model file.py:build" in said.err
+
+
+def test_wrapped_keys_are_loaded_under_the_models_names(run: Run, tmp_path: Path) -> None:
+    state = trained("quantized").state_dict()
+    source = saved({f"module.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
+    said = run("remap", source, "--model", f"{OPERAND}:quantized", "--to", "runtime", "-o", tmp_path / "b.pt")
+    assert said.status == 0, said.err
+    model = ZOO["quantized"]()
+    model.load_state_dict(state)
+    assert_equal(torch.load(tmp_path / "b.pt"), runtime_values(model))
+
+
+def test_new_weights_of_a_program(run: Run, tmp_path: Path) -> None:
+    model = trained("transposed")
+    sample = torch.randn(2, 4)
+    torch.export.save(torch.export.export(Forward(ZOO["transposed"]()), (sample,)), tmp_path / "p.pt2")
+    state = {f"net.{key}": value for key, value in model.state_dict().items()}
+    source, operand = saved(state, tmp_path / "a.pt"), f"{__file__}:forward"
+    said = run("swap-weights", tmp_path / "p.pt2", source, "--model", operand, "-o", tmp_path / "q.pt2", "--verify")
+    assert said.status == 0, said.err
+    wanted = forward()
+    wanted.load_state_dict(state, strict=True)
+    assert torch.equal(torch.export.load(tmp_path / "q.pt2").module()(sample), wanted(sample))
+
+
+class Forward(nn.Module):
+    """The net as a part; its keys are coded here, since a part's own load_state_dict is not called."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def load_state_dict(self, state: Tensors, strict: bool = True, assign: bool = False) -> object:
+        return self.net.load_state_dict({key.removeprefix("net."): v for key, v in state.items()}, strict, assign)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net.fc(x)
+
+
+def forward() -> nn.Module:
+    return Forward(ZOO["transposed"]())

@@ -1,0 +1,67 @@
+"""`swap_weights` on modules that FSDP, DDP or tensor parallelism hold: the new weights are what is computed with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sharded_live
+from ckpttool.errors import Refused
+from ckpttool.live import swap_weights
+from torch_version import needs_torch
+
+
+def test_sharded_modules_compute_with_the_new_weights_whatever_they_did_last(tmp_path: Path) -> None:
+    """Every kind of module on one rank and on two, after a pass, a step, or while a gathering is under way."""
+    needs_torch("2.7", "fully_shard without a GPU")
+    command = [sys.executable, "-W", "ignore", sharded_live.__file__, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("found-*.json")]
+    assert [len(found) for found in results] == [52 if "CKPTTOOL_SEEDS" not in os.environ else 91] * 3
+    assert [{what: text for what, text in found.items() if text} for found in results] == [{}] * 3
+
+
+@pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+def test_torchscript_takes_weights_in_place_and_says_so(made: Any) -> None:
+    module, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    scripted = made(module)
+    with pytest.raises(Refused) as refused:
+        swap_weights(
+            nn.Sequential(scripted), {f"0.{key}": value for key, value in other.state_dict().items()}, in_place=False
+        )
+    assert str(refused.value.problems[0]) == "TorchScript keeps its parameters where Python cannot replace them @ 0"
+    assert refused.value.hint == "in_place=True writes into the tensors that are there"
+    swap_weights(scripted, other.state_dict())
+    assert torch.equal(scripted(torch.ones(1, 2)), other(torch.ones(1, 2)))
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of the dense tensors that operators make anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operator."""
+        result = func(*args, **(kwargs or {}))
+        makes = str(func).startswith(("aten._to_copy", "aten.empty", "aten.clone"))
+        self.nbytes += result.untyped_storage().nbytes() if makes and result.device.type == "cpu" else 0
+        return result
+
+
+def test_new_tensors_of_another_dtype_are_made_once() -> None:
+    live, other = nn.Linear(50, 40), nn.Linear(50, 40).double()
+    with Made() as made:
+        swap_weights(live, other.state_dict(), cast=True, in_place=False)
+    assert torch.equal(live.weight, other.weight.float())
+    assert made.nbytes == live.weight.nbytes + live.bias.nbytes

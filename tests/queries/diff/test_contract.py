@@ -1,0 +1,166 @@
+"""A names file in the repository against the model's code: what a change of the code breaks, and what migrates it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from command import Run
+from places import ROOT
+
+LINEAR = "\n        self.head = nn.Linear(width, 4)"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """examples/ci, and a checkpoint of its model and optimizer in training."""
+    shutil.copytree(ROOT / "examples" / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in [name for name in os.environ if name.startswith("CKPTTOOL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path / "ci")
+    net, optimizer = made()
+    net(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "CKPT")
+    return tmp_path / "ci"
+
+
+def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model and the optimizer, as the code has them now."""
+    spec = importlib.util.spec_from_file_location("changed", "model.py")
+    assert spec is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    net = module.build()
+    return net, module.optimizer(net)
+
+
+def change(*pairs: tuple[str, str]) -> None:
+    text = Path("model.py").read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    Path("model.py").write_text(text)
+    shutil.rmtree("__pycache__", ignore_errors=True)
+
+
+def resumed(path: str) -> dict[str, torch.Tensor]:
+    """The first moments, by the parameter that torch gives them to."""
+    net, optimizer = made()
+    saved = torch.load(path)
+    net.load_state_dict(saved["model"], strict=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    return {name: optimizer.state[parameter]["exp_avg"] for name, parameter in net.named_parameters()}
+
+
+def follow(run: Run, command: str) -> None:
+    words = shlex.split(command)
+    assert words[0] == "ckpttool"
+    assert run(*words[1:]).status in (0, 1)
+
+
+def test_from_red_to_mended(repository: Path, run: Run) -> None:
+    moments = resumed("CKPT")
+    assert run("diff", "names.json").status == 0
+    change(("self.head", "self.classifier"), ("self.embed", "self.embedding"))
+    done = run("diff", "names.json", "--format", "json")
+    assert done.status == 1
+    assert done.data["summary"] == {"same": 12, "missing": 4, "unexpected": 4}
+    assert any("refuses checkpoints with the old keys" in note for note in done.data["notes"])
+    assert run("diff", "names.json", "--suggest", "migrate.toml").status == 1
+    assert run("remap", "CKPT", "--rules", "migrate.toml", "-o", "new.pt").status == 0
+    renamed = {name.replace("head", "classifier").replace("embed", "embedding"): m for name, m in moments.items()}
+    found = resumed("new.pt")
+    assert found.keys() == renamed.keys()
+    assert all(torch.equal(found[name], renamed[name]) for name in renamed)
+    for command in done.data["fix"]:
+        follow(run, command)
+    assert resumed("CKPT.renamed.pt").keys() == renamed.keys()
+    updated = run("diff", "names.json", "--update")
+    assert (updated.status, "4  only left has it" in " ".join(updated.out.split("unexpected")[1:])) == (0, True)
+    assert "names.json has the names of model.py:build now" in updated.said[1]
+    assert run("diff", "names.json").status == 0
+    before = Path("names.json").stat().st_mtime_ns
+    assert "is as it was" in run("diff", "names.json", "--update").out
+    assert Path("names.json").stat().st_mtime_ns == before
+
+
+def test_another_order_of_definition_is_an_order_of_ids(repository: Path, run: Run) -> None:
+    """Keys, shapes and dtypes are as they were, a strict load succeeds, and every moment would go astray."""
+    moments = resumed("CKPT")
+    change((LINEAR, ""), ("self.embed = ", "self.head = nn.Linear(width, 4)\n        self.embed = "))
+    done = run("diff", "names.json", "--format", "json")
+    assert done.status == 1
+    assert done.data["summary"] == {"same": 16, "order": 16}
+    assert {entry["detail"] for entry in done.data["entries"] if entry["status"] == "order"} == set(moments)
+    assert any("takes the old keys" in note for note in done.data["notes"])
+    (command,) = done.data["fix"]
+    follow(run, command)
+    found = resumed("CKPT.migrated.pt")
+    assert all(torch.equal(found[name], moments[name]) for name in moments)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "statuses"),
+    [
+        ("nn.Linear(8, width)", "nn.Linear(8, width, bias=False)", {"unexpected", "order"}),
+        ("nn.Linear(width, 4)", "nn.Linear(width, 5)", {"shape"}),
+        ("nn.Linear(width, 4)", "nn.Linear(width, 4).half()", {"dtype"}),
+        (LINEAR, LINEAR + "\n        self.scale = nn.Parameter(torch.ones(1))", {"missing", "order"}),
+        (LINEAR, LINEAR + "\n        self.register_buffer('scale', torch.ones(1))", {"missing"}),
+        ("model.parameters()", "reversed(list(model.parameters()))", {"order"}),
+        ("model.parameters()", "model.head.parameters()", {"unexpected", "order"}),
+        ("AdamW", "SGD", set()),
+    ],
+)
+def test_what_a_change_breaks(repository: Path, run: Run, old: str, new: str, statuses: set[str]) -> None:
+    change((old, new))
+    done = run("diff", "names.json", "--format", "json")
+    assert done.status == 1
+    assert set(done.data["summary"]) - {"same"} == statuses
+    assert run("diff", "names.json", "--update", "-q").status == 0
+    assert run("diff", "names.json").status == 0
+
+
+def test_what_hooks_do_is_part_of_the_contract(repository: Path, run: Run) -> None:
+    hook = "\n        self.register_state_dict_post_hook(rename)"
+    rename = (
+        "def rename(module, state, prefix, meta):\n    state[prefix + 'out.weight'] = state.pop(prefix + '{}.weight')"
+    )
+    change((LINEAR, LINEAR + hook), ("def build", rename.format("head") + "\n\n\ndef build"))
+    assert run("diff", "names.json", "--update", "-q").status == 0
+    change(("self.head", "self.inner"), ("head.weight", "inner.weight"))
+    done = run("diff", "names.json", "--format", "json")
+    renamed = [entry for entry in done.data["entries"] if entry["status"] == "renamed"]
+    assert [(entry["left"], entry["right"]) for entry in renamed] == [(["head.weight"], ["inner.weight"])]
+    change(("state.pop(prefix + 'inner.weight')", "2 * state.pop(prefix + 'inner.weight')"))
+    done = run("diff", "names.json", "--format", "json")
+    assert ["out.weight"] in [entry["left"] for entry in done.data["entries"] if entry["status"] == "transformed"]
+
+
+def test_what_is_not_asked_rightly_is_no_answer(repository: Path, run: Run) -> None:
+    line = ("diff", "names.json", "--model", "model.py:build")
+    done = run(*line)  # the file has ids, and no optimizer is named
+    assert (done.status, "has the ids of an optimizer (AdamW)" in done.err) == (2, True)
+    assert run("diff", "names.json", "--no-defaults").status == 2
+    assert run("diff", "names.json", "--values").status == 2
+    assert run("diff", "names.json", "CKPT").status == 2
+    assert run("diff", "none.json", "--update").status == 2
+    assert run("diff", "CKPT", "--update").status == 2
+
+
+def test_two_names_files(repository: Path, run: Run) -> None:
+    names = json.loads(Path("names.json").read_text())
+    names["serialized"][0]["shape"] = [3, 3]
+    Path("other.json").write_text(json.dumps(names))
+    assert run("diff", "names.json", "names.json").status == 0
+    assert run("diff", "names.json", "other.json", "--format", "json").data["summary"] == {"same": 15, "shape": 1}

@@ -1,0 +1,171 @@
+"""Manifests against hashlib, sha256sum and torch: digests of what the files hold, and every changed byte named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpttool
+from command import Run
+
+FORMATS = {
+    "a.pt": "torch_zip",
+    "a.safetensors": "safetensors",
+    "folder.dcp": "dcp",
+    "folder/model.safetensors.index.json": "sharded",
+}
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a.weight": torch.randn(4, 3),
+        "a.bias": torch.randn(4).bfloat16(),
+        "steps": torch.tensor(3),
+        "b.weight": torch.randn(3, 5)[:, 1:4],  # gathered, not a block of its file
+        "none": torch.empty(0, 2),
+    }
+
+
+def written(folder: Path, name: str) -> str:
+    out = folder / name
+    out.parent.mkdir(exist_ok=True)
+    ckpttool.write(ckpttool.remap(state()).result, str(out))
+    return str(out if "index" not in name else out.parent)
+
+
+def manifest(run: Run, ckpt: str, out: Path) -> Any:
+    assert run("inspect", ckpt, "--manifest", out).status == 0
+    return json.loads(out.read_text())
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_digests_are_those_of_the_bytes(run: Run, tmp_path: Path, name: str) -> None:
+    ckpt = written(tmp_path, name)
+    data = manifest(run, ckpt, tmp_path / "m.json")
+    assert data["predicate"]["format"] == FORMATS[name]
+    (section,) = data["predicate"]["sections"]
+    have = {tensor["key"]: tensor["sha256"] for tensor in section["tensors"]}
+    assert have == {key: digest(value.view(1) if not value.dim() else value) for key, value in state().items()}
+    lines = "".join(f"{file['digest']['sha256']}  {file['name']}\n" for file in data["subject"])
+    folder = ckpt if Path(ckpt).is_dir() else tmp_path
+    assert subprocess.run(["sha256sum", "-c", "--quiet"], input=lines.encode(), cwd=folder, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_is_its_manifest_in_every_format(run: Run, tmp_path: Path, name: str) -> None:
+    ckpt = written(tmp_path, name)
+    manifest(run, ckpt, tmp_path / "m.json")
+    done = run("diff", "--values", ckpt, tmp_path / "m.json", "--format", "json")
+    assert done.status == 0
+    assert done.data["notes"] == ["the files are those of the manifest, to the byte"]
+    again = tmp_path / "again"
+    again.mkdir()
+    for other in FORMATS:
+        assert run("diff", "--values", written(again, other), tmp_path / "m.json").status == 0
+    assert run("diff", "--values", tmp_path / "m.json", tmp_path / "m.json").status == 0
+
+
+@pytest.mark.parametrize("key", [key for key, value in state().items() if value.numel()])
+def test_a_changed_bit_is_named(run: Run, tmp_path: Path, key: str) -> None:
+    ckpt = written(tmp_path, "a.safetensors")
+    manifest(run, ckpt, tmp_path / "m.json")
+    changed = state()
+    changed[key] = changed[key].clone()
+    changed[key].view(-1).view(torch.uint8)[-1:] ^= 1
+    torch.save(changed, tmp_path / "changed.pt")
+    done = run("diff", "--values", tmp_path / "changed.pt", tmp_path / "m.json", "--format", "json")
+    assert done.status == 1
+    assert [entry["left"] for entry in done.data["entries"] if entry["status"] != "same"] == [[key]]
+    assert run("diff", tmp_path / "changed.pt", tmp_path / "m.json").status == 0  # names, dtypes and shapes alone
+
+
+def whole() -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    odd = {"sparse": torch.eye(3).to_sparse(), "x._extra_state": {"scale": torch.ones(2), "at": 3}}
+    tied = {"tied": model.weight.detach()}
+    return {"model": {**model.state_dict(), **tied, **odd}, "optimizer": optimizer.state_dict(), "step": 7}
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "model.sparse": lambda ckpt: ckpt["model"].update(sparse=2 * torch.eye(3).to_sparse()),
+    "model.x._extra_state": lambda ckpt: ckpt["model"]["x._extra_state"].update(at=4),
+    "optimizer.param_groups": lambda ckpt: ckpt["optimizer"]["param_groups"][0].update(lr=0.2),
+    "optimizer.state.1.exp_avg": lambda ckpt: ckpt["optimizer"]["state"][1]["exp_avg"].add_(1),
+    "model.bias": lambda ckpt: ckpt["model"].pop("bias"),
+    "model.new": lambda ckpt: ckpt["model"].update(new=torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("place", CHANGES)
+def test_nothing_beside_dense_tensors_is_taken_for_the_same(run: Run, tmp_path: Path, place: str) -> None:
+    torch.save(whole(), tmp_path / "a.pt")
+    manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
+    ckpt = torch.load(tmp_path / "a.pt", weights_only=False)
+    torch.save({**ckpt, "step": 8}, tmp_path / "later.pt")
+    later = run("diff", "--values", tmp_path / "later.pt", tmp_path / "m.json", "--format", "json")
+    assert later.status == 0
+    assert "not compared, since it is no tensor: step" in later.data["notes"]
+    CHANGES[place](ckpt)
+    torch.save(ckpt, tmp_path / "b.pt")
+    done = run("diff", "--values", tmp_path / "b.pt", tmp_path / "m.json", "--format", "json")
+    assert done.status == 1
+    differing = [entry for entry in done.data["entries"] if entry["status"] not in ("same", "alias")]
+    assert [(*entry["left"], *entry["right"])[0] for entry in differing] == [place]
+
+
+def test_an_output_is_written_with_its_manifest(run: Run, tmp_path: Path) -> None:
+    torch.save(whole(), tmp_path / "a.pt")
+    out, listed = tmp_path / "b.pt", tmp_path / "b.json"
+    asked = ("remap", tmp_path / "a.pt", "-o", out, "--rule", "weight => w", "--manifest", listed)
+    assert run(*asked, "--dry-run").status == 0
+    assert not listed.exists()
+    assert run(*asked).status == 0
+    assert run("diff", "--values", out, listed).status == 0
+    refused = run("remap", tmp_path / "a.pt", "-o", tmp_path / "c.pt", "--manifest", listed)
+    assert refused.status == 2
+    assert not (tmp_path / "c.pt").exists()
+
+
+def test_a_manifest_has_no_values(run: Run, tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
+    refused = run("remap", tmp_path / "m.json", "-o", tmp_path / "b.pt")
+    assert refused.status == 2
+    assert "is a manifest: digests, and no values" in refused.err
+    assert run("inspect", tmp_path / "m.json", "--stats").status == 2
+    assert run("inspect", tmp_path / "m.json").status == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda data: data["subject"][0]["digest"].update(sha256="00"), "$.subject[0].digest.sha256"),
+        (lambda data: data.update(predicateType="other"), "$.predicateType"),
+        (lambda data: data["predicate"]["sections"][0]["tensors"][1].pop("dtype"), "tensors[1].dtype"),
+        (lambda data: data["predicate"]["sections"][0]["tensors"][0].update(bytes=5), "another size"),
+        (lambda data: data["predicate"]["sections"][0]["tensors"][0].update(sha256=None), "no digest"),
+    ],
+)
+def test_a_damaged_manifest_is_refused_with_its_place(run: Run, tmp_path: Path, change: Any, place: str) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    data = manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
+    change(data)
+    (tmp_path / "m.json").write_text(json.dumps(data))
+    done = run("diff", "--values", tmp_path / "a.pt", tmp_path / "m.json")
+    assert done.status == 2
+    assert place in done.err

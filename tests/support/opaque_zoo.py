@@ -1,0 +1,235 @@
+"""Modules whose hooks compute outside of torch (numpy, lists, bytes, numbers), each with its like in `ZOO`.
+
+A factory takes no arguments and builds on whatever device is the default one, as in `hook_zoo`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+ZOO: dict[str, Callable[[], nn.Module]] = {}
+State = dict[str, Any]
+
+
+def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    ZOO[build.__name__] = build
+    return build
+
+
+class Coded(nn.Module):
+    """A module that saves what `encode` makes of its own tensors, and loads what `decode` makes of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(self._saving)
+        self._register_load_state_dict_pre_hook(self._loading)
+
+    @staticmethod
+    def _saving(module: Coded, state: State, prefix: str, _: Any) -> None:
+        own = {name: state.pop(prefix + name).detach() for name in module.names}
+        state.update({prefix + name: value for name, value in module.encode(own).items()})
+
+    def _loading(self, state: State, prefix: str, *_: Any) -> None:
+        own = {name: state.pop(prefix + name) for name in self.coded if prefix + name in state}
+        if own.keys() == set(self.coded):
+            state.update({prefix + name: value for name, value in self.decode(own).items()})
+
+    names: tuple[str, ...] = ("weight",)
+    coded: tuple[str, ...] = ("weight",)
+
+    def encode(self, own: State) -> State:
+        raise NotImplementedError
+
+    def decode(self, own: State) -> State:
+        raise NotImplementedError
+
+
+class Quantized(Coded):
+    """int8 and a scale in the file; both ways go through numpy, and lose bits."""
+
+    coded = ("weight_q", "scale")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.zeros(6))
+
+    def encode(self, own: State) -> State:
+        weight = own["weight"].numpy()
+        scale = np.maximum(np.abs(weight).max(1), 1e-8).astype(np.float32) / 127
+        q = np.round(weight / scale[:, None]).astype(np.int8)
+        return {"weight_q": torch.from_numpy(q), "scale": torch.from_numpy(scale)}
+
+    def decode(self, own: State) -> State:
+        q = own["weight_q"].numpy().astype(np.float32)
+        return {"weight": torch.from_numpy(q * own["scale"].numpy()[:, None])}
+
+
+class HalfOutside(Quantized):
+    """As `Quantized`, and only a part of the way back is outside of torch."""
+
+    def decode(self, own: State) -> State:
+        return {"weight": torch.from_numpy(own["weight_q"].numpy().astype(np.float32)) * own["scale"][:, None]}
+
+
+class Listed(Coded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def encode(self, own: State) -> State:
+        return {"weight": torch.tensor(own["weight"].tolist()[::-1])}
+
+    decode = encode
+
+
+class PackedBits(Coded):
+    """Truths at run time, bytes in the file: integers alone, and all of them 0 when it is built."""
+
+    names, coded = ("mask",), ("packed",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(4, 8, dtype=torch.uint8))
+
+    def encode(self, own: State) -> State:
+        return {"packed": torch.from_numpy(np.packbits(own["mask"].numpy()))}
+
+    def decode(self, own: State) -> State:
+        return {"mask": torch.from_numpy(np.unpackbits(own["packed"].numpy()).reshape(4, 8))}
+
+
+class ByNumber(Coded):
+    """One number is read with ``item()``, and everything else is torch."""
+
+    names, coded = ("weight", "scale"), ("weight", "scale")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.tensor(2.0))
+
+    def encode(self, own: State) -> State:
+        return {"weight": own["weight"] * 2.0 ** round(own["scale"].item()), "scale": own["scale"]}
+
+    def decode(self, own: State) -> State:
+        return {"weight": own["weight"] / 2.0 ** round(own["scale"].item()), "scale": own["scale"]}
+
+
+class Bytes(Coded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def encode(self, own: State) -> State:
+        return {"weight": torch.tensor(list(struct.pack("<5f", *own["weight"].tolist())), dtype=torch.uint8)}
+
+    def decode(self, own: State) -> State:
+        return {"weight": torch.tensor(struct.unpack("<5f", bytes(own["weight"].tolist())))}
+
+
+class Transposed(nn.Module):
+    """Overrides both methods instead of hooks; shapes and names tell nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state, prefix = super().state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        state[prefix + "fc.weight"] = torch.from_numpy(state[prefix + "fc.weight"].detach().numpy().T.copy())
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        state = dict(state_dict)
+        state["fc.weight"] = torch.from_numpy(np.ascontiguousarray(state["fc.weight"].numpy().T))
+        return super().load_state_dict(state, strict=strict, assign=assign)
+
+
+class Cached(nn.Module):
+    """What is made of the loaded tensors afterwards, and saved by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("q", torch.zeros(4, 4, dtype=torch.int8))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("cache", torch.zeros(4, 4), persistent=False)
+        self.register_load_state_dict_post_hook(self._fill)
+
+    @staticmethod
+    def _fill(module: Cached, _: Any) -> None:
+        whole = module.q.numpy().astype(np.float32) * module.scale.detach().numpy()[:, None]
+        module.cache.copy_(torch.from_numpy(whole))
+
+
+class Net(nn.Module):
+    """Coded modules among others; `head` is tied to a plain one."""
+
+    def __init__(self, *coded: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([kind() for kind in coded])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pattern
+def quantized() -> nn.Module:
+    return Net(Quantized, Quantized)
+
+
+@pattern
+def half_outside() -> nn.Module:
+    return Net(HalfOutside)
+
+
+@pattern
+def lists_and_bytes() -> nn.Module:
+    return Net(Listed, Bytes)
+
+
+@pattern
+def packed_bits() -> nn.Module:
+    return Net(PackedBits)
+
+
+@pattern
+def by_number() -> nn.Module:
+    return Net(ByNumber)
+
+
+@pattern
+def transposed() -> nn.Module:
+    return Transposed()
+
+
+@pattern
+def cached() -> nn.Module:
+    return Cached()
+
+
+class Noisy(Listed):
+    """Two loads of one file give two models."""
+
+    def decode(self, own: State) -> State:
+        return {"weight": own["weight"] + torch.from_numpy(np.random.default_rng().random((4, 4), dtype=np.float32))}
+
+
+class Blended(Listed):
+    """What it loads depends on what it held before."""
+
+    def decode(self, own: State) -> State:
+        return {"weight": torch.from_numpy(own["weight"].numpy() + self.weight.detach().numpy())}
+
+
+def noisy() -> nn.Module:
+    return Net(Noisy)
+
+
+def blended() -> nn.Module:
+    return Net(Blended)

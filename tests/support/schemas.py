@@ -1,0 +1,26 @@
+"""Every JSON object that a test sees is held against its schema, in which no member is unknown."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+from ckpttool.schemas import OBJECTS, schema
+
+NAMES = {title: name for name, (title, _) in OBJECTS.items()}
+
+
+@cache
+def validator(name: str) -> Any:
+    Draft202012Validator.check_schema(schema(name))
+    return Draft202012Validator(schema(name, closed=True))
+
+
+def check(data: Any) -> str:
+    """The object's name. Fails where its schema does not take it."""
+    name = NAMES[data.get("schema", data.get("_type"))]
+    problems = [f"{error.json_path}: {error.message:.200}" for error in validator(name).iter_errors(data)]
+    assert not problems, problems
+    return name

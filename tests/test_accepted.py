@@ -1,0 +1,124 @@
+"""What a pipeline lives with: said for a reason, counted, never the same; and nothing else passes with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.accepted import judged
+from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.queries.diff.result import HARMLESS, STATUSES, Diff, Entry
+from command import Run
+
+MODEL = """
+import torch
+from torch import nn
+def build(): return nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.Linear(2, 2)})
+class Strict(nn.Linear):
+    def __init__(self): super().__init__(2, 2)
+    def _load_from_state_dict(self, state, prefix, meta, strict, missing, unexpected, errors):
+        super()._load_from_state_dict(state, prefix, meta, strict, missing, unexpected, errors)
+        errors.append("made by another version")
+"""
+HEAD = "missing head.* # the head is trained anew"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    body = {"body.weight": torch.ones(2, 2), "body.bias": torch.ones(2)}
+    torch.save(body, "body.pt")
+    torch.save({**body, "body.bias": torch.ones(2).half()}, "half.pt")
+    torch.save({"weight": torch.ones(2, 2)}, "weight.pt")
+    return tmp_path
+
+
+def test_what_is_ignored_is_counted_and_said_and_not_the_same(run: Run) -> None:
+    line = ("diff", "body.pt", "--model", "model.py:build")
+    assert run(*line).status == 1
+    done = run(*line, "--ignore", HEAD)
+    assert done.status == 0
+    assert "not the same: 2 differences, accepted (2 ignored)" in done.out
+    assert "the head is trained anew" in done.out
+    data = run(*line, "--ignore", HEAD, "--format", "json").data
+    assert (data["identical"], data["accepted"], data["summary"]) == (False, True, {"same": 2, "missing": 2})
+    assert data["ignored"] == {"missing": 2}
+    assert {entry.get("ignored") for entry in data["entries"]} == {None, "the head is trained anew"}
+    assert run(*line, "--ignore", "missing head.weight # one of two").status == 1
+    assert run(*line, "--ignore", "shape head.* # another status").status == 1
+
+
+def test_a_file_of_lines_kept_in_the_repository(run: Run, folder: Path) -> None:
+    (folder / "allow.txt").write_text(f"# what we know of\n\n{HEAD}\nshape neck.{{x*}} # gone since 2.0\n")
+    line = ("diff", "body.pt", "--model", "model.py:build", "--ignore-file", "allow.txt")
+    done = run(*line)
+    assert done.status == 0
+    assert "ignores nothing: shape neck.{x*} # gone since 2.0 (allow.txt:4)" in done.err
+    assert run(*line, "--fail-on-unused").status == 1
+    assert run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt").status == 0
+    assert run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt", "--fail-on-unused").status == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["missing head.*", "head.* # no status", "same head.* # the same", "missing", "missing re:( # odd", "x # y"]
+)
+def test_lines_without_a_status_or_a_reason_are_errors(run: Run, folder: Path, text: str) -> None:
+    (folder / "allow.txt").write_text(f"{HEAD}\n{text}\n")
+    done = run("diff", "body.pt", "body.pt", "--ignore-file", "allow.txt")
+    assert done.status == 2
+    assert "allow.txt:2" in done.err
+    assert run("diff", "body.pt", "body.pt", "--ignore", text).status == 2
+    assert run("diff", "body.pt", "body.pt", "--ignore-file", "none.txt").status == 2
+
+
+def test_only_some_statuses_fail(run: Run) -> None:
+    assert run("diff", "body.pt", "half.pt").status == 1
+    done = run("diff", "body.pt", "half.pt", "--fail-on", "missing,unexpected,shape")
+    assert (done.status, "accepted (1 not in --fail-on)" in done.out) == (0, True)
+    assert run("diff", "body.pt", "half.pt", "--fail-on", "dtype").status == 1
+    done = run("diff", "body.pt", "half.pt", "--fail-on", "dtpye")
+    assert (done.status, "'dtpye' is no status" in done.err) == (2, True)
+
+
+def test_what_no_entry_shows_is_not_accepted(run: Run) -> None:
+    """Torch refuses for a reason of the model's own, beside a key that is missing."""
+    line = ("diff", "weight.pt", "--model", "model.py:Strict", "--ignore", "missing bias # made anew")
+    assert run(*line).status == 1
+    assert run(*line, "--fail-on", "shape").status == 1
+
+
+def test_status_0_and_silence_where_they_are_asked_for(run: Run) -> None:
+    assert run("diff", "body.pt", "half.pt", "--exit-zero").status == 0
+    assert run("diff", "body.pt", "none.pt", "--exit-zero").status == 2
+    quiet = run("diff", "body.pt", "half.pt", "--quiet", "--report", "r.json")
+    assert quiet == (1, "", "")
+    assert Path("r.json").exists()
+    assert run("diff", "body.pt", "none.pt", "-q").err.startswith("error: ")
+
+
+KEYS = st.sampled_from(["a.w", "a.b", "b.w"])
+ENTRIES = st.builds(
+    lambda status, key: Entry(status, (key,) if status != "missing" else (), (key,) if status != "unexpected" else ()),
+    st.sampled_from(STATUSES),
+    KEYS,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(ENTRIES, max_size=4), st.booleans(), st.sets(st.sampled_from(STATUSES[1:])), st.sets(KEYS))
+def test_nothing_passes_that_nobody_spoke_of(
+    entries: list[Entry], beyond: bool, fail: set[str], keys: set[str]
+) -> None:
+    against = [entry for entry in entries if entry.status not in HARMLESS]
+    diff = Diff("l", "r", not against and not beyond, tuple(entries), beyond=beyond)
+    ignore = [f"{','.join(STATUSES[1:])} {key} # why" for key in keys]
+    options = DiffOptions(ignore=ignore, fail_on=",".join(sorted(fail)) or None)
+    done = judged(diff, options)
+    open_ = [e for e in against if (not fail or e.status in fail) and not {*e.left, *e.right} <= keys]
+    assert done.passes is (not open_ and not beyond)
+    assert (done.identical, done.summary) == (diff.identical, diff.summary)
