@@ -13,14 +13,16 @@ writer's files do). Everything else is laid out afresh, as the reference writer 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Composite, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Checkpoint, Composite, Lazy, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.dtypes import BY_NAME, BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers import json_text
+from ckpttool.formats.containers.many_objects import many_objects
+from ckpttool.formats.safetensors import members
 from ckpttool.formats.safetensors.overlap import overlapping
 from ckpttool.io.files import opened
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece
@@ -67,9 +69,9 @@ class Header:
     tensors: tuple[TensorEntry, ...]
     data: Span
 
-    def names(self) -> list[tuple[int, int]]:
+    def names(self) -> Iterator[tuple[int, int]]:
         """The places of the tensors' quoted names in `text`, in the order of `tensors`."""
-        return [(member.start, member.end) for member in json_text.members(self.text) if member.name != METADATA]
+        return members.names(self.text, METADATA)
 
 
 # Reading
@@ -81,17 +83,49 @@ def read(path: str) -> Checkpoint:
     Raises `CkptError` for what is no valid safetensors file; `problems` lists every tensor that is described wrongly.
     """
     text, length, nbytes = _read_header(path)
-    try:
-        infos = json_text.loads(text)
-    except ValueError as error:
-        raise _invalid(path, f"its header is not valid JSON: {error}") from error
-    metadata = _metadata(path, infos.pop(METADATA, None))
-    _check(path, infos, nbytes - 8 - length)
     data = Span(path, 8 + length, nbytes - 8 - length)
-    tensors = tuple(_entry(path, data.offset, name, info) for name, info in infos.items())
+    with many_objects():
+        metadata, tensors = _as_usual(text, data) or _strictly(text, data)
     header = Header(text.rstrip(" \t\n\r"), length, metadata, tensors, data)
     section = Section("", "state_dict", tensors)
     return Checkpoint(path, FORMAT, nbytes, (section,), metadata=metadata, container=header)
+
+
+_Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and the tensors in the header's order
+
+
+def _as_usual(text: str, data: Span) -> _Content | None:
+    """What the header describes, where it is spelled as writers spell it; None where it has to be read strictly."""
+    metadata, at = members.first(text, METADATA)
+    if not _is_metadata(metadata) or (at and not text.startswith(",", at)):
+        return None
+    tensors = members.tensors(text, at + 1, data, _alike)
+    return None if tensors is None or METADATA in {tensor.key for tensor in tensors} else (metadata, tensors)
+
+
+def _strictly(text: str, data: Span) -> _Content:
+    """The same of any header. Raises `CkptError` with all that is wrong with it."""
+    try:
+        infos = json_text.loads(text)
+    except ValueError as error:
+        raise _invalid(data.path, f"its header is not valid JSON: {error}") from error
+    metadata = infos.pop(METADATA, {})
+    if metadata is None:
+        metadata = {}
+    if not _is_metadata(metadata):
+        raise _invalid(data.path, f"{METADATA} holds something else than strings under names")
+    _check(data.path, infos, data.length)
+    return metadata, tuple(_entry(data.path, data.offset, name, info) for name, info in infos.items())
+
+
+def _alike(described: str) -> members.Alike | None:
+    """What all tensors of one dtype and shape have in common; None where the header has to be read strictly."""
+    info = json_text.loads(described)
+    code, shape = info["dtype"], tuple(info["shape"])
+    bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
+    if code not in BY_SAFETENSORS or code in _SUB_BYTE or bits is None:
+        return None
+    return BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8
 
 
 def _read_header(path: str) -> tuple[str, int, int]:
@@ -115,11 +149,8 @@ def _read_header(path: str) -> tuple[str, int, int]:
         raise _invalid(path, f"its header is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _metadata(path: str, value: Any) -> dict[str, str]:
-    value = {} if value is None else value
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise _invalid(path, f"{METADATA} holds something else than strings under names")
-    return value
+def _is_metadata(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
@@ -278,7 +309,7 @@ def tensor_problem(entry: TensorEntry) -> str | None:
         return f"the format has no {entry.dtype} without dimensions"
     if not entry.is_contiguous:
         return f"a view of shape {list(entry.shape)} and stride {list(entry.stride)}, not contiguous"
-    if entry.span is None and (entry.offset or entry.nbytes != entry.storage.nbytes):
+    if isinstance(entry.storage.data, Lazy) and (entry.offset or entry.nbytes != entry.storage.nbytes):
         return "a part of a storage that is still to be computed"
     return None
 
@@ -292,10 +323,10 @@ def _rename(header: Header, tensors: Sequence[TensorEntry]) -> str | None:
     at = 0
     for (start, end), old in zip(header.names(), header.tensors):
         new = by_bytes.get(id(_bytes_of(old)))
-        if new is None or (new is not old and replace(new, key=old.key) != old):
+        if new is None or (new is not old and new.geometry != old.geometry):
             return None
         if new.key != old.key:
-            parts += [header.text[at:start], json_text.dumps(new.key)]
+            parts += [header.text[at:start], json_text.quoted(new.key)]
             at = end
     return "".join([*parts, header.text[at:]])
 
