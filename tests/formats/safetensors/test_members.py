@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +64,8 @@ def outcome(path: Path, quick: bool):
     finally:
         single._as_usual = kept
     tensors = [(e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data) for e in read.sections[0].tensors]
-    names = [json.loads(read.container.text[start:end]) for start, end in read.container.names()]
+    container: Any = read.container
+    names = [json.loads(container.text[start:end]) for start, end in container.names()]
     assert names == [key for key, *_ in tensors]
     return tensors, read.metadata
 
