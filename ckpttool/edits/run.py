@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.edits.ranks.recognise import put_together
-from ckpttool.edits.ranks.replicas import without_replicas
+from ckpttool.edits.ranks.recognise import made_whole, put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.remap.pretrained import ways
@@ -81,7 +80,8 @@ def _shard_size(options: RemapOptions) -> int | None:
 def _to_operand(options: RemapOptions) -> ModelOperand | None:
     """What is to load the output: another model, or the same with another optimizer."""
     if options.to_model is not None:
-        return ModelOperand(options.to_model, options.to_model_kwargs, options.materialize, options.to_optimizer)
+        kwargs, made = options.to_model_kwargs, options.to_optimizer
+        return ModelOperand(options.to_model, kwargs, options.materialize, made, option="--to-model")
     if options.to_optimizer is None:
         return None
     return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer)
@@ -92,7 +92,7 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         return by_plan(source, plan, _runners(plan, model, _to_operand(options)))
-    source = without_replicas(source)
+    source = made_whole(source)
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
@@ -171,10 +171,11 @@ def _by_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
     model, made = options.model, options.optimizer
     if not isinstance(model, str) or options.to_model is not None or options.to_optimizer is not None:
         return None
+    new = ModelOperand(model, options.model_kwargs, options.materialize).words_of("--to-model")
     optimizers = ["--optimizer", str(made), "--to-optimizer", str(made)] if made is not None else []
     keys = [] if options.optimizer_keys is None else ["--optimizer-keys", options.optimizer_keys]
     out = ["--in-place"] if options.in_place else ["-o", options.out or "OUT"]
-    return shell("ckpttool", "remap", source.source, "--model", "OLD", "--to-model", model, *optimizers, *keys, *out)
+    return shell("ckpttool", "remap", source.source, "--model", "OLD", *new, *optimizers, *keys, *out)
 
 
 def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleStep, ...]:

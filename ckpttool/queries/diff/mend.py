@@ -25,7 +25,7 @@ def optimizer(model: ModelOperand, source: str, section: str, fit: OptimizerFit)
     words: dict[Remedy | None, tuple[tuple[str, ...], str]] = {
         "by_name": ((*model.words, *by_optimizer, "--optimizer-keys", fit.form), "ordered"),
         "regroup": ((*model.words, *to_optimizer), "mapped"),
-        "old_model": ((*_saver(by_optimizer, fit), "--to-model", *model.words[1:2], *to_optimizer), "mapped"),
+        "old_model": ((*_saver(by_optimizer, fit), *model.words_of("--to-model"), *to_optimizer), "mapped"),
     }
     if fit.remedy == "afresh" and (section or picked):
         words["afresh"] = ("--drop", section or picked or ""), "afresh"
