@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
 
+from ckpttool.cli import ranks
 from ckpttool.cli.defaults import chosen, with_defaults, words_of
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.fields import Loaded, taken_by, with_common
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sources.forget_all()
         with ended_by_signals(), nothing_left(), logged(), collected():
-            status = run(args)
+            status = ranks.run(args, run) if ranks.is_one() else run(args)
         sys.stdout.flush()
         return status
     except BaseException as error:
