@@ -20,6 +20,7 @@ from ckpttool.options import Argument
 _GROUPS = {
     "The model": ("model", "model_kwargs", "materialize", "optimizer"),
     "Which names": (
+        "sections",
         *("to", "from_", "select", "keep_prefix", "trainable_only", "rule", "rules", "size", "reverse", "drop", "like"),
         *("to_model", "to_model_kwargs", "units", "world_size"),
     ),

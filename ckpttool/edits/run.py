@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.edits.ranks.recognise import put_together
-from ckpttool.edits.ranks.replicas import without_replicas
+from ckpttool.edits.ranks.recognise import made_whole, put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.remap.pretrained import ways
@@ -94,7 +93,7 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         return by_plan(source, plan, _runners(plan, model, _to_operand(options)))
-    source = without_replicas(source)
+    source = made_whole(source)
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:

@@ -21,7 +21,7 @@ from ckpttool.formats.open import open_checkpoint
 
 State = dict[str, torch.Tensor]
 INDEX = "model.safetensors.index.json"
-MANY = "10,000 keys"
+MANY = "3,000 keys"
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +55,7 @@ STATES: dict[str, Callable[[], State]] = {
         for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     },
     "complex": lambda: {"c64": filled((2, 3), torch.complex64)},
-    MANY: lambda: {f"layers.{i // 100}.{i % 100}.weight": torch.full((1,), float(i)) for i in range(10_000)},
+    MANY: lambda: {f"layers.{i // 100}.{i % 100}.weight": torch.full((1,), float(i)) for i in range(3_000)},
     "names": lambda: {
         name: torch.full((2,), float(i))
         for i, name in enumerate(
