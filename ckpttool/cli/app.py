@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
 
-from ckpttool.cli import ranks
 from ckpttool.cli.defaults import chosen, with_defaults, words_of
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.fields import Loaded, taken_by, with_common
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sources.forget_all()
         with ended_by_signals(), nothing_left(), logged(), collected():
-            status = ranks.run(args, run) if ranks.is_one() else run(args)
+            status = _run_by_rank(args) if _is_rank() else run(args)
         sys.stdout.flush()
         return status
     except BaseException as error:
@@ -59,6 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         return say(failure_of(error), as_json=_asks_for_json(args))
+
+
+def _is_rank() -> bool:
+    """Whether torchrun, or what starts processes as it does, started this process as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _run_by_rank(args: list[str]) -> int:
+    from ckpttool.cli import ranks
+
+    return ranks.run(args, run)
 
 
 def _asks_for_json(args: Sequence[str]) -> bool:

@@ -19,11 +19,6 @@ SHARED = frozenset(("remap", "swap-weights"))
 _HEARD = Failure(2)  # of a rank that stopped since another one failed: nothing of its own
 
 
-def is_one() -> bool:
-    """Whether torchrun, or what starts processes as it does, started this process as one of several."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-
-
 def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
     """The status of the command line, the same on every rank. Raises `OfAllRanks` where it failed on any."""
     if os.environ.get("RANK", "0") != "0":

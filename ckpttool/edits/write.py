@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,7 @@ from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Pieces, Ready
 from ckpttool.io.ranges import digest_on_disk
-from ckpttool.io.together import make
 from ckpttool.io.together.job import Job, current, only_first
-from ckpttool.io.together.make import Asked
 from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
@@ -70,7 +68,7 @@ class Writer:
         job = self._job(out)
         if job is not None:
             place = Path(os.path.realpath(out))
-            with make.made(job, {place.name: pieces}, out, place.parent, self._asked(plan)) as files:
+            with self._made(job, {place.name: pieces}, out, place.parent, plan) as files:
                 self._put(files[place.name], out)
             return
         digest = hashlib.blake2b() if self.verify and not is_url(out) else None
@@ -110,13 +108,12 @@ class Writer:
             self._files(files, folder, stale, whole)
             return
         home = write_folder.home_of(folder, files, stale, whole=whole)
-        with make.made(job, files, folder, home, self._asked(plan)) as ready:
+        with self._made(job, files, folder, home, plan) as ready:
             self._files(ready, folder, stale, whole)
 
     def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
         digests: dict[str, Digest] | None = {} if self.verify and not is_url(folder) else None
-        todo = (content for content in files.values() if not isinstance(content, (Link, Ready)))
-        with self.progress(folder, sum(piece.nbytes for content in todo for piece in content)) as advance:
+        with self.progress(folder, _nbytes(files)) as advance:
             write_folder.write_folder(
                 files,
                 folder,
@@ -138,8 +135,15 @@ class Writer:
             only_first()
         return current()
 
-    def _asked(self, plan: object) -> Asked:
-        return Asked(plan, self.link, self.fsync, self.verify, again=self.fsync and plan is not None)
+    @contextmanager
+    def _made(self, job: Job, files: Files, out: str, home: Path, plan: object) -> Iterator[Contents]:
+        from ckpttool.io.together import make
+
+        with self.progress(out, _nbytes(files)) as advance:
+            again = self.fsync and plan is not None
+            asked = make.Asked(plan, self.link, self.fsync, self.verify, again, advance)
+            with make.made(job, files, out, home, asked) as ready:
+                yield ready
 
     def _put(self, content: Pieces | Link | Ready, out: str) -> None:
         assert isinstance(content, Ready)
@@ -171,6 +175,12 @@ class Writer:
     def _read(self) -> list[str]:
         """The folder, or the local files, that CKPT names: who may not read these may not read OUT."""
         return [self.source] if is_dir(self.source) else files_of(self.source)
+
+
+def _nbytes(files: Contents) -> int:
+    """Bytes of what is still to be made, but for what is taken over as it is."""
+    todo = (content for content in files.values() if not isinstance(content, (Link, Ready)))
+    return sum(piece.nbytes for content in todo for piece in content)
 
 
 def _of_ranks(folder: str, pattern: str) -> set[str]:

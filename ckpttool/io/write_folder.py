@@ -14,7 +14,7 @@ from ckpttool.io import modes, sources
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Link, Piece, Pieces, Progress, Ready
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress, Ready
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
@@ -85,8 +85,7 @@ def write_folder(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        contents = {name: content for name, content in files.items() if not isinstance(content, Ready)}
-        return write_remote.write_folder(contents, out, stale, link, progress)
+        return write_remote.write_folder(_to_be_made(files), out, stale, link, progress)
     folder = Path(os.path.realpath(out))
     with failing(out):
         for place in {folder.parent, folder}:
@@ -103,6 +102,10 @@ def write_folder(
     if fsync:
         confirm(out, folder.parent)
     return writer.nbytes + sum(size(str(folder / name)) for name in here)
+
+
+def _to_be_made(files: Contents) -> Files:
+    return {name: content for name, content in files.items() if not isinstance(content, Ready)}
 
 
 def _change(change: Change, files: Contents, writer: _Writer) -> None:

@@ -112,7 +112,7 @@ def _begun(
     _remove_others(home, f".{name[:100]}.", staging)
     (staging / NEW).mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(staging) as is_ours:
-        if not is_ours:
+        if is_ours is False:
             raise CkptError(f"{out} is being written by another job", hint="wait until it has ended")
         known = _known(staging, units, plan)
         _note_anew(staging, known)
@@ -123,16 +123,20 @@ def _begun(
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Whether no other process has the folder locked, which this one now has until the block ends."""
+def _locked(folder: Path) -> Iterator[bool | None]:
+    """Whether this process has the folder locked, until the block ends; None on a file system without locks."""
     descriptor = os.open(folder, os.O_RDONLY)
+    is_ours: bool | None = True
     try:
-        import fcntl
+        try:
+            import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_ours = False
+        except (ImportError, OSError):
+            is_ours = None
+        yield is_ours
     finally:
         os.close(descriptor)
 
@@ -154,7 +158,7 @@ def _known(staging: Path, units: Sequence[Unit], plan: str) -> dict[int, Record]
     found: dict[int, Record] = {}
     for path in sorted(staging.glob(f"{_RECORDS}*")):
         for line in path.read_text().splitlines():
-            with suppress(ValueError):  # the last line of a rank that died
+            with suppress(ValueError, KeyError, IndexError, TypeError):  # the last line of a rank that died
                 record = json.loads(line)
                 unit = units[record["unit"]]
                 if record["plan"] == plan and record["file"] == unit.name and unit.name in whole:
