@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -168,6 +167,8 @@ def failing(out: str) -> Iterator[None]:
 
 def check_space(out: str, folder: Path, nbytes: int) -> None:
     """Raises `CkptError` where the folder's disk has no room for `nbytes`."""
+    import shutil
+
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise CkptError(f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
