@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from ckpttool import api
+from ckpttool.api import comparing, reading
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.errors import CkptError
@@ -58,7 +58,7 @@ def command(
     _check(options, left, right, suggest, update)
     read = [path for operand in operands or () for path in files_of(split(operand)[0])]
     check_texts(report or (), read, force=force)
-    result = api.diff_by(left, right, options)
+    result = comparing.diff_by(left, right, options)
     if suggest is not None:
         result = _written(result, suggest, is_contract)
     if update:
@@ -81,7 +81,7 @@ def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
     """Rewrites the names file, where the model's code has other names than it."""
     from ckpttool.report.renderers import json
 
-    names = json.render(api.trace_by(options).to_json())
+    names = json.render(reading.trace_by(options).to_json())
     if Path(path).read_text(encoding="utf-8") == names:
         return replace(result, notes=(*result.notes, f"{path} is as it was"))
     write_text(path, names, force=True, in_place=True)
