@@ -25,6 +25,7 @@ from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.formats.recognise_folder import locate
 from ckpttool.io.edit_in_place import Written, undo
 from ckpttool.io.files import is_dir, look_anew
+from ckpttool.io.together.job import only_first
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -206,7 +207,8 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
     expected = fingerprints(fitted) if options.verify and options.in_place else fitted
     written = _edited(options, writer, target, fitted)
     if written is None or written.way == "copied":
-        writer.target(target, target.lay_out(fitted, _shard_size(options)))
+        plan = None if done.plan.runs else done.plan.to_json()
+        writer.target(target, target.lay_out(fitted, _shard_size(options)), plan)
     if options.verify:
         prove(target.path, expected)
     if written is not None and written.way == "edited" and done.plan.dropped:
@@ -221,6 +223,7 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
     """
     if not isinstance(ckpt, str) or split(ckpt)[1] is not None:
         raise CkptError("--undo gives a whole file back", hint="name the file without ::SECTION")
+    only_first()
     look_anew(ckpt)
     undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
     return replace(remap(open_operand(ckpt)), written=Written("undone"))
