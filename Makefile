@@ -81,7 +81,7 @@ floor: ## the tests with the oldest Python and the oldest packages that pyprojec
 	$(MAKE) test PYTHON=$(OLDEST) VENV=.venv-floor PINS=constraints-floor.txt
 
 constraints: .venv-uv/bin/uv ## pins what pyproject.toml asks for, in both files (ARGS=--upgrade: as new as can be)
-	$(COMPILE) --universal --extra dev -o constraints.txt $(ARGS)
+	$(COMPILE) --universal --extra dev --extra docs -o constraints.txt $(ARGS)
 	$(COMPILE) --resolution lowest-direct --extra test -o constraints-floor.txt $(ARGS)
 
 clean: ## removes what the targets made
