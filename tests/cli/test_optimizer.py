@@ -89,7 +89,6 @@ def test_dry_run_and_in_place(ckpt: str) -> None:
         ([*MODEL, "--optimizer", "optimizer_models:torch"], "is no function but a module"),
         ([*MODEL, "--optimizer", "optimizer_models:Net"], "cannot be called with the model"),
         ([*MODEL, "--optimizer", "builtins:id"], "gives an int, not an optimizer"),
-        ([*MODEL, "--optimizer-keys", "fqn", "--save-plan", "plan.json"], "a plan holds no changes of optimizers"),
     ],
 )
 def test_bad_usage(args: list[str], message: str, ckpt: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,14 +158,3 @@ def test_a_diff_of_whole_files_points_at_their_optimizers(
     other = save(tmp_path / "other.pt", *train(models.Net, models.sgd))
     found = told(capsys, "diff", ckpt, other)
     assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in found["notes"])
-
-
-def test_a_plan_that_would_forget_the_optimizer_is_not_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = save(tmp_path / "train.pt", *train(models.Net, models.named))
-    named, plan = str(tmp_path / "named.pt"), tmp_path / "plan.json"
-    assert main(["remap", path, "--optimizer-keys", "fqn", "-o", named]) == 0
-    assert main(["remap", named, "--rule", "head.{x} => out.{x}", "--save-plan", str(plan)]) == 2
-    assert "a plan holds no changes of optimizers" in capsys.readouterr().err
-    assert not plan.exists()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.safetensors import single
+from ckpttool.formats.safetensors import header, single
 
 NAMES = st.text(max_size=4) | st.sampled_from(["a.0.weight", "__metadata__", 'q"', "b\\", "{", "dtype"])
 SIZES = st.lists(st.integers(0, 3), max_size=3)
@@ -54,15 +54,15 @@ def test_the_quick_way_is_the_strict_way(tmp_path_factory, header):
 
 def outcome(path: Path, quick: bool):
     """Keys, geometries, places and metadata, or the error and its problems."""
-    kept = single._as_usual
+    kept = header._as_usual
     if not quick:
-        single._as_usual = lambda text, data: None
+        header._as_usual = lambda text, data: None
     try:
         read = single.read(str(path))
     except CkptError as error:
         return error.message, error.problems
     finally:
-        single._as_usual = kept
+        header._as_usual = kept
     tensors = [(e.key, e.dtype, e.shape, e.stride, e.storage and e.storage.data) for e in read.sections[0].tensors]
     container: Any = read.container
     names = [json.loads(container.text[start:end]) for start, end in container.names()]
@@ -75,5 +75,5 @@ def test_what_writers_write_is_read_quickly(tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
     save_file({f"layers.{i}.ä": torch.zeros(2, i) for i in range(9)}, tmp_path / "m.safetensors", metadata={"a": '"'})
-    monkeypatch.setattr(single, "_strictly", None)
+    monkeypatch.setattr(header, "_strictly", None)
     assert len(single.read(str(tmp_path / "m.safetensors")).sections[0].tensors) == 9
