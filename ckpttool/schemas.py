@@ -86,6 +86,15 @@ _INSPECT: Mapping[str, AnyKind] = {
     "others": TEXTS,
     "flat_parameters": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "unit": TEXT, "elements": COUNT})),
     "adapters": ListOf(ObjectOf({"section": TEXT, "kinds": TEXTS, "modules": TEXTS, "tensors": COUNT, "alone": FLAG})),
+    "optimizers": ListOf(
+        ObjectOf(
+            {
+                "section": TEXT,
+                "form": one_of(*FORMS),
+                "groups": ListOf(ObjectOf({"params": ListOf(Either(TEXT, _NUMBER)), "names": ListOf(Nullable(TEXT))})),
+            }
+        )
+    ),
     "metadata": OBJECT,
     "notes": TEXTS,
     "unreached": ListOf(ObjectOf({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
