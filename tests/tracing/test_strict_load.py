@@ -24,22 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hook_zoo
 import loading_zoo
-import real_models
 from ckpttool.cli.app import main
 from ckpttool.tracing import runtime
+from drawn_models import MODELS, build, is_safe
 
 torch.set_num_threads(1)
 PAIRS = int(os.environ.get("CKPTTOOL_PAIRS", "150"))
 FIRST = int(os.environ.get("CKPTTOOL_FIRST_PAIR", "0"))
 ON_CPU = ["--materialize"]  # what cannot be built on meta
-REAL = [name for name in real_models.ALL if name != "wav2vec2"]
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{f"hook_zoo:{name}": build for name, build in hook_zoo.ZOO.items() if name not in ("lazy", "nested_dict")},
-    **{f"loading_zoo:{name}": build for name, build in loading_zoo.ZOO.items()},
-    **{f"real_models:{name}": getattr(real_models, name) for name in REAL},
-}
 State = OrderedDict[str, Any]
 
 
@@ -160,17 +153,6 @@ def _truncated(path: Path, random: random.Random) -> str:
 # The pair, and both answers
 
 
-def build(operand: str, seed: int) -> nn.Module:
-    """The model for real, with values of its own."""
-    torch.manual_seed(seed)
-    model = MODELS[operand]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if type(parameter) is nn.Parameter and parameter.layout == torch.strided:
-                parameter.normal_()
-    return model
-
-
 def draw(random: random.Random, path: Path) -> tuple[str, str]:
     """Writes a checkpoint; the model that is to load it, and what was done to the checkpoint."""
     operand = random.choice(list(MODELS))
@@ -242,15 +224,6 @@ def loses(operand: str, path: Path) -> bool:
             ):
                 return True
     return False
-
-
-def is_safe(path: Path) -> bool:
-    """Whether torch's own safe loader makes all that is in the file."""
-    try:
-        torch.load(path, weights_only=True)
-    except Exception:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + PAIRS))
