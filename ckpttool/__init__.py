@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpttool.api import diff, explain, inspect, open_checkpoint, remap, swap_weights, trace, write
+    from ckpttool.api import diff, explain, inspect, open_checkpoint, remap, since, swap_weights, trace, write
     from ckpttool.checkpoint import Checkpoint
     from ckpttool.errors import CkptError, Problem, Refused
     from ckpttool.names import Names
@@ -28,6 +28,7 @@ __all__ = [
     "manifest",
     "open_checkpoint",
     "remap",
+    "since",
     "swap_weights",
     "trace",
     "write",
