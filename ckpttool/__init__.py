@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpttool.api.comparing import check, diff
+    from ckpttool.api.comparing import check, diff, since
     from ckpttool.api.making import remap, swap_weights, write
     from ckpttool.api.reading import explain, inspect, manifest, open_checkpoint, trace
     from ckpttool.checkpoint import Checkpoint
@@ -30,6 +30,7 @@ __all__ = [
     "manifest",
     "open_checkpoint",
     "remap",
+    "since",
     "swap_weights",
     "trace",
     "write",
@@ -44,7 +45,7 @@ _HOMES = {
     "Plan": "plan",
     "Problem": "errors",
     "Refused": "errors",
-    **dict.fromkeys(("check", "diff"), "api.comparing"),
+    **dict.fromkeys(("check", "diff", "since"), "api.comparing"),
     **dict.fromkeys(("remap", "swap_weights", "write"), "api.making"),
     **dict.fromkeys(("explain", "inspect", "manifest", "open_checkpoint", "trace"), "api.reading"),
 }

@@ -17,6 +17,7 @@ from ckpttool.queries.diff.options import DiffOptions
 if TYPE_CHECKING:
     from ckpttool.checks import Checks
     from ckpttool.queries.diff.result import Diff
+    from ckpttool.queries.diff.since import Since
 
 
 @takes(DiffOptions)
@@ -53,6 +54,19 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     from ckpttool.edits.mend.run import answered
 
     return _judged(answered(Question(first, second, options, model), found), options)
+
+
+@takes(DiffOptions)
+def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Any) -> Since:
+    """What two checkpoints each changed since the one that both came from, and whether they agree where both did."""
+    return since_by(base, left, right, DiffOptions(**options))
+
+
+def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since:
+    """`since`, with its options as a value."""
+    from ckpttool.queries.diff.since import compare_since
+
+    return compare_since(open_checkpoint(base), open_checkpoint(left), open_checkpoint(right), options)
 
 
 def _judged(diff: Diff, options: DiffOptions) -> Diff:
