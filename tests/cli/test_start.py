@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpttool
 from places import ROOT
 
 # Slow to load, and of use to few runs.
@@ -27,6 +29,13 @@ def folder(tmp_path: Path) -> Path:
     net = torch.nn.Linear(3, 2)
     torch.export.save(torch.export.export(net, (torch.ones(1, 3),)), tmp_path / "p.pt2")
     torch.save(net.state_dict(), tmp_path / "new.pt")
+    named, by_id = (torch.optim.AdamW(of) for of in ([*net.named_parameters()], net.parameters()))
+    for name, optimizer in (("named.pt", named), ("ids.pt", by_id)):
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
+    names = ckpttool.trace(lambda: torch.nn.Linear(3, 2))
+    (tmp_path / "names.json").write_text(json.dumps(names.to_json()))
     return tmp_path
 
 
@@ -36,8 +45,12 @@ LINES = [
     ("inspect none.pt", 2, 100),
     ("diff a.safetensors a.pt", 0, 162),
     ("diff a.safetensors a.pt --values", 0, 162),
-    ("diff a.safetensors renamed.safetensors", 1, 214),
+    ("diff a.safetensors renamed.safetensors", 1, 224),
     ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 160),
+    ("remap named.pt -o o.pt --optimizer-keys fqn", 0, 170),
+    ("remap ids.pt -o o.pt --optimizer-keys fqn --model names.json", 0, 175),
+    ("diff ids.pt --model names.json", 0, 190),
+    ("inspect ids.pt", 0, 120),
     ("swap-weights p.pt2 new.pt -o o.pt2", 0, 140),
 ]
 
