@@ -11,8 +11,11 @@ BIN := $(VENV)/bin
 PINS ?= $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 TIME ?= 600
+N ?= 100
+SEED ?= 0
+ONLY ?= ckpttool
 
-.PHONY: help demo test browser docs dist faults check man wild models fuzz fix coverage floor constraints clean
+.PHONY: help demo test browser docs dist faults check man wild models fuzz mutants fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +67,9 @@ faults: $(VENV)/for-test ## every call that writes fails once, every one is a pl
 fuzz: $(VENV)/for-test ## every reader for its share of TIME=600 seconds (ARGS='--guided --target plan': one, by atheris)
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)
 
+mutants: $(VENV)/for-dev ## N=100 changes of the code, drawn by SEED=0; the tests notice 95 % (ONLY='ckpttool/edits': of that package)
+	$(BIN)/python tests/mutants/run.py -n $(N) --seed $(SEED) --only $(ONLY) $(ARGS)
+
 coverage: $(VENV)/for-dev ## which lines and branches the tests reach: a table, and pages in build/coverage
 	$(BIN)/coverage erase
 	-$(BIN)/coverage run -m pytest $(ARGS)
@@ -75,7 +81,7 @@ floor: ## the tests with the oldest Python and the oldest packages that pyprojec
 	$(MAKE) test PYTHON=$(OLDEST) VENV=.venv-floor PINS=constraints-floor.txt
 
 constraints: .venv-uv/bin/uv ## pins what pyproject.toml asks for, in both files (ARGS=--upgrade: as new as can be)
-	$(COMPILE) --universal --extra dev -o constraints.txt $(ARGS)
+	$(COMPILE) --universal --extra dev --extra docs -o constraints.txt $(ARGS)
 	$(COMPILE) --resolution lowest-direct --extra test -o constraints-floor.txt $(ARGS)
 
 clean: ## removes what the targets made

@@ -66,6 +66,11 @@ class TensorEntry:
     packed_bytes: int = 0
     payload: object = field(default=None, compare=False)
 
+    def under(self, key: str) -> TensorEntry:
+        """The same tensor under another name. `replace` would take several times as long."""
+        where = (self.offset, self.storage, self.layout, self.packed_bytes, self.payload)
+        return TensorEntry(key, self.dtype, self.shape, self.stride, *where)
+
     @property
     def geometry(self) -> tuple[Any, ...]:
         """What makes the entry the tensor that it is: all of it but its name and its payload, in order."""
@@ -154,9 +159,13 @@ class ExtraEntry:
     tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
     outline: object = field(default=None, compare=False)
 
+    def under(self, key: str) -> ExtraEntry:
+        """The same under another name."""
+        return replace(self, key=key)
+
     def inside(self) -> tuple[TensorEntry, ...]:
         """The tensors inside it under their whole keys: ``KEY.0``, ``KEY.weight``."""
-        return tuple(replace(entry, key=f"{self.key}.{entry.key}") for entry in self.tensors)
+        return tuple(entry.under(f"{self.key}.{entry.key}") for entry in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,8 @@ class Section:
 
     def all_tensors(self) -> tuple[TensorEntry, ...]:
         """The tensors, behind them those inside the extras."""
-        return (*self.tensors, *(entry for extra in self.extras for entry in extra.inside()))
+        inside = tuple(entry for extra in self.extras for entry in extra.inside())
+        return (*self.tensors, *inside) if inside else self.tensors
 
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
         """Every entry under its key, tensors first."""

@@ -10,4 +10,4 @@ _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
 
 def is_flat(key: str) -> bool:
     """Whether the last segment of `key` is one that flat parameters have."""
-    return _FLAT.fullmatch(key.rpartition(".")[2]) is not None
+    return "flat_param" in key and _FLAT.fullmatch(key.rpartition(".")[2]) is not None

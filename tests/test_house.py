@@ -20,7 +20,7 @@ MODULES = {
     for path in sorted((ROOT / "ckpttool").rglob("*.py"))
 }
 ENTRIES = ("ckpttool", "ckpttool.__main__")  # the package itself and `python -m`: above all floors
-WITH_TORCH = ("ckpttool.tracing", "ckpttool.evaluate.with_torch", "ckpttool.live")
+WITH_TORCH = ("ckpttool.tracing", "ckpttool.evaluate.with_torch", "ckpttool.live", "ckpttool.io.together.torchrun")
 
 MOST_LINES = {"function": 45, "module": 400}
 LONGER = {  # what may be longer, and why
@@ -134,6 +134,7 @@ def test_only_the_command_line_prints() -> None:
 WRITERS = (
     *(f"ckpttool.io.{name}" for name in ("write_file", "write_folder", "write_remote")),
     *(f"ckpttool.io.{name}" for name in ("journal", "edit_journal", "switch", "switch_folder", "temporary")),
+    "ckpttool.io.together.make",
     "ckpttool.cli.output",
 )
 CHANGES = {f"os.{name}" for name in ("replace", "rename", "link", "symlink", "unlink", "remove", "mkdir", "truncate")}

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sources.forget_all()
         with ended_by_signals(), nothing_left(), logged(), collected():
-            status = run(args)
+            status = _run_by_rank(args) if _is_rank() else run(args)
         sys.stdout.flush()
         return status
     except BaseException as error:
@@ -58,6 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         return say(failure_of(error), as_json=_asks_for_json(args))
+
+
+def _is_rank() -> bool:
+    """Whether torchrun, or what starts processes as it does, started this process as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _run_by_rank(args: list[str]) -> int:
+    from ckpttool.cli import ranks
+
+    return ranks.run(args, run)
 
 
 def _asks_for_json(args: Sequence[str]) -> bool:

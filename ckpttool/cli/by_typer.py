@@ -20,12 +20,13 @@ from ckpttool.options import Argument
 _GROUPS = {
     "The model": ("model", "model_kwargs", "materialize", "optimizer"),
     "Which names": (
+        "sections",
         *("to", "from_", "select", "keep_prefix", "trainable_only", "rule", "rules", "size", "reverse", "drop", "like"),
-        *("to_model", "to_model_kwargs", "units", "world_size"),
+        *("sections", "to_model", "to_model_kwargs", "units", "world_size"),
     ),
     "Optimizers": ("to_optimizer", "optimizer_keys"),
     "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
-    "The output": ("out", "plan", "save_plan", "keep_aliases", "max_shard_size", "link"),
+    "The output": ("out", "plan", "save_plan", "keep_aliases", "max_shard_size", "torch_format", "link"),
     "How it is written": ("in_place", "copy", "undo", "force", "dry_run", "verify", "no_fsync"),
     "The report": ("format", "report", "manifest", "all", "quiet"),
     "In common": ("limit", "no_defaults", "help"),

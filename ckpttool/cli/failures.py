@@ -44,6 +44,14 @@ class Failure:
     problems: tuple[Problem, ...] = ()
 
 
+class OfAllRanks(Exception):
+    """What a command of several ranks failed with."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 def failure_of(error: BaseException) -> Failure:
     """The failure that the exception means."""
     for kind, describe in _KINDS:
@@ -159,6 +167,7 @@ def _memory(error: MemoryError) -> Failure:
 
 # The first kind that fits tells.
 _KINDS: tuple[tuple[type[BaseException], Callable[[Any], Failure]], ...] = (
+    (OfAllRanks, lambda error: error.failure),
     (CkptError, _ours),
     (BrokenPipeError, _broken_pipe),
     (OSError, _os_error),

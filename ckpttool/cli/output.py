@@ -12,6 +12,7 @@ from ckpttool.cli.streams import for_log, is_quiet
 from ckpttool.errors import CkptError
 from ckpttool.io import sources, write_file
 from ckpttool.io.pieces import Piece
+from ckpttool.io.together.job import only_first
 from ckpttool.options import option
 from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document, warnings_apart
@@ -59,6 +60,7 @@ def emit(
     first, so that stdout stays empty where one of them cannot be written. Of a text
     the warnings go to stderr, after it. Raises as `write_text`.
     """
+    only_first()
     for path in reports or ():
         write_text(path, _rendered(format_of(path), document, data), force=force)
     if is_quiet():
@@ -102,6 +104,7 @@ def write_text(path: str, text: str, *, force: bool, in_place: bool = False) -> 
     With `in_place` it may be one that the command has read. What is no regular file (``/dev/stderr``, a pipe) is
     written to directly. Raises `CkptError`, and for these OSError.
     """
+    only_first()
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         try:
             with open(path, "w", encoding="utf-8", newline="\n") as file:

@@ -67,7 +67,7 @@ def _table(path: str, content: bytes) -> dict[str, Any]:
     toml = import_module(_TOML)
     try:
         table = toml.loads(content.decode("utf-8")).get("tool", {}).get("ckpttool", {})
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CkptError(f"{path} is not TOML: {error}", hint=_HINT) from None
     if not isinstance(table, dict):
         raise CkptError(f"{path}: tool.ckpttool is not a table", hint=f"as in [tool.ckpttool]; {_HINT}")

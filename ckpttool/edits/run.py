@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.edits.ranks.recognise import put_together
-from ckpttool.edits.ranks.replicas import without_replicas
+from ckpttool.edits.ranks.recognise import made_whole, put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.remap.pretrained import ways
@@ -26,6 +25,7 @@ from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.formats.recognise_folder import locate
 from ckpttool.io.edit_in_place import Written, undo
 from ckpttool.io.files import is_dir, look_anew
+from ckpttool.io.together.job import only_first
 from ckpttool.names import Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -66,7 +66,7 @@ def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -
     out = options.target(source.source)
     if out is None or options.to_ranks:
         return None
-    target = target_for(out, source, _shard_size(options))
+    target = target_for(out, source, _shard_size(options), options.torch_format)
     if options.in_place:
         check_in_place(source, target.format)
     if not options.dry_run:
@@ -81,7 +81,8 @@ def _shard_size(options: RemapOptions) -> int | None:
 def _to_operand(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
     """What is to load the output: another model, or the same with another optimizer."""
     if options.to_model is not None:
-        return ModelOperand(options.to_model, options.to_model_kwargs, options.materialize, options.to_optimizer)
+        kwargs, made = options.to_model_kwargs, options.to_optimizer
+        return ModelOperand(options.to_model, kwargs, options.materialize, made, option="--to-model")
     if options.to_optimizer is None or model is None:
         return None
     return model.with_optimizer(options.to_optimizer)
@@ -92,7 +93,7 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         return by_plan(source, plan, _runners(plan, model, _to_operand(options, model)))
-    source = without_replicas(source)
+    source = made_whole(source)
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
@@ -171,10 +172,11 @@ def _by_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
     model, made = options.model, options.optimizer
     if not isinstance(model, str) or options.to_model is not None or options.to_optimizer is not None:
         return None
+    new = ModelOperand(model, options.model_kwargs, options.materialize).words_of("--to-model")
     optimizers = ["--optimizer", str(made), "--to-optimizer", str(made)] if made is not None else []
     keys = [] if options.optimizer_keys is None else ["--optimizer-keys", options.optimizer_keys]
     out = ["--in-place"] if options.in_place else ["-o", options.out or "OUT"]
-    return shell("ckpttool", "remap", source.source, "--model", "OLD", "--to-model", model, *optimizers, *keys, *out)
+    return shell("ckpttool", "remap", source.source, "--model", "OLD", *new, *optimizers, *keys, *out)
 
 
 def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleStep, ...]:
@@ -205,7 +207,8 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
     expected = fingerprints(fitted) if options.verify and options.in_place else fitted
     written = _edited(options, writer, target, fitted)
     if written is None or written.way == "copied":
-        writer.target(target, target.lay_out(fitted, _shard_size(options)))
+        plan = None if done.plan.runs else done.plan.to_json()
+        writer.target(target, target.lay_out(fitted, _shard_size(options)), plan)
     if options.verify:
         prove(target.path, expected)
     if written is not None and written.way == "edited" and done.plan.dropped:
@@ -220,6 +223,7 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
     """
     if not isinstance(ckpt, str) or split(ckpt)[1] is not None:
         raise CkptError("--undo gives a whole file back", hint="name the file without ::SECTION")
+    only_first()
     look_anew(ckpt)
     undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
     return replace(remap(open_operand(ckpt)), written=Written("undone"))

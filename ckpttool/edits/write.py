@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.remap.options import RANK
@@ -19,9 +21,11 @@ from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import files_of, is_dir, names_in
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Edited, Files, Link, Pieces
+from ckpttool.io.pieces import Edited, Files, Link, Pieces, Ready
 from ckpttool.io.ranges import digest_on_disk
+from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_file import Digest
+from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
 
 # Told of each long piece of work: its title and its bytes, then within it of the bytes that are done.
@@ -59,8 +63,14 @@ class Writer:
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
         write_file.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
 
-    def file(self, pieces: Pieces, out: str) -> None:
-        """Writes the file."""
+    def file(self, pieces: Pieces, out: str, plan: object = None) -> None:
+        """Writes the file; `plan`, where it is known, is all that decides its values."""
+        job = self._job(out)
+        if job is not None:
+            place = Path(os.path.realpath(out))
+            with self._made(job, {place.name: pieces}, out, place.parent, plan) as files:
+                self._put(files[place.name], out)
+            return
         digest = hashlib.blake2b() if self.verify and not is_url(out) else None
         with self.progress(out, sum(piece.nbytes for piece in pieces)) as advance:
             write_file.write(
@@ -76,23 +86,34 @@ class Writer:
         if digest is not None:
             _prove_bytes({out: digest})
 
-    def target(self, target: Target, files: Files) -> None:
-        """Writes the file or folder."""
+    def target(self, target: Target, files: Files, plan: object = None) -> None:
+        """Writes the file or folder; `plan`, where it is known, is all that decides its values."""
         if target.folder is None:
             (pieces,) = (content for content in files.values() if not isinstance(content, Link))
-            self.file(pieces, target.path)
+            self.file(pieces, target.path, plan)
         else:
-            self.files(files, target.folder, target.present(files))
+            self.files(files, target.folder, target.present(files), plan=plan)
 
     def edit(self, target: Target, files: Mapping[str, Edited] | None) -> Written:
         """Changes the source where it lies, if it can be; the answer says how it went."""
+        only_first()
         return edit_in_place.edit(files, target.home, fsync=self.fsync)
 
-    def files(self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True) -> None:
+    def files(
+        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, plan: object = None
+    ) -> None:
         """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
+        job = self._job(folder)
+        if job is None:
+            self._files(files, folder, stale, whole)
+            return
+        home = write_folder.home_of(folder, files, stale, whole=whole)
+        with self._made(job, files, folder, home, plan) as ready:
+            self._files(ready, folder, stale, whole)
+
+    def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
         digests: dict[str, Digest] | None = {} if self.verify and not is_url(folder) else None
-        total = sum(piece.nbytes for content in files.values() if not isinstance(content, Link) for piece in content)
-        with self.progress(folder, total) as advance:
+        with self.progress(folder, _nbytes(files)) as advance:
             write_folder.write_folder(
                 files,
                 folder,
@@ -107,6 +128,33 @@ class Writer:
             )
         if digests is not None:
             _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
+
+    def _job(self, out: str) -> Job | None:
+        """The job whose ranks write `out` together; None where this process is alone, or is so from here on."""
+        if is_url(out):
+            only_first()
+        return current()
+
+    @contextmanager
+    def _made(self, job: Job, files: Files, out: str, home: Path, plan: object) -> Iterator[Contents]:
+        from ckpttool.io.together import make
+
+        with self.progress(out, _nbytes(files)) as advance:
+            again = self.fsync and plan is not None
+            asked = make.Asked(plan, self.link, self.fsync, self.verify, again, advance)
+            with make.made(job, files, out, home, asked) as ready:
+                yield ready
+
+    def _put(self, content: Pieces | Link | Ready, out: str) -> None:
+        assert isinstance(content, Ready)
+        write_file.put_ready(
+            content,
+            out,
+            replace=self.force or self.in_place,
+            in_place=self.in_place,
+            readers_of=self._read,
+            fsync=self.fsync,
+        )
 
     def ranks(self, ranks: Sequence[Checkpoint], out: str) -> None:
         """Writes the files of all ranks or none; those of more ranks under the same names go.
@@ -127,6 +175,12 @@ class Writer:
     def _read(self) -> list[str]:
         """The folder, or the local files, that CKPT names: who may not read these may not read OUT."""
         return [self.source] if is_dir(self.source) else files_of(self.source)
+
+
+def _nbytes(files: Contents) -> int:
+    """Bytes of what is still to be made, but for what is taken over as it is."""
+    todo = (content for content in files.values() if not isinstance(content, (Link, Ready)))
+    return sum(piece.nbytes for content in todo for piece in content)
 
 
 def _of_ranks(folder: str, pattern: str) -> set[str]:

@@ -132,7 +132,7 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
     problems: list[Problem] = []
     for output in outputs:
         if isinstance(output.source, Ref):
-            entries.append(replace(have[output.source.key], key=output.key))
+            entries.append(have[output.source.key].under(output.key))
             continue
         try:
             same = ex.substitute(output.source, lambda key: Ref(aliases.get(key, key)))

@@ -74,7 +74,8 @@ def _flat(checkpoint: Checkpoint, target: Format, keep_aliases: bool) -> Checkpo
 
 
 def _resolved(entry: TensorEntry) -> TensorEntry:
-    return entry.payload.resolved(entry) if isinstance(entry.payload, Resolvable) else entry
+    payload = entry.payload  # asking a protocol of None for each of many entries takes time
+    return payload.resolved(entry) if payload is not None and isinstance(payload, Resolvable) else entry
 
 
 def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:

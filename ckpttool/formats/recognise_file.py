@@ -13,7 +13,7 @@ from shlex import quote
 
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.zip_archive import read_archive
-from ckpttool.formats.safetensors.single import MAX_HEADER
+from ckpttool.formats.safetensors.header import MAX_HEADER
 from ckpttool.io import files, paths
 from ckpttool.io.files import opened
 

@@ -28,6 +28,9 @@ _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".meta
 _BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
+_STEP = re.compile(r"global_step\d+(_universal)?")  # DeepSpeed's folder of a step, whose tag one of these files names
+_LATEST = ("latest", "latest_universal")
+
 _MAX_TAG = 1024  # bytes of the name of a step's folder
 
 
@@ -83,21 +86,25 @@ def _title(found: Found) -> str:
 
 def _is_deepspeed(folder: str, names: list[str]) -> bool:
     return any(_DEEPSPEED.fullmatch(name) for name in names) or (
-        "latest" in names and any(re.fullmatch(r"global_step\d+", name) for name in names)
+        any(name in names for name in _LATEST) and any(_STEP.fullmatch(name) for name in names)
     )
 
 
 def _step_of(folder: str, names: list[str]) -> str:
-    """The folder of one step: the one that ``latest`` names, which DeepSpeed itself loads, or `folder`."""
+    """The folder of one step: the one that ``latest`` names, which DeepSpeed itself loads, or `folder`.
+
+    Where there are universal checkpoints only, ``latest_universal`` names it.
+    """
     if any(_DEEPSPEED.fullmatch(name) for name in names):
         return folder
-    with opened(join(folder, "latest")) as file:
+    latest = next(name for name in _LATEST if name in names)
+    with opened(join(folder, latest)) as file:
         tag = file.read(_MAX_TAG).decode("utf-8", "replace").strip()
     path = safe_path(folder, tag) if tag in names else None
     if path is None or not is_dir(path):
         steps = [name for name in names if is_dir(join(folder, name)) and not name.startswith(".")]
         raise CkptError(
-            f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `latest` names is not there",
+            f"{folder} is a DeepSpeed checkpoint, and the step {tag!r} that its file `{latest}` names is not there",
             hint=f"name one: {quote(join(folder, steps[-1]))}" if steps else "copy the folder again",
         )
     return path

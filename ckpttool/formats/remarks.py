@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
+from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
 from ckpttool.keys import is_flat
@@ -14,6 +16,11 @@ _GATHER = "`ckpttool remap FOLDER -o whole.pt` gathers them from the folder of a
 PLACEHOLDER = (
     "no elements, as in a ZeRO-3 placeholder or in what another rank of FSDP holds: the ranks' files hold its values; "
     f"of ZeRO-3 {_GATHER}"
+)
+
+# Names of weights that have two dimensions in every architecture.
+_MATRIX = re.compile(
+    r"(^|\.)(embed\w*|\w*_?embeddings?|wte|wpe|lm_head|\w+_proj|query|key|value|dense|c_attn|c_fc|fc\d*)\.weight$"
 )
 
 _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed saves
@@ -34,10 +41,7 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append(
             f"{hollow} tensors have shape [0]: ZeRO-3 placeholders, the values are in the ranks' files; {_GATHER}"
         )
-    partitioned = [section for section in states if _is_partitioned(section)]
-    if partitioned:
-        count = sum(entry.shape == (1,) for section in partitioned for entry in section.tensors)
-        found.append(f"{count} tensors have shape [1], as ZeRO-3 leaves parameters that it has partitioned; {_GATHER}")
+    found += (said for said in map(_partitioned, states) if said)
     return tuple(found)
 
 
@@ -48,11 +52,26 @@ def _unreached(storages: Sequence[Unreached]) -> str:
     return f"{plural(len(storages), 'storage')} ({size}) of no tensor that is understood: {names}{more}"
 
 
-def _is_partitioned(section: Section) -> bool:
-    """Whether most parameters, weights among them, have one element: no model has so many scalars."""
-    floats = [entry for entry in section.tensors if "float" in entry.dtype]
-    single = [entry for entry in floats if entry.shape == (1,)]
-    return 2 * len(single) > len(floats) > 2 and any(entry.key.endswith(".weight") for entry in single)
+def _partitioned(section: Section) -> str:
+    """What tells of weights that ZeRO-3 has left one element of; empty where nothing does.
+
+    A weight of one element is nothing odd (a norm of one channel, PReLU). It is no weight where its own bias has more
+    elements: DeepSpeed leaves small parameters whole. And a linear layer's or an embedding's has two dimensions, which
+    only the names tell.
+    """
+    shapes = {entry.key: entry.shape for entry in section.tensors if "float" in entry.dtype}
+    single = [key for key, shape in shapes.items() if shape == (1,)]
+    beside = [key for key in single if key.endswith(".weight") and prod(shapes.get(_bias(key), (1,))) > 1]
+    matrices = [key for key in single if _MATRIX.search(key)]
+    if not beside and not (matrices and 2 * len(single) > len(shapes)):
+        return ""
+    by = f"{beside[0]} beside a bias of {prod(shapes[_bias(beside[0])])}" if beside else f"likely, as {matrices[0]}"
+    count = plural(len(single), "tensor")
+    return f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned ({by}); {_GATHER}"
+
+
+def _bias(weight: str) -> str:
+    return f"{weight.removesuffix('weight')}bias"
 
 
 def _is_of_fsdp(checkpoint: Checkpoint, section: Section) -> bool:

@@ -90,7 +90,7 @@ TABLE = (
         folder=True,
     ),
     Format("rank_files", "ranks.files", "files of the ranks of one run (torch.save)", ()),
-    Format("deepspeed", "deepspeed.folder", "DeepSpeed ZeRO folder", ()),
+    Format("deepspeed", "deepspeed.folder", "DeepSpeed folder (ZeRO, universal)", ()),
     Format(
         "dcp", "dcp.folder", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True
     ),
@@ -98,6 +98,10 @@ TABLE = (
 MANIFEST = Format("manifest", "manifest", "manifest of a checkpoint (in-toto statement)", ())  # digests, and no values
 MEMORY = Format("memory", "", "a state dict in memory", ())  # no file: nothing reads it, nothing writes it
 FORMATS = {row.name: row for row in (*TABLE, MANIFEST, MEMORY)}
+TORCH_FORMATS = {
+    "zip": FORMATS["torch_zip"],
+    "legacy": FORMATS["torch_legacy"],
+}  # by the word for what torch.save writes
 
 
 def format_for(out: str) -> Format:

@@ -134,12 +134,13 @@ def _ways_back(path: Path) -> dict[str, Change]:
         ) from None
     for entry in entries:
         place = path.parent / entry.name
-        with _locked(place) as descriptor:
-            if not _is_after(descriptor, entry):
-                raise CkptError(
-                    f"{place} has changed since it was edited in place",
-                    hint=f"it cannot be undone any more: rm {shlex.quote(str(record))}",
-                )
+        with suppress(FileNotFoundError), _locked(place) as descriptor:
+            if _is_after(descriptor, entry):
+                continue
+        raise CkptError(
+            f"{place} has changed since it was edited in place",
+            hint=f"it cannot be undone any more: rm {shlex.quote(str(record))}",
+        )
     return {entry.name: entry.back for entry in entries}
 
 
@@ -281,7 +282,7 @@ def _parse(data: bytes, place: Path) -> list[_Entry]:
             entries.append(_Entry(row["name"], Change(patch, before, index), sample, content))
         if value["schema"] != _SCHEMA or rest or not all(map(_is_sound, entries)):
             raise ValueError("it contradicts itself")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         hint = f"look at it, and remove it: rm {shlex.quote(str(place))}"
         raise CkptError(f"{place} cannot be read: {error}", hint=hint) from error
     return entries
@@ -291,4 +292,5 @@ def _is_sound(entry: _Entry) -> bool:
     patch = entry.back.patch
     numbers = (patch.before, patch.start, patch.length, patch.start + patch.shift)
     whole = len(patch.head) == patch.start + patch.shift and not (patch.shift and patch.tail)
+    whole = whole and patch.start + patch.length <= patch.before
     return whole and min(numbers) >= 0 and entry.name == os.path.basename(entry.name) not in ("", ".", "..")

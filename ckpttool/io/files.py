@@ -11,7 +11,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -151,6 +151,14 @@ def size(path: str) -> int:
     from ckpttool.io.remote import read as remote
 
     return remote.open_file(path).size
+
+
+def look_ahead(paths: Sequence[str]) -> None:
+    """Tells that the heads of these files will be read: those in one store are fetched side by side."""
+    if paths and is_url(paths[0]):
+        from ckpttool.io.remote.read import look_ahead as fetch
+
+        fetch(paths)
 
 
 def names_in(folder: str) -> list[str]:

@@ -43,7 +43,7 @@ def parse(data: bytes, name: str, home: object) -> Journal:
     try:
         value = json.loads(data)
         found = Journal(tuple(value["put"]), tuple(value["remove"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CkptError(f"{name} cannot be read: {error}", hint=f"look at it, and remove {home}") from error
     if not all(isinstance(own, str) and is_inside(own) for own in found.put + found.remove):
         raise CkptError(f"{name} leads out of its folder", hint=f"it is none of ours: remove {home}")

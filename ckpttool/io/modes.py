@@ -30,6 +30,15 @@ def settle_file(descriptor: int, place: Path, sources: Iterable[str]) -> None:
     os.fchmod(descriptor, bits if _give(descriptor, -1, group) else _narrowed(bits))
 
 
+def settle_path(path: Path, place: Path, sources: Iterable[str]) -> None:
+    """`settle_file` of a new file that is closed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        settle_file(descriptor, place, sources)
+    finally:
+        os.close(descriptor)
+
+
 def settle_folder(folder: Path, sources: Iterable[str]) -> None:
     """Gives the new folder its bits: who may read none of its sources does not look into it either. Raises OSError."""
     inherited = folder.stat().st_mode & stat.S_ISGID

@@ -20,10 +20,14 @@ class Crc:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next bytes of the file: literal, copied from another file, or computed when they are written."""
+    """The next bytes of the file: literal, copied from another file, or computed when they are written.
+
+    `needs` are the checksums that computed bytes say: of pieces before this one.
+    """
 
     data: bytes | Span | Lazy
     crc: Crc | None = None
+    needs: tuple[Crc, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -42,6 +46,15 @@ class Link:
     """A data file that is taken over as it is: copied or, if the user says so, linked."""
 
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A file that is made already, on the disk of its place, of what was `read`: it only has to be moved there."""
+
+    path: str
+    nbytes: int
+    read: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,13 +102,16 @@ def read_span(span: Span) -> bytearray:
     return whole
 
 
-def digest_on_disk(path: str) -> bytes:
-    """BLAKE2b of the whole local file, asked from the disk again where the platform can. Raises OSError."""
+def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> bytes:
+    """BLAKE2b of the local file or a part of it, asked from the disk again where the platform can. Raises OSError."""
     digest = hashlib.blake2b()
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # what is not flushed yet stays in memory
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while chunk := file.read(CHUNK):
+            os.posix_fadvise(file.fileno(), offset, length or 0, os.POSIX_FADV_DONTNEED)
+        file.seek(offset)
+        left = os.fstat(file.fileno()).st_size - offset if length is None else length
+        while left and (chunk := file.read(min(left, CHUNK))):
+            left -= len(chunk)
             digest.update(chunk)
     return digest.digest()
 

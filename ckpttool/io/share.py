@@ -22,13 +22,13 @@ _CLONE_RANGE = 0x4020940D  # linux/fs.h: FICLONERANGE
 Segment = tuple[int, Pieces]  # pieces, and the offset in the file where the first of them belongs
 
 
-def share(descriptor: int, pieces: Pieces) -> list[Segment]:
-    """Lets the empty open file share what it can with the sources of its pieces; what is left to be written.
+def share(descriptor: int, pieces: Pieces, at: int = 0) -> list[Segment]:
+    """Lets the open file, empty from byte `at` on, share what it can with its pieces' sources; what is left to write.
 
     Raises `CkptError` where a source is no longer what it was when its index was read.
     """
-    segments: list[tuple[int, list[Piece]]] = [(0, [])]
-    at, able = 0, True
+    segments: list[tuple[int, list[Piece]]] = [(at, [])]
+    able = True
     for piece in pieces:
         span = piece.data
         if able and isinstance(span, Span) and piece.crc is None and _lies_alike(span, at):

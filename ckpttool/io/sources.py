@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,15 @@ def check_unchanged(paths: Iterable[str]) -> None:
 def files_read() -> list[str]:
     """The paths of the local files that were opened."""
     return [*_opened, *_read]
+
+
+def states() -> dict[str, list[int]]:
+    """How each local file was that was opened or read: inode, size, times of the last changes (ns)."""
+    found = {path: state for path, (_, state) in _opened.items()}
+    for path in _read.difference(found):
+        with suppress(OSError):
+            found[path] = _state(os.stat(path))
+    return {path: [at.inode, at.size, at.written, at.changed] for path, at in sorted(found.items())}
 
 
 def forget(path: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -181,6 +180,8 @@ def _alike(new: Path, old: Path) -> None:
     if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
         with suppress(OSError):
             os.chown(new, wanted.st_uid, wanted.st_gid)
+    import shutil
+
     shutil.copystat(old, new)
     os.utime(new)
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
-import socket
 import time
 import zlib
 from collections.abc import Iterator
@@ -66,7 +63,7 @@ def is_edit(name: str) -> bool:
 def temporary_name(name: str) -> str:
     """A hidden name beside `name` that no other process chooses, and that says that it is ours."""
     short = os.fsdecode(os.fsencode(name)[:_LONGEST]).encode("utf-8", "replace").decode().replace("/", "_")
-    return f".{short}.{me()}-{secrets.token_hex(4)}.ckpttool.tmp"
+    return f".{short}.{me()}-{os.urandom(4).hex()}.ckpttool.tmp"
 
 
 def me() -> Owner:
@@ -76,6 +73,8 @@ def me() -> Owner:
 
 @cache
 def _owner(pid: int) -> Owner:
+    import socket  # of use to who writes, and to who finds what another process left
+
     boot = _text("/proc/sys/kernel/random/boot_id")
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
@@ -158,6 +157,8 @@ def remove(path: str | Path) -> None:
     with suppress(OSError):
         os.unlink(path)
         return
+    import shutil  # with three compression libraries
+
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Pieces, Progress
+from ckpttool.io.pieces import Pieces, Progress, Ready
 from ckpttool.io.ranges import stream
 from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
@@ -130,11 +129,30 @@ def write(
             if fsync:
                 os.fsync(descriptor)
             _put(staged, path, out, replace=replace)
+    _forget(path, out, fsync=fsync)
+    return nbytes
+
+
+def put_ready(
+    ready: Ready, out: str, *, replace: bool, in_place: bool, readers_of: Collection[str], fsync: bool
+) -> None:
+    """`write` of a file that is made already, and is flushed to its disk."""
+    path = Path(os.path.realpath(out))
+    with failing(out):
+        settle(path.parent)
+        if not in_place and is_one_of(out, ready.read):
+            raise CkptError(f"{out} is a source itself", hint="name another file")
+        modes.settle_path(Path(ready.path), path, (*readers_of, *ready.read))
+        _put(Path(ready.path), path, out, replace=replace)
+    _forget(path, out, fsync=fsync)
+
+
+def _forget(path: Path, out: str, *, fsync: bool) -> None:
+    """Once the file is in its place, nothing that was known of it is true any more."""
     sources.forget(str(path))
     forget_undo(path)
     if fsync:
         confirm(out, path.parent)
-    return nbytes
 
 
 @contextmanager
@@ -149,6 +167,8 @@ def failing(out: str) -> Iterator[None]:
 
 def check_space(out: str, folder: Path, nbytes: int) -> None:
     """Raises `CkptError` where the folder's disk has no room for `nbytes`."""
+    import shutil
+
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise CkptError(f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
@@ -165,14 +185,14 @@ def _put(staged: Path, path: Path, out: str, *, replace: bool) -> None:
         ) from error
 
 
-def fill(descriptor: int, pieces: Pieces, progress: Progress | None, digest: Digest | None = None) -> None:
-    """Makes the open, empty file of the pieces; blocks are shared with the sources where that can be.
+def fill(descriptor: int, pieces: Pieces, progress: Progress | None, digest: Digest | None = None, at: int = 0) -> None:
+    """Makes the open file, empty from byte `at` on, of the pieces; blocks are shared with sources where that can be.
 
     Raises OSError, and `CkptError` on a source that changed meanwhile. A `digest` is of bytes that were read.
     """
     size = sum(piece.nbytes for piece in pieces)
     with sources_stay():
-        segments = share(descriptor, pieces) if digest is None else [(0, pieces)]
+        segments = share(descriptor, pieces, at) if digest is None else [(at, pieces)]
         if progress is not None:
             progress(size - sum(piece.nbytes for _, own in segments for piece in own))
         for offset, own in segments:
@@ -186,8 +206,8 @@ def fill(descriptor: int, pieces: Pieces, progress: Progress | None, digest: Dig
                 if progress is not None:
                     progress(len(data))
             blocks.finish()
-    if os.fstat(descriptor).st_size < size:  # nothing follows what was shared last
-        os.ftruncate(descriptor, size)
+    if os.fstat(descriptor).st_size < at + size:  # nothing follows what was shared last
+        os.ftruncate(descriptor, at + size)
 
 
 class _Blocks:

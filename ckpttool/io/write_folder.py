@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +14,13 @@ from ckpttool.io import modes, sources
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress, Ready
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
 from ckpttool.io.write_file import Digest, check_space, failing, fill
+
+Contents = Mapping[str, Pieces | Link | Ready]
 
 _FICLONE = 0x40049409  # Linux's ioctl that shares the blocks of one file with another, copied when either changes
 
@@ -50,8 +52,13 @@ def preflight(out: str, present: Collection[str], source: str, *, force: bool, i
         )
 
 
+def home_of(out: str, files: Collection[str], stale: Collection[str], *, whole: bool) -> Path:
+    """The folder on the disk of the folder `out` in which `files` are made before they are moved into it."""
+    return Change(out, Path(os.path.realpath(out)), tuple(files), tuple({*stale}.difference(files)), whole).home
+
+
 def write_folder(
-    files: Files,
+    files: Contents,
     out: str,
     *,
     stale: Collection[str] = (),
@@ -78,7 +85,7 @@ def write_folder(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write_folder(files, out, stale, link, progress)
+        return write_remote.write_folder(_to_be_made(files), out, stale, link, progress)
     folder = Path(os.path.realpath(out))
     with failing(out):
         for place in {folder.parent, folder}:
@@ -97,7 +104,11 @@ def write_folder(
     return writer.nbytes + sum(size(str(folder / name)) for name in here)
 
 
-def _change(change: Change, files: Files, writer: _Writer) -> None:
+def _to_be_made(files: Contents) -> Files:
+    return {name: content for name, content in files.items() if not isinstance(content, Ready)}
+
+
+def _change(change: Change, files: Contents, writer: _Writer) -> None:
     with staged_folder(change.home, change.folder.name) as staging:
         for name, content in files.items():
             writer.add(name, content, staging / NEW, change.folder)
@@ -105,9 +116,11 @@ def _change(change: Change, files: Files, writer: _Writer) -> None:
         switch(staging, change, fsync=writer.fsync)
 
 
-def _check_files_space(files: Files, out: str, place: Path, link: str) -> None:
+def _check_files_space(files: Contents, out: str, place: Path, link: str) -> None:
     needed = 0
     for content in files.values():
+        if isinstance(content, Ready):
+            continue
         if not isinstance(content, Link):
             needed += sum(piece.nbytes for piece in content)
         elif link == "copy":
@@ -142,10 +155,13 @@ class _Writer:
     read: set[str] = field(default_factory=set)
     nbytes: int = 0
 
-    def add(self, name: str, content: Pieces | Link, new: Path, folder: Path) -> None:
+    def add(self, name: str, content: Pieces | Link | Ready, new: Path, folder: Path) -> None:
         """Makes the file of that name in `new`, which is to be moved to `folder`. Raises OSError and `CkptError`."""
         place, replaced = new / name, folder / name
         place.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Ready):
+            self._take(content, place, replaced)
+            return
         digest = None
         if self.digests is not None and (self.link == "copy" or not isinstance(content, Link)):
             digest = self.digests[name] = hashlib.blake2b()
@@ -159,6 +175,12 @@ class _Writer:
             return
         _take_over(content, path, place, self.link)
         self.nbytes += nbytes
+
+    def _take(self, content: Ready, place: Path, replaced: Path) -> None:
+        os.rename(content.path, place)
+        self.read |= {*content.read}
+        modes.settle_path(place, replaced, (*self.readers_of, *content.read))
+        self.nbytes += content.nbytes
 
     def _write(self, pieces: Pieces, place: Path, replaced: Path, digest: Digest | None) -> None:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
+from ckpttool.io import compose
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
@@ -85,8 +86,18 @@ def write(pieces: Pieces, out: str, progress: Progress | None = None, *, replace
     Without `replace`, what came there meanwhile stays. Raises `CkptError` on a source that changed while it was read,
     and where the store refuses; `out` is then as it was.
     """
-    nbytes = sum(piece.nbytes for piece in pieces)
-    with _appearing(out, nbytes) as file:
+    made = compose.plan(pieces, out)
+    if made is not None:
+        with compose.begun(out, replace=replace) as upload, sources_stay():
+            upload.fill(made, progress)
+    else:
+        _send(pieces, out, progress, replace=replace)
+    forget(out)
+    return sum(piece.nbytes for piece in pieces)
+
+
+def _send(pieces: Pieces, out: str, progress: Progress | None, *, replace: bool) -> None:
+    with _appearing(out, sum(piece.nbytes for piece in pieces), replace) as file:
         with sources_stay():
             for data in stream(pieces):
                 with answered(out), uninterrupted(insisting=True):
@@ -95,8 +106,6 @@ def write(pieces: Pieces, out: str, progress: Progress | None = None, *, replace
                     progress(len(data))
         if not replace:
             _check_absent(out)
-    forget(out)
-    return nbytes
 
 
 def _check_absent(url: str) -> None:
@@ -109,8 +118,11 @@ def _check_absent(url: str) -> None:
 
 
 @contextmanager
-def _appearing(url: str, nbytes: int) -> Iterator[Any]:
-    """A file of about `nbytes` that is at the URL once the block ends, and never where the block raises."""
+def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
+    """A file of about `nbytes` that is at the URL once the block ends, and never where the block raises.
+
+    Without `replace` S3 itself refuses where an object is there by then.
+    """
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
     place = path if at_close else join(fs._parent(path), temporary_name(name(path)))
@@ -118,7 +130,8 @@ def _appearing(url: str, nbytes: int) -> Iterator[Any]:
         if not at_close:
             settle(parent(url))
             fs.makedirs(fs._parent(path), exist_ok=True)
-        file = fs.open(place, "wb", block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
+        mode = "xb" if not replace and hasattr(fs, "call_s3") else "wb"
+        file = fs.open(place, mode, block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
     try:
         yield file
         with answered(url), uninterrupted(insisting=True):

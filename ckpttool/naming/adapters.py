@@ -7,6 +7,7 @@ PEFT writes ``base_model.model.PATH.lora_A.weight`` into an adapter's own file, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from ckpttool.naming.wrappers.chain import ADAPTERS, PEFT_ROOT, canonical_keys
 
 _KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
 _PAIRS = (("lora", "down"), ("lora", "up"))  # two segments, as in ``to_q.lora.down.weight``
+_MARK = re.compile("|".join([*ADAPTERS, r"lora\."]))  # in every key of an adapter: most checkpoints have none
 _BESIDE = frozenset({"alpha", "dora_scale"})  # what stands beside a low-rank pair, directly in the module's path
 
 
@@ -38,6 +40,9 @@ class Adapter:
 
 def adapter_of(keys: Iterable[str]) -> Adapter | None:
     """The adapter that is among the keys; None where there is none."""
+    keys = list(keys)
+    if not _MARK.search("\n".join(keys)):
+        return None
     modules: dict[str, list[str]] = {}
     kinds: dict[str, None] = {}
     rest: list[str] = []

@@ -65,6 +65,8 @@ def flat_params(section: Section) -> tuple[FlatParam, ...]:
     if section.kind != "state_dict":
         return ()
     flat = [entry for entry in section.tensors if is_flat(entry.key)]
+    if not flat:
+        return ()
     paths = unit_paths([entry.key for entry in flat], [key for key in section.by_key() if not is_flat(key)])
     return tuple(FlatParam(entry.key, paths[entry.key], entry.numel) for entry in flat)
 

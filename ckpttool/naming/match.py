@@ -6,6 +6,7 @@ tried: what matches in two ways, or not at all, is a problem and no guess.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import SEGMENTS, strip
 
 _BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # PEFT's, which are not tried one by one
+_WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key that has a wrapper's segment
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
 
 
@@ -102,6 +104,8 @@ def _variants(keys: Iterable[str], found: dict[str, str], prefix: str, known: Ma
 
 def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
     """Names that the key becomes when some wrapper segments are taken out, as few as will do, and which they were."""
+    if not (_WRAPPER.search(key) or (prefix and key.startswith(prefix))):
+        return []
     parts = key.split(".")
     places = [i for i, part in enumerate(parts[:-1]) if part in SEGMENTS or (i == 0 and part == prefix)]
     if len(places) > _MOST_SEGMENTS:

@@ -38,6 +38,7 @@ class ModelOperand:
     a `Names`, or an object: a module, a class, a factory, an exported program. `kwargs` are passed to a factory, and
     may be JSON; `materialize` builds it with real weights. `optimizer` is an OPTIMIZER operand, or a function of the
     model. `pretrained`: under the names that ``save_pretrained`` writes, in the place of those of ``state_dict()``.
+    `option` is what names it on a command line.
     """
 
     model: Any
@@ -45,6 +46,7 @@ class ModelOperand:
     materialize: bool = False
     optimizer: Any = None
     pretrained: bool = False
+    option: str = "--model"
 
     @property
     def is_definition(self) -> bool:
@@ -110,7 +112,7 @@ class ModelOperand:
     @property
     def arguments(self) -> Mapping[str, Any]:
         """What is passed to a factory. Raises `CkptError` where `kwargs` is a text and no JSON object."""
-        return _parsed(self.kwargs) if isinstance(self.kwargs, str) else self.kwargs or {}
+        return _parsed(self.kwargs, self.option) if isinstance(self.kwargs, str) else self.kwargs or {}
 
     def definition(self) -> LoadedModel:
         """The model's definition. Raises `CkptError` where it is not found, or is no model."""
@@ -121,9 +123,10 @@ class ModelOperand:
             found = of_object(self.model, self.arguments, self.materialize)
         elif os.path.isfile(self.model):
             raise _no_attribute(self.model)
+        elif self.is_folder:
+            found = of_folder(self.model, self.arguments, self.materialize)
         else:
-            make = of_folder if self.is_folder else load
-            found = make(self.model, self.arguments, self.materialize)
+            found = load(self.model, self.arguments, self.materialize, self.option)
         return as_pretrained(found) if self.pretrained else found
 
     def run(self, run: ModelRun, given: Section, names: Sequence[str]) -> Mapping[str, TensorEntry]:
@@ -148,13 +151,17 @@ class ModelOperand:
 
     @property
     def words(self) -> tuple[str, ...]:
+        """`words_of` ``--model``."""
+        return self.words_of("--model")
+
+    def words_of(self, option: str) -> tuple[str, ...]:
         """The same operand as words of a command line, for the commands that a report proposes.
 
         An object of the caller's has no such words: ``MODEL`` stands for it.
         """
-        words = ["--model", self.model if isinstance(self.model, str) else "MODEL"]
+        words = [option, self.model if isinstance(self.model, str) else "MODEL"]
         if self.arguments:
-            words += ["--model-kwargs", json.dumps(dict(self.arguments))]
+            words += [f"{option}-kwargs", json.dumps(dict(self.arguments))]
         return (*words, "--materialize") if self.materialize else tuple(words)
 
     def _listed(self) -> Names:
@@ -220,11 +227,12 @@ def _has_config(path: str) -> bool:
     return os.path.isfile(os.path.join(path if os.path.isdir(path) else os.path.dirname(path), "config.json"))
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(text: str, option: str) -> dict[str, Any]:
+    hint = f"as in {option}-kwargs '{{\"layers\": 4}}'"
     try:
         arguments: Any = json_text.loads(text)
     except ValueError as error:
-        raise CkptError(f"--model-kwargs is not JSON: {error}", hint="as in --model-kwargs '{\"layers\": 4}'") from None
+        raise CkptError(f"{option}-kwargs is not JSON: {error}", hint=hint) from None
     if not isinstance(arguments, dict):
-        raise CkptError("--model-kwargs is not a JSON object", hint="as in --model-kwargs '{\"layers\": 4}'")
+        raise CkptError(f"{option}-kwargs is not a JSON object", hint=hint)
     return arguments

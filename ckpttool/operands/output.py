@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
 from ckpttool.checkpoint import Checkpoint, Span
-from ckpttool.errors import Problem, Refused
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, companions, locate
-from ckpttool.formats.table import FORMATS, Format, format_for
+from ckpttool.formats.table import FORMATS, TORCH_FORMATS, Format, format_for
 from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
@@ -74,8 +74,26 @@ class Target:
         return checkpoint_files(self.folder, marker).difference(files or ())
 
 
-def target_for(out: str, source: Checkpoint, max_shard_size: int | None = None) -> Target:
-    """What `out` asks for, when `source` is written to it.
+def target_for(
+    out: str, source: Checkpoint, max_shard_size: int | None = None, torch_format: str | None = None
+) -> Target:
+    """What `out` asks for, when `source` is written to it; `torch_format` is one of `TORCH_FORMATS`, for a torch file.
+
+    Raises `CkptError` where `torch_format` is asked for something else.
+    """
+    target = _target(out, source, max_shard_size)
+    if torch_format is None:
+        return target
+    if target.format is not TORCH_FORMATS["zip"]:
+        raise CkptError(
+            f"--torch-format is for files of torch.save, and {out} is to be another: {target.format.title}",
+            hint=f"end OUT in {' '.join(TORCH_FORMATS['zip'].endings)}, or leave --torch-format out",
+        )
+    return replace(target, format=TORCH_FORMATS[torch_format])
+
+
+def _target(out: str, source: Checkpoint, max_shard_size: int | None) -> Target:
+    """What `out` asks for.
 
     A folder is meant by a slash at its end, by a folder that exists, by the name of an index or of DCP's ``.metadata``,
     by the ending ``.dcp`` (DCP again), and where the source is a folder by a name without ending. It gets the source's

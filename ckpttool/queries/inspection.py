@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.keys import is_flat
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
@@ -37,7 +38,7 @@ class Inspection:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the reader found odd, and what the values show."""
-        return (*self.checkpoint.notes, *_odd(self.statistics or {}))
+        return (*self.checkpoint.notes, *_of_one_rank(self.checkpoint), *_odd(self.statistics or {}))
 
     def to_json(self) -> dict[str, Any]:
         """The `inspect` object of the contract, and beside it the entries that are no tensors and the metadata."""
@@ -180,6 +181,15 @@ def _all_statistics(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]
 def _is_zero(own: Statistics) -> bool:
     """Whether all of several elements are 0; a counter at its start is nothing odd."""
     return own.minimum == own.maximum == 0 and not own.nan and not own.inf and (own.zeros or 0) > 1
+
+
+def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
+    entries = [entry for section in checkpoint.sections for entry in section.by_key().values()]
+    if not any(is_flat(entry.key) or isinstance(entry, ExtraEntry) or entry.layout != "strided" for entry in entries):
+        return ()
+    from ckpttool.formats.ranks.files import one_rank  # with all that puts ranks together
+
+    return one_rank(checkpoint)
 
 
 def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:

@@ -28,7 +28,7 @@ def collapse(items: Iterable[tuple[str, Hashable]]) -> list[Group]:
     groups: dict[Hashable, list[list[str]]] = {}
     for key, likeness in items:
         parts = key.split(".")
-        template = tuple("" if _INDEX.fullmatch(part) else part for part in parts)
+        template = tuple(["" if part.isdecimal() and _INDEX.fullmatch(part) else part for part in parts])
         groups.setdefault((template, likeness), []).append(parts)
     return [group for rows in groups.values() for group in _exact(rows)]
 

@@ -71,8 +71,10 @@ class CannotBuild(CkptError):
     """The model's constructor raised."""
 
 
-def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: bool = False) -> LoadedModel:
-    """The model that `operand` names; runs the user's code, as ``import`` does.
+def load(
+    operand: str, kwargs: Mapping[str, Any] | None = None, materialize: bool = False, option: str = "--model"
+) -> LoadedModel:
+    """The model that `operand` names, as the value of `option`; runs the user's code, as ``import`` does.
 
     `kwargs` are passed to a class or a function. Raises `CkptError` where the operand, the import, the attribute or
     what it gives is wrong; a constructor's own failure is raised by `build`.
@@ -81,7 +83,7 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
     if isinstance(target, nn.Module):
         if kwargs:
             raise CkptError(
-                f"{operand} is a module, not a factory: it takes no arguments", hint="leave --model-kwargs out"
+                f"{operand} is a module, not a factory: it takes no arguments", hint=f"leave {option}-kwargs out"
             )
         return LoadedModel(operand, lambda real: copied(target, real), materialize)
     if not callable(target):
@@ -89,7 +91,7 @@ def load(operand: str, kwargs: Mapping[str, Any] | None = None, materialize: boo
             f"{operand} is no model but {a(target)}",
             hint="name an nn.Module, a class of one, or a function that returns one",
         )
-    return LoadedModel(operand, _factory(target, dict(kwargs or {}), operand), materialize)
+    return LoadedModel(operand, _factory(target, dict(kwargs or {}), operand, option), materialize)
 
 
 def of_object(model: Any, kwargs: Mapping[str, Any] | None = None, materialize: bool = False) -> LoadedModel:
@@ -132,9 +134,11 @@ def _as_package(path: Path, attr: str) -> str:
     return f"the file is part of a package: name it {'.'.join(parts)}:{attr}{there}"
 
 
-def _factory(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -> Callable[[bool], nn.Module]:
+def _factory(
+    target: Callable[..., Any], kwargs: dict[str, Any], operand: str, option: str = "--model"
+) -> Callable[[bool], nn.Module]:
     def make(real: bool) -> nn.Module:
-        _check_arguments(target, kwargs, operand)
+        _check_arguments(target, kwargs, operand, option)
         with contextlib.nullcontext() if real else torch.device("meta"):
             built = target(**kwargs)
         if not isinstance(built, nn.Module):
@@ -153,7 +157,7 @@ def _is_kept(target: Callable[..., Any], built: nn.Module) -> bool:
     return hasattr(target, "cache_info") or any(value is built for value in (vars(module) if module else {}).values())
 
 
-def _check_arguments(target: Callable[..., Any], kwargs: dict[str, Any], operand: str) -> None:
+def _check_arguments(target: Callable[..., Any], kwargs: dict[str, Any], operand: str, option: str) -> None:
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
@@ -164,7 +168,7 @@ def _check_arguments(target: Callable[..., Any], kwargs: dict[str, Any], operand
         parameters = ", ".join(map(str, signature.parameters.values()))
         raise CkptError(
             f"{operand} cannot be called with these arguments: {error}",
-            hint=f"it takes ({parameters}); pass them with --model-kwargs '{{\"name\": value}}', or name a function"
+            hint=f"it takes ({parameters}); pass them with {option}-kwargs '{{\"name\": value}}', or name a function"
             " without required parameters",
         ) from error
 

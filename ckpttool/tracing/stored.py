@@ -23,6 +23,7 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers.pickle_tree import ABSENT, ByteString, Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.tensors import Carried, Storages, typed_storage
 from ckpttool.io.ranges import read_span
+from ckpttool.tracing.once import logs_as_warnings
 
 _DEEPEST = 200  # containers and calls inside each other
 _STRIDED, _META = "strided", "meta"
@@ -66,13 +67,14 @@ def stored(section: Section, real: bool) -> Stored:
     weights, others = _Maker(real), _Maker(True)
     unknown: list[Problem] = []
     entries: tuple[TensorEntry | ExtraEntry, ...] = (*section.tensors, *section.extras)
-    for entry in entries:
-        is_weight = isinstance(entry, TensorEntry) and entry.key.rpartition(".")[2] != "_extra_state"
-        try:
-            state[entry.key] = (weights if is_weight else others).entry(entry)
-        except NotMade as reason:
-            state[entry.key] = Unknown(str(reason))
-            unknown.append(Problem(str(reason), entry.key))
+    with logs_as_warnings():
+        for entry in entries:
+            is_weight = isinstance(entry, TensorEntry) and entry.key.rpartition(".")[2] != "_extra_state"
+            try:
+                state[entry.key] = (weights if is_weight else others).entry(entry)
+            except NotMade as reason:
+                state[entry.key] = Unknown(str(reason))
+                unknown.append(Problem(str(reason), entry.key))
     if section.modules is not None:
         versions = {path: dict(v) if isinstance(v, Mapping) else {} for path, v in section.modules.items()}
         state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]

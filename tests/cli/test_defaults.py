@@ -103,6 +103,7 @@ def test_a_commands_own_table_comes_before_the_table_of_all(project: Path, run: 
         ("[tool.ckpttool.diff]\nrtol = -1", ["-1 is not a number from 0 on @ tool.ckpttool.diff.rtol"]),
         ("[tool.ckpttool]\nformat = 'yaml'", ["unknown format 'yaml' @ tool.ckpttool.format"]),
         ("[tool.ckpttool]\nmodel = [", ["is not TOML"]),
+        ("[tool.ckpttool]\nmodel = " + "[" * 50_000, ["is not TOML"]),
         ("[tool]\n# tool.ckpttool\nckpttool = 1", ["tool.ckpttool is not a table"]),
         ("[tool.ckpttool]\ndiff = 1", ["is not a table @ tool.ckpttool.diff"]),
         ("[tool.ckpttool.dif]\nrtol = 1", ["is no command; did you mean diff? @ tool.ckpttool.dif"]),

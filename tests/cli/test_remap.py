@@ -51,6 +51,7 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "two outputs": (2, "remap model.pt -o o.pt --in-place", "exclude"),
     "in place of a section": (2, "remap model.pt::model --in-place", "one section"),
     "a plan and a model": (2, "remap model.pt -o o.pt --plan list.json --model M", "is not a plan"),
+    "a plan and a form": (2, "remap model.pt -o o.pt --plan list.json --to ddp", "--plan"),
     "reverse of nothing": (2, "remap model.pt -o o.pt --reverse", "--reverse"),
     "an ending that is none": (2, "remap model.pt -o o.xyz", "ending"),
     "an output that exists": (2, "remap model.pt -o other.pt", "exists"),
@@ -75,6 +76,8 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "a plan of literals": (2, "remap model.pt -o o.pt --plan number.json", "not a plan"),
     "no such model file": (2, "remap model.pt -o o.pt --model gone.py:build", "gone.py"),
     "no such attribute": (2, "remap model.pt -o o.pt --model zoo.py:nothing", "nothing"),
+    "other arguments": (2, "remap model.pt -o o.pt --model M --to-model M --to-model-kwargs {", "--to-model-kwargs"),
+    "arguments of no other": (2, "remap model.pt -o o.pt --model M --to-model-kwargs {}", "without --to-model"),
     "arguments that are no JSON": (2, "remap model.pt -o o.pt --model M --model-kwargs {", "not JSON"),
     "a names file that is none": (2, "remap model.pt -o o.pt --model list.json --to runtime", "not a names file"),
     "another model": (1, "remap model.pt -o o.pt --model T --to runtime", "0 of 4 keys"),
@@ -153,3 +156,17 @@ def test_the_proposed_command_mends_it(tmp_path: Path, run: Run, monkeypatch: py
     (fix,) = json.loads(out)["fix"]
     assert run(*shlex.split(fix)[1:])[0] == 0
     assert run("diff", "--model", operand, shlex.split(fix)[-1])[0] == 0
+
+
+def test_both_models_take_arguments(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "m.py").write_text(
+        "from torch import nn\n\ndef build(name, bias=True):\n"
+        "    return nn.ModuleDict({name: nn.Linear(2, 2, bias=bias)})\n"
+    )
+    model, source, out = f"{tmp_path}/m.py:build", tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"one.weight": torch.ones(2, 2)}, source)
+    words = ["--model", model, "--model-kwargs", '{"name": "one", "bias": false}', "--to-model", model]
+    said = run("remap", source, *words, "--to-model-kwargs", '{"name": "one"}', "-o", out)
+    assert said.status == 0, said.err
+    assert "new in" in said.err
+    assert "one.bias" in said.err

@@ -31,14 +31,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 LINES = [
-    ("inspect a.safetensors", 0, 98),
-    ("inspect a.pt --format json", 0, 116),
-    ("inspect none.pt", 2, 98),
-    ("diff a.safetensors a.pt", 0, 155),
-    ("diff a.safetensors a.pt --values", 0, 155),
-    ("diff a.safetensors renamed.safetensors", 1, 212),
-    ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 158),
-    ("swap-weights p.pt2 new.pt -o o.pt2", 0, 138),
+    ("inspect a.safetensors", 0, 100),
+    ("inspect a.pt --format json", 0, 118),
+    ("inspect none.pt", 2, 100),
+    ("diff a.safetensors a.pt", 0, 162),
+    ("diff a.safetensors a.pt --values", 0, 162),
+    ("diff a.safetensors renamed.safetensors", 1, 214),
+    ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 160),
+    ("swap-weights p.pt2 new.pt -o o.pt2", 0, 140),
 ]
 
 

@@ -93,7 +93,10 @@ def test_a_dry_run_groups_repeated_layers(capsys: pytest.CaptureFixture[str]) ->
         (["diff", "noisy.py:build", "a.pt"], "noisy.py:build is a MODEL, and stands where a checkpoint is to stand"),
         (["diff", "--model", "a.pt", "b.pt"], "a.pt is no model"),
         (["diff", "--model", "noisy.py", "a.pt"], "noisy.py:Layer, noisy.py:build, noisy.py:number"),
-        (["swap-weights", "a.pt", "b.pt", "-o", "o.pt2"], "PROGRAM is a .pt2, and comes first"),
+        (
+            ["swap-weights", "a.pt", "b.pt", "-o", "o.pt2"],
+            "PROGRAM is a .pt2 or a TorchScript archive, and comes first",
+        ),
         (["trace", "noisy.py:number"], "gives an int, not an nn.Module"),
         (["trace", "pkg/model.py:build"], "name it pkg.model:build"),
     ],

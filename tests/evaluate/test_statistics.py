@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import nn
 
 from ckpttool.cli.app import main
 from ckpttool.evaluate.statistics import Statistics, statistics
@@ -130,14 +132,33 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 32 << 20
 
 
+def notes_of(state: dict[str, torch.Tensor], path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    torch.save(state, path)
+    assert main(["inspect", str(path), "--format", "json"]) == 0
+    notes: list[str] = json.loads(capsys.readouterr().out)["notes"]
+    return notes
+
+
 @pytest.mark.parametrize("count", [3, 8])
 def test_partitioned_parameters_are_named(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """transformers#20082: ZeRO-3 saves what is left of a partitioned parameter."""
-    state = {f"layers.{n}.weight": torch.ones(1) for n in range(count)}
-    torch.save(state, tmp_path / "w.pt")
-    assert main(["inspect", str(tmp_path / "w.pt"), "--format", "json"]) == 0
-    (note,) = json.loads(capsys.readouterr().out)["notes"]
-    assert note.startswith(f"{count} tensors have shape [1], as ZeRO-3 leaves")
-    torch.save({"scale": torch.ones(1), "layer.weight": torch.ones(2, 2)}, tmp_path / "w.pt")
-    assert main(["inspect", str(tmp_path / "w.pt"), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["notes"] == []
+    state = {f"layers.{n}.self_attn.q_proj.weight": torch.ones(1) for n in range(count)}
+    (note,) = notes_of(state, tmp_path / "w.pt", capsys)
+    assert note.startswith(f"{count} tensors of shape [1], as ZeRO-3 leaves parameters that it has partitioned (likely")
+    whole = {f"layers.{n}.bias": torch.ones(4) for n in range(count)}
+    weights = {f"layers.{n}.weight": torch.ones(1) for n in range(count)}
+    (note,) = notes_of(weights | whole, tmp_path / "w.pt", capsys)
+    assert "(layers.0.weight beside a bias of 4)" in note
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Sequential(*[nn.PReLU() for _ in range(5)]),
+    lambda: nn.Sequential(*[nn.BatchNorm1d(1) for _ in range(5)]),
+    lambda: nn.Sequential(*[nn.Linear(1, 1) for _ in range(5)], nn.LayerNorm(1)),
+    lambda: nn.Sequential(nn.Linear(2, 2), nn.PReLU()),
+    lambda: nn.ParameterDict({f"scale_{n}": nn.Parameter(torch.ones(1)) for n in range(6)}),
+])  # fmt: skip
+def test_models_of_single_elements_are_no_placeholders(
+    make: Callable[[], nn.Module], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert notes_of(make().state_dict(), tmp_path / "w.pt", capsys) == []

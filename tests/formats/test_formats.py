@@ -21,7 +21,7 @@ from ckpttool.formats.open import open_checkpoint
 
 State = dict[str, torch.Tensor]
 INDEX = "model.safetensors.index.json"
-MANY = "10,000 keys"
+MANY = "3,000 keys"
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +55,7 @@ STATES: dict[str, Callable[[], State]] = {
         for d in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     },
     "complex": lambda: {"c64": filled((2, 3), torch.complex64)},
-    MANY: lambda: {f"layers.{i // 100}.{i % 100}.weight": torch.full((1,), float(i)) for i in range(10_000)},
+    MANY: lambda: {f"layers.{i // 100}.{i % 100}.weight": torch.full((1,), float(i)) for i in range(3_000)},
     "names": lambda: {
         name: torch.full((2,), float(i))
         for i, name in enumerate(
@@ -73,6 +73,7 @@ class Kind:
     load: Callable[[Path], State]
     out: str
     keeps_bytes: bool = True  # a rename and its inverse give back the same files
+    options: tuple[str, ...] = ()
 
 
 def _save_sharded(state: State, folder: Path) -> None:
@@ -113,11 +114,12 @@ KINDS = {
     "torch_legacy": Kind(
         lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
         lambda path: dict(torch.load(path, weights_only=True)),
-        "",
+        "old.pt",
+        False,  # torch calls storages by their address
+        ("--torch-format", "legacy"),
     ),
 }
 UNLOADABLE = {("torch_legacy", "integers"), ("torch_legacy", "fp8")}  # torch 2.13 writes these and cannot load them
-WRITTEN = [name for name, kind in KINDS.items() if kind.out]
 
 
 def assert_equal(left: State, right: State) -> None:
@@ -134,10 +136,10 @@ def source(kind: str, state: State, folder: Path) -> Path:
     return path
 
 
-def remap(path: Path, out: Path | str, *options: str) -> Path:
-    out = Path(out)
-    out.parent.mkdir(exist_ok=True)
-    assert main(["remap", str(path), "-o", str(out), "--no-fsync", *options]) == 0
+def remap(path: Path, kind: str, folder: Path, *options: str) -> Path:
+    out = folder / KINDS[kind].out
+    out.parent.mkdir(exist_ok=True, parents=True)
+    assert main(["remap", str(path), "-o", str(out), "--no-fsync", *KINDS[kind].options, *options]) == 0
     return out.parent if out.name == INDEX else out
 
 
@@ -160,28 +162,29 @@ def test_the_index_is_what_the_reference_library_loads(kind: str, name: str, tmp
 
 
 @pytest.mark.parametrize("name", [name for name in STATES if name != MANY])
-@pytest.mark.parametrize(("kind", "target"), [pair for pair in itertools.product(KINDS, WRITTEN) if pair[0] != pair[1]])
+@pytest.mark.parametrize(("kind", "target"), list(itertools.permutations(KINDS, 2)))
 def test_a_conversion_loads_and_its_way_back_is_the_identity(kind: str, target: str, name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)
-    there = remap(path, f"{tmp_path}/{KINDS[target].out}", "--verify")
+    if (target, name) in UNLOADABLE:
+        assert main(["remap", str(path), "-o", str(tmp_path / KINDS[target].out), *KINDS[target].options]) == 1
+        return
+    there = remap(path, target, tmp_path, "--verify")
     assert_equal(KINDS[target].load(there), state)
-    if KINDS[kind].out:
-        (tmp_path / "back").mkdir()
-        back = remap(there, f"{tmp_path}/back/{KINDS[kind].out}")
+    if (kind, name) not in UNLOADABLE:
+        back = remap(there, kind, tmp_path / "back")
         assert_equal(KINDS[kind].load(back), state)
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize(
+    ("kind", "name"), [p for p in itertools.product(KINDS, STATES) if p not in {*UNLOADABLE, ("torch_legacy", MANY)}]
+)
 def test_a_rename_loads_and_its_inverse_gives_back_the_bytes(kind: str, name: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = source(kind, state, tmp_path)
-    out = KINDS[kind].out
-    renamed = remap(path, f"{tmp_path}/{out}", "--rule", "{k*} => deep.er.{k*}")
+    renamed = remap(path, kind, tmp_path, "--rule", "{k*} => deep.er.{k*}")
     assert_equal(KINDS[kind].load(renamed), {f"deep.er.{key}": tensor for key, tensor in state.items()})
-    (tmp_path / "back").mkdir()
-    back = remap(renamed, f"{tmp_path}/back/{out}", "--rule", "deep.er.{k*} => {k*}")
+    back = remap(renamed, kind, tmp_path / "back", "--rule", "deep.er.{k*} => {k*}")
     assert_equal(KINDS[kind].load(back), state)
     if KINDS[kind].keeps_bytes:
         assert contents(back) == contents(path)
@@ -191,7 +194,7 @@ def test_shared_and_strided_tensors_stay_so_where_the_format_holds_them(tmp_path
     base = torch.arange(12.0).reshape(3, 4)
     state = {"base": base, "tied": base, "column": base[:, 1], "turned": base.t()}
     torch.save(state, tmp_path / "in.pt")
-    loaded = _load_zip(remap(tmp_path / "in.pt", tmp_path / "out.pt", "--rule", "{k} => m.{k}"))
+    loaded = _load_zip(remap(tmp_path / "in.pt", "torch_zip", tmp_path, "--rule", "{k} => m.{k}"))
     assert_equal(loaded, {f"m.{key}": tensor for key, tensor in state.items()})
     assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == 1
     assert [tensor.stride() for tensor in loaded.values()] == [tensor.stride() for tensor in state.values()]

@@ -452,9 +452,13 @@ def test_a_wrong_total_size_is_counted_anew(run: Run, tmp_path: Path) -> None:
     assert run("remap", tmp_path / "w.pt", "-o", f"{folder}/", "--max-shard-size", "300").status == 0
     index = folder / "model.safetensors.index.json"
     text = json.loads(index.read_text())
-    text["metadata"]["total_size"] = 7
+    text["metadata"] |= {"total_size": 7, "total_parameters": 3}
     index.write_text(json.dumps(text))
     for number, words in enumerate((["--rule", "w => x"], ["--max-shard-size", "280"])):
         out = tmp_path / f"out{number}"
         assert run("remap", folder, "-o", f"{out}/", *words).status == 0
-        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 512
+        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"] == {"total_size": 512}
+    text["metadata"] |= {"total_size": 512, "total_parameters": 128}
+    index.write_text(json.dumps(text))
+    assert run("remap", folder, "-o", f"{tmp_path}/renamed/", "--rule", "w => x").status == 0
+    assert json.loads((tmp_path / "renamed" / index.name).read_text())["metadata"] == text["metadata"]

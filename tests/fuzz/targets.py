@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 from torch import nn
 
+import in_folders
 from ckpttool import expression as ex
 from ckpttool.cli.app import main
 from ckpttool.edits.rules import file as rules_file
@@ -32,6 +33,7 @@ from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.dcp.metadata import parse as parse_metadata
 from ckpttool.formats.huggingface.index_file import read_index
 from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.manifest import read as read_manifest
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.limits import Limits, limited, raised
 from ckpttool.names import Names
@@ -223,6 +225,14 @@ def _names() -> list[bytes]:
     return [json.dumps(ModelOperand(lambda: nn.Sequential(nn.Linear(1, 1))).names().to_json()).encode()]
 
 
+def _manifests() -> list[bytes]:
+    path, manifest = _FOLDER / "of.pt", _FOLDER / "of.json"
+    path.write_bytes(_torch_files()[0])
+    with redirect_stdout(io.StringIO()):
+        assert main(["inspect", str(path), "--manifest", str(manifest), "--force"]) == 0
+    return [manifest.read_bytes()]
+
+
 def _commands() -> list[bytes]:
     (_FOLDER / "c.pt").write_bytes(_saved({"w": torch.ones(2)}))
     path = str(_FOLDER / "c.pt")
@@ -249,6 +259,7 @@ _JSON_WORDS = (
     b"9" * 30,
     b'"\\ud800"',
     b"[" * 50,
+    b"[" * 20_000,
 )
 _RULE_WORDS = (b"{x*}", b"{x}", b" => ", b"re:", b"(a+)+", b"\\1", b".", b"*", b"[!", b"{0,9}", b"(?P<x>", b"a.a.a.a")
 _PICKLE_WORDS = (
@@ -264,7 +275,25 @@ _PICKLE_WORDS = (
     b"Q",
     b"h\0",
 )
+_LINE_WORDS = (b"missing", b"dtype,", b" # why", b"\n", b"re:(a+)+$", b"{x*}.{y*}.z", b"[!", b"\0", b"# ")
+_TOML_WORDS = (
+    b"[tool.ckpttool]",
+    b"[[a]]",
+    b"a.a.a.a",
+    b"[" * 50,
+    b"a = " + b"[" * 20_000,
+    b"{a={",
+    b"1e999",
+    b"9" * 30,
+    b'"""',
+    b" = ",
+    b"\n",
+)
 _OPTION_WORDS = (b"--plan", b"--rules", b"--to", b"--from", b"--like", b"--rtol", b"::model", b"s3://", b"\0", b"=")
+
+_edits, _edit_records = in_folders.edits(_FOLDER / "edits")
+_replaced, _journals = in_folders.replaced(_FOLDER / "replaced")
+_STATES = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 TARGETS: dict[str, Target] = {
     "json": Target(_strict_json, _json(_PLAN, [1, 2.5, None]), _JSON_WORDS),
@@ -283,5 +312,19 @@ TARGETS: dict[str, Target] = {
     "torch before 1.6": Target(_of_file(open_checkpoint, "l.pt"), _legacy_files, _PICKLE_WORDS),
     "torchscript": Target(_of_file(open_checkpoint, "script.pt"), _scripts, _PICKLE_WORDS),
     "program": Target(_of_file(open_checkpoint, "p.pt2"), _programs, _JSON_WORDS),
+    "rank files": Target(in_folders.dtensors(_FOLDER / "ranks"), in_folders.rank_files, _PICKLE_WORDS),
+    **{
+        f"deepspeed {stage}": Target(
+            in_folders.deepspeed(_FOLDER / f"zero-{stage}", stage, name),
+            in_folders.deepspeed_file(stage, name),
+            _PICKLE_WORDS,
+        )
+        for stage, name in ((1, "mp_rank_00_model_states.pt"), (2, _STATES), (3, _STATES))
+    },
+    "manifest": Target(_of_file(read_manifest, "m.json"), _manifests, _JSON_WORDS),
+    "edit journal": Target(_edits, _edit_records, _JSON_WORDS),
+    "folder journal": Target(_replaced, _journals, _JSON_WORDS),
+    "ignore file": Target(in_folders.ignored(_FOLDER / "i.txt"), lambda: [in_folders.IGNORED], _LINE_WORDS),
+    "defaults": Target(in_folders.defaults(_FOLDER), lambda: [in_folders.DEFAULTS], _TOML_WORDS),
     "command line": Target(_command_line, _commands, _OPTION_WORDS),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import zipfile
@@ -260,6 +261,30 @@ def test_a_journal_that_leads_out_of_its_folder(source: Path, run: Run, name: st
     status, _, said = run("inspect", source)
     assert status == 2
     assert "cannot be read" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("start", "1e999"),  # no integer
+        ("length", "9" * 40),  # more than there is
+        ("name", '"gone.safetensors"'),
+        ("name", "[" * 100_000),  # deeper than Python goes
+    ],
+)
+def test_a_way_back_that_says_what_is_not_so_is_refused(source: Path, run: Run, field: str, value: str) -> None:
+    assert run("remap", source, "--rule", "a.{x} => z.{x}", "--in-place").status == 0
+    record, edited = edit_journal.record_of(source), source.read_bytes()
+    line, rest = record.read_bytes().split(b"\n", 1)
+    record.write_bytes(
+        re.sub(rb'("%s"): [^,]*' % field.encode(), rb"\1: " + value.encode(), line, count=1) + b"\n" + rest
+    )
+    status, _, said = run("remap", source, "--undo")
+    assert status == 2
+    assert ("has changed since" if "gone" in value else "cannot be read") in said
+    os.system(said.split(": ")[-1].strip())  # the hint: rm FILE
+    assert source.read_bytes() == edited
+    assert "nothing to undo" in run("remap", source, "--undo").err
 
 
 def test_two_processes_do_not_edit_at_once(source: Path, run: Run) -> None:

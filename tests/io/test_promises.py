@@ -256,6 +256,11 @@ def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, put: str) -> 
         journal.settle(tmp_path)
 
 
+def test_a_journal_that_is_deeper_than_python_goes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match="cannot be read"):
+        journal.parse(b'{"put": ' + b"[" * 100_000, "journal", tmp_path)
+
+
 # The disk confirms
 
 

@@ -37,7 +37,7 @@ from ckpttool.io.safe_path import safe_path
 from ckpttool.io.write_remote import write
 from ckpttool.operands.checkpoint import open_operand, split
 from places import DATA
-from remote_servers import s3_server, web_server
+from remote_servers import web_server
 
 STATE = {
     "embed.weight": torch.arange(60, dtype=torch.float32).reshape(12, 5),
@@ -76,12 +76,6 @@ class Store:
         self.fs.invalidate_cache()
         root = self.fs._strip_protocol(self.url)
         return {path.removeprefix(root).strip("/") for path in self.fs.find(root)}
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
 
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=NEEDS_S3)])
@@ -184,7 +178,7 @@ def test_what_changes_is_read_anew(store: Store, count: int) -> None:
 def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(300_001)
     url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
-    for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007), ("PARALLEL", 3), ("_MAX_BLOCKS", 40)):
+    for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007), ("_MAX_BLOCKS", 40)):
         monkeypatch.setattr(remote, own, value)
     for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
         assert read_span(Span(url, start, length)) == data[start : start + length]

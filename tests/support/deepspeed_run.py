@@ -2,7 +2,7 @@
 
 Each rank runs it: ``RANK=r LOCAL_RANK=r WORLD_SIZE=n MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python deepspeed_run.py
 FOLDER STAGE fp32|bf16 GROUPS``. ``whole.pt`` holds ``model``, what `zero_to_fp32` gathers, and ``optimizer``, the
-states that `ds_to_universal` writes for each parameter.
+states that `ds_to_universal` writes for each parameter; ``FOLDER-universal`` is what that made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -69,16 +68,17 @@ def _train(folder: str, stage: int, dtype: str, groups: int) -> None:
 def _gather(folder: Path) -> None:
     gathered = import_module("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint(str(folder))
     model = {key: value.clone() for key, value in gathered.items()}
-    with TemporaryDirectory() as out:
-        step = str(folder / (folder / "latest").read_text())
-        workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-        sys.argv = ["", "--input_folder", step, "--output_folder", out, *workers]
-        runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
-        files = list(Path(out, "zero").rglob("exp_avg*.pt"))
-        states: dict[str, dict[str, torch.Tensor]] = {path.parent.name: {} for path in files}
-        for path in files:
-            found = torch.load(path, weights_only=False)
-            states[path.parent.name][path.stem] = (found["param"] if isinstance(found, dict) else found).clone()
+    step = folder / (folder / "latest").read_text()
+    out = Path(f"{folder}-universal", f"{step.name}_universal")
+    out.parent.mkdir()
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+    sys.argv = ["", "--input_folder", str(step), "--output_folder", str(out), *workers]
+    runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
+    files = list((out / "zero").rglob("exp_avg*.pt"))
+    states: dict[str, dict[str, torch.Tensor]] = {path.parent.name: {} for path in files}
+    for path in files:
+        found = torch.load(path, weights_only=False)
+        states[path.parent.name][path.stem] = (found["param"] if isinstance(found, dict) else found).clone()
     torch.save({"model": model, "optimizer": states}, folder / "whole.pt")
     for script in folder.glob("zero_to_*.py"):
         script.unlink()

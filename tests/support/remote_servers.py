@@ -26,11 +26,16 @@ def s3_server() -> Iterator[str]:
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves `files` by path; `sent` are the bytes of all answers. Without `ranges` it sends whole files only."""
+    """Serves `files` by path; `sent` are the bytes of all answers. Without `ranges` it sends whole files only.
+
+    The next requests fail as `failures` say, one each: a status, ``cut`` (in the middle of the body), ``reset`` (no
+    answer), ``short`` (an answer that is whole and too short).
+    """
 
     def __init__(self, files: dict[str, bytes], ranges: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files, self.ranges, self.sent = files, ranges, 0
+        self.failures: list[int | str] = []
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Says nothing: a client that has enough of an answer may hang up."""
@@ -66,6 +71,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         data = self.server.files.get(self.path)
+        failure = self.server.failures.pop(0) if self.server.failures else None
+        if failure == "reset":
+            self.close_connection = True
+            return
+        if isinstance(failure, int):
+            self._send(failure, b"", body)
+            return
         if data is None:
             self._send(404 if "secret" not in self.path else 403, b"", body)
             return
@@ -74,11 +86,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, data, body)
             return
         start, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
-        self._send(206, data[start : last + 1], body, ("Content-Range", f"bytes {start}-{last}/{len(data)}"))
+        part = data[start : last + 1]
+        part, cut = (part[:-1], failure == "cut") if failure in ("short", "cut") else (part, False)
+        self._send(206, part, body, ("Content-Range", f"bytes {start}-{last}/{len(data)}"), more=int(cut))
 
-    def _send(self, status: int, data: bytes, body: bool, *headers: tuple[str, str]) -> None:
+    def _send(self, status: int, data: bytes, body: bool, *headers: tuple[str, str], more: int = 0) -> None:
+        """The answer; with `more` bytes that are promised, and do not come before the connection ends."""
+        self.close_connection = self.close_connection or bool(more)
         self.send_response(status)
-        for name, value in (("Content-Length", str(len(data))), ("Accept-Ranges", "bytes"), *headers):
+        for name, value in (("Content-Length", str(len(data) + more)), ("Accept-Ranges", "bytes"), *headers):
             self.send_header(name, value)
         self.end_headers()
         if body:

@@ -30,7 +30,7 @@ def test_diff_says_where_it_is_saved(run: Run) -> None:
 
 
 def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
-    """Loading is torch's answer; a change of wrappers carries the entry whole; what would take it apart is refused."""
+    """Loading is torch's answer; a change of wrappers carries the entry whole; the model's own code takes it apart."""
     model, fresh = mend_models.in_a_dict(), mend_models.in_a_dict()
     path, ddp, back = (str(tmp_path / f"{name}.pt") for name in ("own", "ddp", "back"))
     words = ("--model", f"{MODELS}:in_a_dict")
@@ -44,9 +44,16 @@ def test_tensors_in_dicts_below_one_key(run: Run, tmp_path: Path) -> None:
     again = mend_models.in_a_dict()
     again.load_state_dict(torch.load(back), strict=True)
     assert all(map(torch.equal, again.parameters(), model.parameters()))
-    refused = run("remap", path, *words, "--to", "runtime", "-o", str(tmp_path / "no.pt"))
-    assert refused.status == 1
-    assert "only the model's own code can do it: load the checkpoint into the model" in refused.err
+    apart = run("remap", path, *words, "--to", "runtime", "-o", str(tmp_path / "apart.pt"))
+    assert apart.status == 0
+    assert "by running" in apart.out
+    have = torch.load(tmp_path / "apart.pt")
+    assert have.keys() == {"0.params", *dict(model.named_parameters())}  # the entry itself is no tensor, and is carried
+    assert all(torch.equal(have[name], value) for name, value in model.named_parameters())
+    assert run("remap", tmp_path / "apart.pt", *words, "--to", "serialized", "-o", tmp_path / "whole.pt").status == 0
+    last = mend_models.in_a_dict()
+    last.load_state_dict(torch.load(tmp_path / "whole.pt"), strict=True)
+    assert all(map(torch.equal, last.parameters(), model.parameters()))
     alone = {e["right"][0]: e for e in run("diff", *words, "--format", "json").data["entries"] if e["right"]}
     assert alone["0.weight"]["reason"] == "saved inside of an entry that is no tensor"
     assert alone["0.weight"]["status"] == "missing"

@@ -18,7 +18,7 @@ from ckpttool.options import Argument
 
 @with_options(SwapOptions)
 def command(
-    program: Annotated[str, Argument("PROGRAM", "The exported program (.pt2).")],
+    program: Annotated[str, Argument("PROGRAM", "The exported program (.pt2), or a TorchScript archive.")],
     new: Annotated[str, Argument("NEW", "The checkpoint with the new weights.")],
     options: SwapOptions,
     format: Format = "text",
@@ -34,6 +34,7 @@ def command(
     Examples:
       ckpttool swap-weights deployed.pt2 train.pt -o swapped.pt2 --model model.py:build
       ckpttool swap-weights deployed.pt2 train.pt --dry-run
+      ckpttool swap-weights scripted.pt train.pt -o swapped.pt
     """
     from ckpttool.report.documents.swap import document
 

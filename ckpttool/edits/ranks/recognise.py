@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.formats.ranks.files import is_of_ranks
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 
@@ -27,7 +26,7 @@ def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) 
     from ckpttool.edits.ranks.gather import gather, without_model
 
     if names is None:
-        if any(is_of_ranks(entry) for section in source.sections for entry in section.tensors):
+        if _is_of_ranks(source):
             raise without_model(source)
         return None
     return gather(source, names, units)
@@ -35,6 +34,23 @@ def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) 
 
 def _needs_gathering(source: Checkpoint) -> bool:
     """Whether the checkpoint is that of several ranks, or holds flat parameters."""
-    entries = [entry for section in source.sections for entry in section.tensors]
     models = (section for section in source.sections if section.kind == "state_dict")
-    return any(map(is_of_ranks, entries)) or any(is_flat(e.key) for section in models for e in section.tensors)
+    return _is_of_ranks(source) or any(is_flat(e.key) for section in models for e in section.tensors)
+
+
+def _is_of_ranks(source: Checkpoint) -> bool:
+    entries = [entry for section in source.sections for entry in section.tensors]
+    if not any(entry.payload is not None for entry in entries):
+        return False
+    from ckpttool.formats.ranks.files import is_of_ranks  # with the formats of torch
+
+    return any(map(is_of_ranks, entries))
+
+
+def made_whole(source: Checkpoint) -> Checkpoint:
+    """`source` with what ranks hold copies of as one: `replicas.without_replicas`, where there can be any."""
+    if not _is_of_ranks(source):
+        return source
+    from ckpttool.edits.ranks.replicas import without_replicas
+
+    return without_replicas(source)

@@ -64,7 +64,7 @@ def carried(sections: Iterable[Section]) -> Plan:
 
 def renamed(plan: Plan, section: Section, names: Mapping[str, str]) -> Plan:
     """The plan for `section` with its outputs under new names. ``_metadata`` follows."""
-    outputs = tuple(replace(output, key=names.get(output.key, output.key)) for output in plan.outputs)
+    outputs = tuple(Output(output.section, names.get(output.key, output.key), output.source) for output in plan.outputs)
     modules = tuple(plan.modules)
     if section.modules is not None:
         moved = {key: new for key, new in names.items() if key != new}

@@ -8,9 +8,10 @@ from functools import reduce
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.by_model import recorded
-from ckpttool.edits.remap.draft import Draft, carried
+from ckpttool.edits.remap.draft import Draft, Step, carried
 from ckpttool.edits.remap.drop import drop, without
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
+from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps, Prefixed
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
@@ -56,11 +57,13 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
 
 def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
     """What becomes of each section. Raises `Refused`; what is wrong with a further section is said under its path."""
-    steps, made = tuple(asked.steps()), []
+    steps = tuple(asked.steps())
+    made: list[Draft] = []
     for section in sections:
         try:
             begin = _draft(section, asked.source_form, lightning)
-            made.append(reduce(lambda draft, step: step.apply(draft), steps, begin))
+            own = steps if not made or asked.names is not None else _as_for(made[0], begin, steps)
+            made.append(reduce(lambda draft, step: step.apply(draft), own, begin))
         except Refused as error:
             if len(sections) == 1:
                 raise
@@ -70,6 +73,22 @@ def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -
                 problems=error.problems,
             ) from None
     return made
+
+
+def _as_for(first: Draft, further: Draft, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps for a further section; rules are written for the keys of the first, which may differ by one prefix."""
+    keys = {name: key for key, name in first.canonical.items()}
+    pairs = [(keys[name], key) for key, name in further.canonical.items() if name in keys]
+    found = {
+        (key[: len(key) - len(shared)], other[: len(other) - len(shared)])
+        for key, other in pairs
+        for shared in [key if len(key) < len(other) else other]
+        if key.endswith(shared) and other.endswith(shared)
+    }
+    if len(found) != 1 or not all(key.endswith(other) or other.endswith(key) for key, other in pairs):
+        return tuple(steps)
+    ((shown, own),) = found
+    return tuple(Prefixed(step, own, shown) if isinstance(step, (ByRules, ByRuleSteps)) else step for step in steps)
 
 
 def _notes(drafts: Sequence[Draft]) -> list[str]:

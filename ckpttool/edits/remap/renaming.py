@@ -118,3 +118,21 @@ class ByRuleSteps:
         section = draft.evaluated()
         plan = plan_of(self.steps, section)
         return replace(draft, plan=compose(draft.plan, plan), ruled=Ruled(section, plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixed:
+    """Rules that were written for keys that begin with `shown`, where those of a further section begin with `own`."""
+
+    rules: ByRules | ByRuleSteps
+    own: str
+    shown: str
+
+    def apply(self, draft: Draft) -> Draft:
+        """Raises `Refused` as the rules do, with keys as they were written for."""
+        ours = [key for key in draft.keys if key.startswith(self.own)]
+        others = {key for key in draft.keys if not key.startswith(self.own)}
+        names = {key: self.shown + key.removeprefix(self.own) for key in ours}
+        done = self.rules.apply(replace(draft, plan=draft.renamed(names)))
+        back = [key for key in done.keys if key.startswith(self.shown) and key not in others]
+        return replace(done, plan=done.renamed({key: self.own + key.removeprefix(self.shown) for key in back}))

@@ -192,8 +192,10 @@ def _why_renamed(texts: Sequence[str], wanted: Mapping[str, str], evidence: Mapp
     rest = list(wanted)
     for text in texts:
         apply = parse(text).apply
-        hits = [key for key in rest if apply(key) is not None]
-        rest = [key for key in rest if key not in set(hits)]
+        hits, others = list[str](), list[str]()
+        for key in rest:
+            (others if apply(key) is None else hits).append(key)
+        rest = others
         whys = list(dict.fromkeys(evidence.get(key, "only wrappers' segments differ") for key in hits))
         yield whys[0] + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
 

@@ -8,6 +8,7 @@ from ckpttool.edits.swap.swap import Swap, swap
 from ckpttool.edits.write import Progress, Writer, prove, quiet
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
+from ckpttool.formats.pt2 import scripted
 from ckpttool.formats.pt2.archive import read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
@@ -30,12 +31,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
     writer = Writer(path, options.force, options.in_place, fsync, options.verify, progress=progress)
     if target is not None:
         writer.check_file(target, split(weights.source)[0])
-    found = sniff(path)
-    if found != "pt2":
-        raise CkptError(
-            f"{path} is no exported program: {FORMATS[found].title}", hint=_program_first(program, weights, options.out)
-        )
-    deployed = read_program(path, name)
+    deployed = _read(path, name, weights, options.out)
     new, model = model_section(weights), operand_of(options)
     if model is not None and options.source_form is ModelForm.PRETRAINED:
         model = model.by_pretrained
@@ -54,13 +50,21 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
         expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
         writer.file(FORMATS["pt2"].layout(swapped.program), target)
         if options.verify:
-            prove(target, expected, read_program(target, name))
+            prove(target, expected, _read(target, name, weights, options.out))
     return swapped
 
 
-def _program_first(program: str, weights: Checkpoint, out: str | None) -> str:
-    if weights.format != "pt2":
-        return "PROGRAM is a .pt2, and comes first"
-    return (
-        f"the program comes first: {shell('ckpttool', 'swap-weights', weights.source, program, '-o', out or 'OUT.pt2')}"
-    )
+def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> Checkpoint:
+    """The program in the file. Raises `CkptError` where it holds none, and where that may be in `weights`."""
+    found = sniff(path)
+    if found == "pt2":
+        return read_program(path, name)
+    if found == "torchscript" and name is None:
+        return scripted.read(path)
+    if found == "torchscript":
+        raise CkptError(f"{path} holds one program without a name: {FORMATS[found].title}", hint=f"name {path} alone")
+    hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"
+    if weights.format in ("pt2", "torchscript"):
+        command = shell("ckpttool", "swap-weights", weights.source, path, "-o", out or "OUT.pt2")
+        hint = f"the program comes first: {command}"
+    raise CkptError(f"{path} is no exported program: {FORMATS[found].title}", hint=hint)

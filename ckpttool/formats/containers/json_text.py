@@ -1,4 +1,4 @@
-"""Strict JSON: what the reference readers of the formats accept and nothing more, with the place of every member.
+"""Strict JSON: what the reference readers of the formats accept and nothing more.
 
 Python's own reader lets duplicate keys, ``NaN``, ``-0`` as an integer and lone surrogates pass; here they are errors.
 """
@@ -8,20 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ckpttool.errors import CkptError
 from ckpttool.io.files import opened
 from ckpttool.limits import limits
-
-
-class Member(NamedTuple):
-    """One member of an object: its name, and where in the text the quoted name begins and ends; its value."""
-
-    name: str
-    start: int
-    end: int
-    value: Any
 
 
 def read_file(path: str, hint: str) -> Any:
@@ -50,21 +41,11 @@ def loads(text: str, *, surrogates: bool = False) -> Any:
     return value
 
 
-def members(text: str) -> list[Member]:
-    """The members of the object that the JSON text is, in file order. Raises ValueError, whatever is wrong with it.
-
-    Names that stand twice in the outermost object are left for the caller to see; inside it they are an error.
-    """
-    found: list[Member] = []
-    at = _after(_OPENING, text, 0)
-    while text[at] == '"':
-        name, end = _value(text, at)
-        value, after = _value(text, _after(_COLON, text, end))
-        found.append(Member(name, at, end, value))
-        at = _after(_COMMA, text, after)
-    _check_end(text, at + 1)
-    _check_surrogates(text, [(member.name, member.value) for member in found])
-    return found
+def value_at(text: str, at: int) -> tuple[Any, int]:
+    """The value that begins at character `at` of the text, and where it ends. Raises ValueError as `loads` does."""
+    value, end = _value(text, at)
+    _check_surrogates(text[at:end], value)
+    return value, end
 
 
 def dumps(value: Any) -> str:
@@ -72,10 +53,12 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def quoted(text: str) -> str:
+    """The text as a string of JSON, as `dumps` spells it; `dumps` makes an encoder for each call."""
+    return json.encoder.encode_basestring(text)
+
+
 _BLANKS = re.compile(r"[ \t\n\r]*")
-_OPENING = re.compile(r'[ \t\n\r]*\{[ \t\n\r]*(?=["}])')
-_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
-_COMMA = re.compile(r'[ \t\n\r]*(,[ \t\n\r]*(?=")|(?=\}))')
 
 
 def _after(mark: re.Pattern[str], text: str, at: int) -> int:

@@ -92,9 +92,9 @@ class _Layout:
     cursor: int = 0
     directory: list[tuple[bytes, Crc | None]] = field(default_factory=list)
 
-    def put(self, data: bytes | Span | Lazy, crc: Crc | None = None) -> None:
+    def put(self, data: bytes | Span | Lazy, crc: Crc | None = None, needs: tuple[Crc, ...] = ()) -> None:
         """Appends a piece; a span that continues the last one is merged with it."""
-        piece = Piece(data, crc)
+        piece = Piece(data, crc, needs)
         self.cursor += piece.nbytes
         last = self.pieces[-1].data if self.pieces and self.pieces[-1].crc is crc is None else None
         if isinstance(data, Span) and isinstance(last, Span) and _follows(last, data):
@@ -116,7 +116,10 @@ class _Layout:
         else:
             self.put(header)
             self.put(record.data, late)
-            self.put(descriptor if late is None else _late_descriptor(len(descriptor), start, size, late))
+            if late is None:
+                self.put(descriptor)
+            else:
+                self.put(_late_descriptor(len(descriptor), start, size, late), needs=(late,))
         made = (za.CENTRAL_SIGNATURE, 0, 0, flags, za.STORED, 0, 0, crc, 0, 0, len(name), 0, 0, 0, 0, 0, 0)
         self.directory.append((_central_entry(za.CENTRAL.pack(*made) + name, start, size, size), late))
 
@@ -150,8 +153,9 @@ class _Layout:
         """Appends the central directory and the three end records, as torch writes them."""
         offset, count = self.cursor, len(self.directory)
         size = sum(len(entry) for entry, _ in self.directory)
-        if any(late is not None for _, late in self.directory):
-            self.put(Lazy(size, partial(_late_directory, self.directory)))
+        needs = tuple(late for _, late in self.directory if late is not None)
+        if needs:
+            self.put(Lazy(size, partial(_late_directory, self.directory)), needs=needs)
         else:
             self.put(b"".join(entry for entry, _ in self.directory))
         end64 = za.END64.pack(za.END64_SIGNATURE, za.END64.size - 12, 0x031E, 45, 0, 0, count, count, size, offset)

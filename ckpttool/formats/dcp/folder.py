@@ -7,9 +7,9 @@ rename writes ``.metadata`` alone: every item that is still the same stays in it
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from ckpttool import dtypes
@@ -122,11 +122,9 @@ def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
             problems.append(Problem("it has no bytes: torch.save writes some for every item", key))
         if place.transforms:
             problems.append(Problem(f"went through an extension: {', '.join(place.transforms)}", key))
-    taken = Counter[str]()
-    for place in places:
-        taken[place.name] += place.length
-    if not problems:
-        problems += [Problem("its items overlap", name) for name in sizes if taken[name] > sizes[name]]
+    for one, other in pairwise(sorted(places, key=lambda place: (place.name, place.offset))):
+        if one.name == other.name and one.offset + one.length > other.offset:
+            problems.append(Problem(f"its bytes in {one.name} are also those of {places[one]}", places[other]))
     if problems:
         raise CkptError(
             f"{folder}: {DCP_METADATA} and the data files do not fit",

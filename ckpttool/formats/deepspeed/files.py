@@ -2,7 +2,8 @@
 
 ``mp_rank_00_model_states.pt`` (ZeRO-1 and -2) or one ``zero_pp_rank_N_mp_rank_00_model_states.pt`` a rank (ZeRO-3) hold
 the module's state dict and the shapes of its parameters, ``zero_pp_rank_N_mp_rank_00_optim_states.pt`` each rank's
-partition (``deepspeed/checkpoint/constants.py``).
+partition (``deepspeed/checkpoint/constants.py``). In a universal checkpoint ``zero/optimizer_state.pt`` takes the place
+of the partitions, beside folders of the parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -22,13 +23,15 @@ from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor, malformed
-from ckpttool.io.files import is_file, names_in
+from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join
 
 COPY = "copy the folder again, or take an older step: the file `latest` beside it names the one that DeepSpeed loads"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _EXPERTS = re.compile(r"(?:layer_\d+[-_]|expp?_).*_states\.pt")
+UNIVERSAL = "zero"  # the folder of a universal checkpoint in which each parameter has one of its own
+UNIVERSAL_REST = "optimizer_state.pt"  # and the file beside these, of what belongs to no parameter
 _MOST_MISSING = 20  # ranks that are listed
 
 
@@ -63,10 +66,14 @@ def flat(file: File, entry: TensorEntry) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Files:
-    """The files of all ranks in order, first those of the model: one, or with ZeRO-3 one a rank."""
+    """The files of all ranks in order, first those of the model: one, or with ZeRO-3 one a rank.
+
+    `universal` is the folder of the parameters of a universal checkpoint, whose one optimizer file belongs to no rank.
+    """
 
     models: tuple[File, ...]
     optimizers: tuple[File, ...]
+    universal: str | None = None
 
 
 def read_files(folder: str) -> Files:
@@ -82,6 +89,10 @@ def read_files(folder: str) -> Files:
             problems=[Problem("not of the one model part that is read", name) for name in others],
         )
     optimizers, models = _ordered(found[_OPTIMIZER]), _ordered(found[_MODEL])
+    if models and not optimizers and is_dir(join(folder, UNIVERSAL)):
+        files = _universal(folder, models)
+        _check_ranks(folder, files, {_MODEL: found[_MODEL]})
+        return files
     if not optimizers or not models:
         what = (
             "partitions of the weights (*_optim_states.pt)"
@@ -90,10 +101,18 @@ def read_files(folder: str) -> Files:
         )
         raise CkptError(f"{folder} is a DeepSpeed checkpoint without the {what}", hint=COPY)
     files = Files(
-        tuple(_file(join(folder, name)) for name in models), tuple(_file(join(folder, name)) for name in optimizers)
+        tuple(read_file(join(folder, name)) for name in models),
+        tuple(read_file(join(folder, name)) for name in optimizers),
     )
     _check_ranks(folder, files, found)
     return files
+
+
+def _universal(folder: str, models: Sequence[str]) -> Files:
+    root = join(folder, UNIVERSAL)
+    rest = read_file(join(root, UNIVERSAL_REST))
+    rest = replace(rest, items={"optimizer_state_dict": dict(rest.items)})
+    return Files(tuple(read_file(join(folder, name)) for name in models), (rest,), root)
 
 
 def _numbered(names: Sequence[str], kind: re.Pattern[str]) -> dict[str, tuple[int, int]]:
@@ -106,12 +125,13 @@ def _ordered(found: Mapping[str, tuple[int, int]]) -> list[str]:
     return sorted(found, key=lambda name: found[name])
 
 
-def _file(path: str) -> File:
+def read_file(path: str) -> File:
+    """The file, of a dict, or of one tensor: that is taken for a dict's ``param``. Raises `CkptError` for any other."""
     if sniff(path) != "torch_zip":
         raise CkptError(f"{path} is no file of torch.save", hint=COPY)
     archive = read_archive(path)
     _, pickle, storages = torch_zip.open_tree(archive)
-    items = pairs_of(pickle.root)
+    items = {"param": pickle.root} if is_tensor(pickle.root) else pairs_of(pickle.root)
     if items is None:
         raise malformed(f"{path} holds no dict")
     return File(path, archive.length, items, storages, torch_zip.foreign(pickle.globals))

@@ -1,6 +1,7 @@
 """A DeepSpeed ZeRO checkpoint as an ordinary one: the section ``model`` of fp32 weights and buffers, and ``optimizer``.
 
-What `zero_to_fp32.py` gathers, without running it, and the optimizer's state beside it, with the parameters' names.
+What `zero_to_fp32.py` gathers, without running it, and the optimizer's state beside it, with the parameters' names; of
+a universal checkpoint the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ckpttool.evaluate.parts import concatenated, window
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.deepspeed.files import COPY, File, Files, flat, mapping, plain, read_files, sequence, shape_of
 from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
+from ckpttool.formats.deepspeed.universal import Parameters, read_parameters
+from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor
 
 # What describes the run and its partitions, and means nothing beside the gathered tensors.
@@ -28,11 +31,14 @@ _OWN |= {"checkpoint_parallel_dimensions"}
 def read(folder: str) -> Checkpoint:
     """The index of the checkpoint in `folder`, one step's. Raises `CkptError` where files are missing or do not fit."""
     files = read_files(folder)
-    cut, weights = partitions_of(files)
     notes: list[str] = []
+    whole = None if files.universal is None else read_parameters(files, files.universal, notes)
+    cut, weights = partitions_of(files) if whole is None else (whole.cut, whole.weights)
     sections = [Section("model", "state_dict", _model(files, cut, weights, notes))]
-    optimizer = _optimizer(files, cut, notes)
-    every = (*files.models, *files.optimizers)
+    optimizer = (
+        _optimizer(files, cut, notes) if whole is None else _universal_optimizer(files.optimizers[0], whole, notes)
+    )
+    every = (*files.models, *files.optimizers, *(() if whole is None else whole.files))
     lost = [str(key) for key, value in files.models[0].items.items() if key not in _OWN and value is not None]
     if lost:
         notes.append(f"not carried: {', '.join(lost)} of {files.models[0].path}")
@@ -42,7 +48,12 @@ def read(folder: str) -> Checkpoint:
         sum(file.nbytes for file in every),
         tuple(sections + ([optimizer] if optimizer is not None else [])),
         globals=tuple(sorted({name for file in every for name in file.globals})),
-        notes=(f"ZeRO-{cut.stage} of {cut.world_size} ranks, gathered", *notes),
+        notes=(
+            f"ZeRO-{cut.stage} of {cut.world_size} ranks, gathered"
+            if whole is None
+            else f"a universal checkpoint of ZeRO-{cut.stage}",
+            *notes,
+        ),
     )
 
 
@@ -111,12 +122,41 @@ def _optimizer(files: Files, cut: Partitions, notes: list[str]) -> Section | Non
             state[param][name] = value
     if problems:
         raise CkptError(f"{files.optimizers[0].path}: the ranks' optimizers do not fit", hint=COPY, problems=problems)
+    return _section(cut, states[0]["param_groups"], state)
+
+
+def _section(cut: Partitions, options: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> Section:
+    """The optimizer's section: the options of each param group, and the state of each parameter."""
     groups = [
-        {"params": list(shapes), **{k: plain(v) for k, v in states[0]["param_groups"][at].items() if k != "params"}}
+        {"params": list(shapes), **{k: plain(v) for k, v in options[at].items() if k != "params"}}
         for at, shapes in enumerate(cut.groups)
     ]
     tensors = tuple(v for own in state.values() for v in own.values() if isinstance(v, TensorEntry))
     return Section("optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": groups})
+
+
+def _universal_optimizer(rest: File, whole: Parameters, notes: list[str]) -> Section | None:
+    """The optimizer's state of a universal checkpoint; None, and a note, where it has not the groups of the model."""
+    base, cut = mapping(rest.items, "optimizer_state_dict"), whole.cut
+    options = [pairs_of(group) for group in sequence(base, "param_groups")]
+    known = [group for group in options if group is not None]
+    if len(known) != len(cut.groups) or len(options) != len(known):
+        notes.append(
+            f"the optimizer is not read: {len(options)} param groups in {rest.path}, {len(cut.groups)} of shapes"
+        )
+        return None
+    state: dict[str, dict[str, Any]] = {name: dict(own) for name, own in whole.states.items()}
+    kept = mapping(mapping(base, "optimizer_state_dict"), "state")  # of ZeRO-3: rank 0's own, with its step
+    for at, shapes in enumerate(cut.groups):
+        for name, node in mapping(kept, at).items():
+            value = rest.entry(str(name), node) if is_tensor(node) else plain(node)
+            if isinstance(value, TensorEntry) and value.numel != 1:
+                lost = any(name not in state[param] for param in shapes)
+                notes += [f"not carried: {name} of {rest.path}, of one rank alone"] if lost else []
+            else:
+                for param in shapes:
+                    state[param].setdefault(str(name), _own(value, param, str(name)))
+    return _section(cut, known, state)
 
 
 def _is_known(base: Any, groups: int) -> bool:

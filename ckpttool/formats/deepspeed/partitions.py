@@ -70,10 +70,7 @@ def partitions_of(files: Files) -> tuple[Partitions, dict[str, TensorEntry]]:
     """How the files are cut, and the fp32 weights. Raises `CkptError` where shapes and partitions do not fit."""
     first = files.optimizers[0]
     stage, world_size = zero_stage(first), len(files.optimizers)
-    groups = tuple(
-        {str(name): shape_of(size) for name, size in (mapping({"": own}, "")).items()}
-        for own in sequence(files.models[0].items, "param_shapes")
-    )
+    groups = groups_of(files)
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     flats = [[file.entry(key, node) for node in sequence(_state(file), key)] for file in files.optimizers]
     gaps = sequence(_state(first), "param_alignment_paddings") or [[0] * len(own) for own in groups]
@@ -81,6 +78,14 @@ def partitions_of(files: Files) -> tuple[Partitions, dict[str, TensorEntry]]:
     done = Partitions(stage, world_size, groups, tuple(tuple(plain(own)) for own in gaps), sizes)
     _check(done, files)
     return done, done.gather(flats)
+
+
+def groups_of(files: Files) -> tuple[Shapes, ...]:
+    """The shapes of the parameters of each param group, in order."""
+    return tuple(
+        {str(name): shape_of(size) for name, size in (mapping({"": own}, "")).items()}
+        for own in sequence(files.models[0].items, "param_shapes")
+    )
 
 
 def _state(file: File) -> dict[Any, Any]:

@@ -19,7 +19,7 @@ from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.safetensors import single as safetensors
 from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.io.files import is_file
+from ckpttool.io.files import is_file, look_ahead
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent
 from ckpttool.io.pieces import Edited, Files, Piece, Pieces
@@ -30,6 +30,7 @@ SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
 _KINDS = {"safetensors": SAFETENSORS, "torch_zip": BIN}
 _LAYOUT = {SAFETENSORS: ("model", ".safetensors", safetensors.layout), BIN: ("pytorch_model", ".bin", torch_zip.layout)}
 _REPAIR = "download or copy all files again; or name the shards one by one"
+_AHEAD = 64  # shards whose headers are fetched side by side
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,10 @@ def read(path: str) -> Checkpoint:
     folder = parent(path)
     problems: list[Problem] = []
     shards: dict[str, Checkpoint] = {}
-    for name in dict.fromkeys(weight_map.values()):
+    names = list(dict.fromkeys(weight_map.values()))
+    for number, name in enumerate(names):
+        if number % _AHEAD == 0:
+            look_ahead([place for own in names[number : number + _AHEAD] if (place := safe_path(folder, own))])
         found = _read_shard(folder, name)
         if isinstance(found, Checkpoint):
             shards[name] = found

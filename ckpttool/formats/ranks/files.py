@@ -95,7 +95,9 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     whole = checkpoint.source.partition("::")[0]
     files = _RANK.sub(r"\1*", whole) if _RANK.search(name(whole)) else "rank_*.pt"
-    return (f"{checkpoint.source} is the part of one rank: name the files of all ranks at once, as in '{files}'",)
+    part = f"{checkpoint.source} is the part of one rank"
+    alone = "" if any(map(_is_part, entries)) else ", unless one rank alone saved it"
+    return (f"{part}{alone}: name the files of all ranks at once, as in '{files}'",)
 
 
 def read(pattern: str) -> Checkpoint:

@@ -14,6 +14,9 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
     Of many that share the same bytes not every pair is named. A view with gaps counts with all bytes from its first
     element to its last.
     """
+    tensors = tuple(tensors)
+    if len({id(entry.storage) for entry in tensors}) == len(tensors):
+        return {}
     by_storage: dict[int, list[tuple[int, int, tuple[int, str]]]] = {}
     for position, entry in enumerate(tensors):
         begin, end = _extent(entry)

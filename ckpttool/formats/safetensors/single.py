@@ -1,9 +1,5 @@
 """safetensors: an 8-byte length, a JSON header, the tensors' bytes. Reader and writer, without torch or safetensors.
 
-The reader makes all checks of the reference reader and is stricter in five ways: the header begins with ``{`` (the
-format's own rule), no name stands twice anywhere in it, an entry is an object, its dtype a string, and fields that the
-format does not know hold no lists or objects.
-
 The writer has two ways. Where only names changed, the header is the source's own text with the names in it replaced,
 and the data is one span; a rename and its inverse give back the same bytes as long as the source's header has a length
 that is a multiple of 8, ends in no blanks but spaces, and spells the names without needless escapes (the reference
@@ -13,63 +9,25 @@ writer's files do). Everything else is laid out afresh, as the reference writer 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Composite, Section, Span, Storage, TensorEntry, contiguous_stride
-from ckpttool.dtypes import BY_NAME, BY_SAFETENSORS
-from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.checkpoint import Checkpoint, Composite, Lazy, Section, TensorEntry
+from ckpttool.dtypes import BY_NAME
+from ckpttool.errors import Problem, Refused
 from ckpttool.formats.containers import json_text
+from ckpttool.formats.safetensors.header import MAX_HEADER, METADATA, PAIRS_IN_A_BYTE, Header, Packed, read_header
 from ckpttool.formats.safetensors.overlap import overlapping
-from ckpttool.io.files import opened
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece
 
 FORMAT = "safetensors"
-METADATA = "__metadata__"
-MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
-PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
 
-_U64_MAX = 2**64 - 1
-_FIELDS = {"dtype", "shape", "data_offsets"}
-_PAIRS_IN_A_BYTE = "F4"  # counts single elements, where torch's float4_e2m1fn_x2 counts bytes of two
-_SUB_BYTE = {"F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)}
 # The reference writer's order, by ascending alignment; the data is laid out from the last to the first.
 _ORDER = """
     BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ
     I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64
 """.split()  # noqa: SIM905 - one line of the reference a line here
-_BITS = {code: row.itemsize * 8 for code, row in BY_SAFETENSORS.items()} | {
-    c: bits for c, (_, bits) in _SUB_BYTE.items()
-}
 _RANK = {code: rank for rank, code in enumerate(_ORDER)}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """Payload of a tensor whose elements are smaller than a byte: dtype code and shape in the header, its bytes."""
-
-    code: str
-    shape: tuple[int, ...]
-    span: Span
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Header:
-    """The header as it stands in the file, without the blanks at its end; `Checkpoint.container` of this format.
-
-    `length` is its length in bytes with them, `data` are all bytes after it; `tensors` are in the header's order.
-    """
-
-    text: str
-    length: int
-    metadata: dict[str, str]
-    tensors: tuple[TensorEntry, ...]
-    data: Span
-
-    def names(self) -> list[tuple[int, int]]:
-        """The places of the tensors' quoted names in `text`, in the order of `tensors`."""
-        return [(member.start, member.end) for member in json_text.members(self.text) if member.name != METADATA]
 
 
 # Reading
@@ -80,127 +38,10 @@ def read(path: str) -> Checkpoint:
 
     Raises `CkptError` for what is no valid safetensors file; `problems` lists every tensor that is described wrongly.
     """
-    text, length, nbytes = _read_header(path)
-    try:
-        infos = json_text.loads(text)
-    except ValueError as error:
-        raise _invalid(path, f"its header is not valid JSON: {error}") from error
-    metadata = _metadata(path, infos.pop(METADATA, None))
-    _check(path, infos, nbytes - 8 - length)
-    data = Span(path, 8 + length, nbytes - 8 - length)
-    tensors = tuple(_entry(path, data.offset, name, info) for name, info in infos.items())
-    header = Header(text.rstrip(" \t\n\r"), length, metadata, tensors, data)
-    section = Section("", "state_dict", tensors)
-    return Checkpoint(path, FORMAT, nbytes, (section,), metadata=metadata, container=header)
-
-
-def _read_header(path: str) -> tuple[str, int, int]:
-    """The header's text, its length in bytes, and the size of the file in bytes."""
-    with opened(path) as file:
-        nbytes = file.size
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8:
-            raise _invalid(path, f"{nbytes} bytes are too few for a safetensors file")
-        if length > MAX_HEADER:
-            raise _invalid(path, f"its header claims {length} bytes, the format allows {MAX_HEADER}")
-        if 8 + length > nbytes:
-            raise _invalid(path, f"the file is truncated: the header alone needs {8 + length} bytes, it has {nbytes}")
-        raw = file.read(length)
-    if len(raw) < length or not raw.startswith(b"{"):
-        raise _invalid(path, "its header does not begin with '{'")
-    try:
-        return raw.decode(), length, nbytes
-    except UnicodeDecodeError as error:
-        raise _invalid(path, f"its header is not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _metadata(path: str, value: Any) -> dict[str, str]:
-    value = {} if value is None else value
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise _invalid(path, f"{METADATA} holds something else than strings under names")
-    return value
-
-
-def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
-    """Every check of the reference reader: each entry by itself, then that the entries cover the data without gaps."""
-    problems = [Problem(problem, name) for name, info in infos.items() if (problem := _problem(info))]
-    end = 0
-    if not problems:
-        for (begin, next_end), name in sorted((info["data_offsets"], name) for name, info in infos.items()):
-            if begin != end:
-                problems.append(
-                    Problem(f"its data begins at byte {begin}, the data before it ends at byte {end}", name)
-                )
-            end = next_end
-    if problems:
-        raise _invalid(path, "its header describes tensors wrongly", problems)
-    if end > data_length:
-        raise _invalid(path, f"the file is truncated: its tensors need {end} bytes, {data_length} are there")
-    if end < data_length:
-        raise _invalid(path, f"{data_length - end} bytes after the last tensor belong to none")
-
-
-def _problem(info: Any) -> str | None:
-    """What is wrong with one tensor's entry of the header, by itself."""
-    if not isinstance(info, dict) or not info.keys() >= _FIELDS:
-        return "not an object with dtype, shape and data_offsets"
-    code, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if not isinstance(code, str) or code not in _BITS:
-        return f"unknown dtype {code!r:.40}"
-    if not _are_sizes(shape):
-        return "its shape is not a list of sizes"
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        return "its data_offsets are not a begin and an end"
-    if len(info) > 3 and any(isinstance(value, (dict, list)) for name, value in info.items() if name not in _FIELDS):
-        return "it has fields that the format does not know"
-    bits = _bits(shape, _BITS[code])
-    if bits is None:
-        return "its size overflows"
-    if bits != (offsets[1] - offsets[0]) * 8:
-        return f"{code} of shape {shape} is {bits / 8:.15g} bytes, its data_offsets hold {offsets[1] - offsets[0]}"
-    return None
-
-
-def _bits(shape: Sequence[int], per_element: int) -> int | None:
-    """Size in bits, or None where a product on the way overflows 64 bits, also if a later size is 0."""
-    bits = 1
-    for factor in (*shape, per_element):
-        bits *= factor
-        if bits > _U64_MAX:
-            return None
-    return bits
-
-
-def _are_sizes(value: Any) -> bool:
-    if not isinstance(value, list) or set(map(type, value)) - {int}:
-        return False
-    return not value or (min(value) >= 0 and max(value) <= _U64_MAX)
-
-
-def _repeated(names: Iterable[str]) -> list[str]:
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
-
-
-def _entry(path: str, data_start: int, key: str, info: Mapping[str, Any]) -> TensorEntry:
-    code, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-    span = Span(path, data_start + begin, end - begin)
-    if code in _SUB_BYTE:
-        halves = code == _PAIRS_IN_A_BYTE and shape and shape[-1] % 2 == 0
-        if not halves:
-            name = _SUB_BYTE[code][0]
-            return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span))
-        shape = (*shape[:-1], shape[-1] // 2)
-    return TensorEntry(key, BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), 0, Storage(span))
-
-
-def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:
-    return CkptError(
-        f"{path} is not a valid safetensors file: {problem}",
-        hint="download or copy it again, or write it again with safetensors.torch.save_file",
-        problems=problems,
-    )
+    header = read_header(path)
+    section = Section("", "state_dict", header.tensors)
+    nbytes = header.data.offset + header.data.length
+    return Checkpoint(path, FORMAT, nbytes, (section,), metadata=header.metadata, container=header)
 
 
 # Writing
@@ -263,6 +104,11 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     return found
 
 
+def _repeated(names: Iterable[str]) -> list[str]:
+    seen: set[str] = set()
+    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+
+
 def tensor_problem(entry: TensorEntry) -> str | None:
     """Why the format cannot hold this tensor, or None where it can."""
     if entry.key == METADATA:
@@ -278,7 +124,7 @@ def tensor_problem(entry: TensorEntry) -> str | None:
         return f"the format has no {entry.dtype} without dimensions"
     if not entry.is_contiguous:
         return f"a view of shape {list(entry.shape)} and stride {list(entry.stride)}, not contiguous"
-    if entry.span is None and (entry.offset or entry.nbytes != entry.storage.nbytes):
+    if isinstance(entry.storage.data, Lazy) and (entry.offset or entry.nbytes != entry.storage.nbytes):
         return "a part of a storage that is still to be computed"
     return None
 
@@ -292,10 +138,10 @@ def _rename(header: Header, tensors: Sequence[TensorEntry]) -> str | None:
     at = 0
     for (start, end), old in zip(header.names(), header.tensors):
         new = by_bytes.get(id(_bytes_of(old)))
-        if new is None or (new is not old and replace(new, key=old.key) != old):
+        if new is None or (new is not old and new.geometry != old.geometry):
             return None
         if new.key != old.key:
-            parts += [header.text[at:start], json_text.dumps(new.key)]
+            parts += [header.text[at:start], json_text.quoted(new.key)]
             at = end
     return "".join([*parts, header.text[at:]])
 
@@ -338,7 +184,7 @@ def _code_and_shape(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
     if isinstance(entry.payload, Packed):
         return entry.payload.code, entry.payload.shape
     code = BY_NAME[entry.dtype].safetensors or ""
-    return code, (*entry.shape[:-1], entry.shape[-1] * 2) if code == _PAIRS_IN_A_BYTE else entry.shape
+    return code, (*entry.shape[:-1], entry.shape[-1] * 2) if code == PAIRS_IN_A_BYTE else entry.shape
 
 
 def _data(entry: TensorEntry) -> Piece:

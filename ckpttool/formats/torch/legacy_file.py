@@ -1,28 +1,34 @@
 """The format of torch.save before torch 1.6, still written by choice: five pickles, then the bytes of each storage.
 
-Read to the same tree as a torch zip and written as one. See `_legacy_save` in torch/serialization.py.
+Read to the same tree as a torch zip, and written as either. See `_legacy_save` in torch/serialization.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Span, Storage
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers.many_objects import many_objects
-from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, loads
+from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
-from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor
+from ckpttool.formats.torch.rebuild import Rebuilder, with_references
+from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
 from ckpttool.formats.torch.tree import find_sections
 from ckpttool.formats.torch.unreached import unreached
-from ckpttool.formats.torch.zip_file import Container, foreign
+from ckpttool.formats.torch.zip_file import Container, foreign, tree_to_write
 from ckpttool.io.files import Source, opened
+from ckpttool.io.pieces import Piece, Pieces
 from ckpttool.limits import limits
 
+_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle
+_TYPE_SIZES = {"short": 2, "int": 4, "long": 4}
+_SYSTEM = {"protocol_version": _PROTOCOL, "little_endian": True, "type_sizes": _TYPE_SIZES}  # the third one
 _FIRST_READ = 1 << 20  # bytes; nothing says how long the pickles are, so more is read as long as they are cut off
 _NUMEL = 8  # bytes before each storage's own: how many elements it has
 
@@ -201,3 +207,64 @@ def _unfit(path: str, message: str) -> CkptError:
         f"{path}: not as torch.save wrote it before torch 1.6: {message}",
         hint="the file is damaged, or written by another program: save it again with torch.save",
     )
+
+
+# Writing
+
+
+@many_objects()
+def layout(checkpoint: Checkpoint) -> Pieces:
+    """The bytes of the checkpoint's file, storages moved as they are.
+
+    Raises `Refused`, all problems at once, for storages that torch would not load from this format: untyped ones, among
+    them those of dtypes that came later, and those that tensors of several dtypes look at.
+    """
+    root, protocol, rebuilder = tree_to_write(checkpoint)
+    references: list[Persistent] = []
+    dumps(Pickle(root, protocol), references)
+    _know_all(checkpoint, references, rebuilder)
+    widths, problems = _widths(checkpoint, references, rebuilder)
+    if problems:
+        raise Refused(
+            "not every tensor fits into the format of torch.save before torch 1.6",
+            hint="write a torch zip: leave --torch-format out",
+            problems=problems,
+        )
+    numels = {key: rebuilder.storages[key].nbytes // width for key, width in widths.items()}
+
+    def older(reference: Persistent) -> Persistent:
+        return Persistent((*reference.id[:4], numels[reference.id[2]], None))  # no view of another storage
+
+    parts = (_MAGIC, _PROTOCOL, _SYSTEM, with_references(root, older), list(numels))
+    pieces = [Piece(b"".join(dumps(Pickle(part, protocol)) for part in parts))]
+    for key, numel in numels.items():
+        pieces += [Piece(numel.to_bytes(_NUMEL, "little")), Piece(rebuilder.storages[key].data)]
+    return pieces
+
+
+def _know_all(checkpoint: Checkpoint, references: Sequence[Persistent], rebuilder: Rebuilder) -> None:
+    """Looks up the storages that no tensor is made of."""
+    for key, reference in {reference.id[2]: reference for reference in references}.items():
+        if key not in rebuilder.storages and isinstance(checkpoint.container, Container):
+            storages = checkpoint.container.tree.storages
+            rebuilder.adopt(storages.get(key, typed_storage(reference, storages)[1].nbytes), key)
+
+
+def _widths(
+    checkpoint: Checkpoint, references: Sequence[Persistent], rebuilder: Rebuilder
+) -> tuple[dict[str, int], list[Problem]]:
+    """The bytes of an element of each storage by its key, in the order of the pickle; and those that have none."""
+    kinds: defaultdict[str, set[str]] = defaultdict(set)
+    for _, kind, key, *_ in (reference.id for reference in references):
+        kinds[key].add(kind.name)
+    rows = {key: [dtypes.BY_STORAGE.get(name) for name in names] for key, names in kinds.items()}
+    widths = {key: row.itemsize for key, (row, *more) in rows.items() if row is not None and not more}
+    widths = {key: width for key, width in widths.items() if rebuilder.storages[key].nbytes % width == 0}
+    names = {
+        id(entry.storage): ".".join(filter(None, (section.path, entry.key)))
+        for section in reversed(checkpoint.sections)
+        for entry in reversed(section.all_tensors())
+    }
+    unfit = [key for key in rows if key not in widths]
+    keys = [names.get(id(rebuilder.storages[key]), f"storage {key}") for key in unfit]
+    return widths, [Problem("its storage is not of one dtype that was known then", key) for key in keys]

@@ -99,6 +99,11 @@ def renumbered(root: Any, numbers: Mapping[str, str]) -> Any:
         word, kind, key, *rest = reference.id
         return Persistent((word, kind, numbers[key], *rest))
 
+    return with_references(root, moved)
+
+
+def with_references(root: Any, moved: Callable[[Persistent], Persistent]) -> Any:
+    """The tree with other references to its storages."""
     return _copy(root, moved, {}, 0)
 
 

@@ -1,6 +1,7 @@
 """TorchScript archives (torch.jit.save): the parameters and buffers of their modules, under the keys of `state_dict()`.
 
-Reading only. The code in the archive calls every tensor by its attribute, so it would not find one that was renamed.
+Reading only: the code in the archive calls every tensor by its attribute, so it would not find one that was renamed.
+New values under the same names are put in as into every program, see `formats.pt2.scripted`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     """Raises `Refused`: nothing can be written in this format."""
     raise Refused(
         "a TorchScript archive cannot be written: its code calls every tensor by its attribute",
-        hint="write its state dict to a .pt or .safetensors file, or change the model and torch.jit.save it again",
+        hint="write its state dict to a .pt or .safetensors file; new values under its own names: "
+        "ckpttool swap-weights SCRIPTED.pt NEW.pt -o OUT.pt",
     )
 
 

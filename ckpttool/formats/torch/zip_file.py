@@ -159,9 +159,20 @@ def layout(checkpoint: Checkpoint) -> Pieces:
 
     Raises `Refused` for an entry that this format cannot hold, or cannot hold at its place.
     """
-    if isinstance(checkpoint.container, Container):
-        return _changed(checkpoint, checkpoint.container)
-    return _fresh(checkpoint)
+    container = checkpoint.container
+    if isinstance(container, Container) and container.archive is not None:
+        return _changed(checkpoint, container, container.archive)
+    return new_archive(*tree_to_write(checkpoint))
+
+
+def tree_to_write(checkpoint: Checkpoint) -> tuple[Any, int, Rebuilder]:
+    """The tree of the checkpoint's pickle, its protocol, and what its new nodes and storages were made with."""
+    container = checkpoint.container
+    if isinstance(container, Container):
+        root, rebuilder = _changed_root(checkpoint, container)
+        return root, container.pickle.protocol, rebuilder
+    rebuilder = Rebuilder()
+    return fresh_root(checkpoint, rebuilder), 2, rebuilder
 
 
 @many_objects()
@@ -191,11 +202,8 @@ def _index(entries: Sequence[Record | NewRecord], pickle: bytes) -> bytes:
     return b"\0".join([*(entry.name.encode() for entry in entries), pickle])
 
 
-def _changed(checkpoint: Checkpoint, container: Container) -> Pieces:
-    archive, folder, pickle = container.archive, container.folder, container.pickle
-    if archive is None:
-        root, rebuilder = _changed_root(checkpoint, container)
-        return new_archive(root, pickle.protocol, rebuilder)
+def _changed(checkpoint: Checkpoint, container: Container, archive: Archive) -> Pieces:
+    folder = container.folder
     made = _changed_records(checkpoint, container, archive)
     if made is None:
         return layout_archive(archive, archive.records)
@@ -261,11 +269,6 @@ def _alignment(archive: Archive, folder: str) -> int:
 
 
 _FOLDER = "archive/"  # torch.save names it after the file, and "archive" where there is no name
-
-
-def _fresh(checkpoint: Checkpoint) -> Pieces:
-    rebuilder = Rebuilder()
-    return new_archive(fresh_root(checkpoint, rebuilder), 2, rebuilder)
 
 
 def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from shlex import quote
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from fsspec.exceptions import FSTimeoutError
 
@@ -24,10 +27,40 @@ _NAMES = (
     (re.compile("Credential|TokenRetrieval|Login|Auth|Gated|Profile|Forbidden|AccessDenied|Unauthorized"), _LOGIN),
     (re.compile("Connect|Timeout|Endpoint|DNS|gaierror|SSL|ServerDisconnected|IncompleteRead|Payload"), _NETWORK),
 )
+_PASSING = re.compile("Timeout|Disconnected|IncompleteRead|Payload|ConnectionReset|ConnectionClosed|SlowDown|Throttl")
+_PASSING_NUMBERS = frozenset((errno.ECONNRESET, errno.EPIPE, errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT))
+_PASSING_STATUS = frozenset((408, 425, 429, 500, 502, 503, 504))
+
+_WAITS = (0.2, 0.5, 1.0, 2.0)  # seconds before a request is made again
+
+Answer = TypeVar("Answer")
+log = logging.getLogger(__name__)
 
 
 class SendsTooMuch(OSError):
     """An answer is longer than what was asked for."""
+
+
+class CameShort(OSError):
+    """An answer has fewer bytes than the range (`start`, `end`) that was asked for."""
+
+    def __init__(self, start: int, end: int, came: int) -> None:
+        super().__init__(f"asked for {end - start:,} bytes from byte {start:,}, got {came:,}")
+
+
+def patiently(url: str, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` gives; asked again, up to some seconds later, where the store may answer then. Raises `CkptError`."""
+    for wait in _WAITS:
+        try:
+            return ask()
+        except Exception as error:
+            if not is_passing(error):
+                with answered(url):
+                    raise
+            log.info("%s: asked again in %s s: %s", url, wait, _text(error))
+        time.sleep(wait)
+    with answered(url):
+        return ask()
 
 
 @contextmanager
@@ -39,6 +72,24 @@ def answered(url: str) -> Iterator[None]:
         raise
     except Exception as error:  # drivers raise what they like, their libraries too
         raise _in_words(url, error) from error
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may well be answered a moment later: throttled, cut off, a server that is busy.
+
+    Silence for longer than the limit is not asked for again, nor what refuses a connection.
+    """
+    if isinstance(error, (FSTimeoutError, SendsTooMuch)):
+        return False
+    if isinstance(error, CameShort):
+        return True
+    known = getattr(error, "response", None) or {}
+    said = known.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(known, dict) else None
+    if getattr(error, "status", said) in _PASSING_STATUS or getattr(error, "errno", None) in _PASSING_NUMBERS:
+        return True
+    if any(_PASSING.search(kind.__name__) for kind in type(error).__mro__):
+        return True
+    return error.__cause__ is not None and is_passing(error.__cause__)
 
 
 def is_failure(cause: BaseException | None) -> TypeGuard[BaseException]:
@@ -56,8 +107,13 @@ def _in_words(url: str, error: Exception) -> CkptError:
         return _no_scheme(url, str(error).partition(": ")[2])
     if isinstance(error, FileNotFoundError):
         return CkptError(f"no such file, folder or bucket: {url}", hint="check the URL: scheme, bucket and key")
+    if isinstance(error, FileExistsError):
+        return CkptError(f"{url} exists: another process has written it meanwhile", hint="pass --force to overwrite it")
     if isinstance(error, SendsTooMuch):
         return CkptError(f"{url}: {error}", hint="its server cannot send a part, or is hostile: download it first")
+    if isinstance(error, CameShort):
+        hint = "it was changed while it was read, or its server cannot send a part: download it first"
+        return CkptError(f"{url}: {error}", hint=hint)
     if isinstance(error, FSTimeoutError):
         return CkptError(f"{url}: no answer: {limits().named('remote_seconds')}", hint=_NETWORK)
     if isinstance(error, NotImplementedError):

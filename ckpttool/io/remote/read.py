@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -20,13 +21,12 @@ from fsspec.asyn import AsyncFileSystem
 
 from ckpttool.errors import CkptError
 from ckpttool.io import paths
-from ckpttool.io.remote.errors import answered, is_failure
+from ckpttool.io.remote.errors import CameShort, answered, is_failure, patiently
 from ckpttool.io.sources import note_streamed
 from ckpttool.limits import limits
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors
-PARALLEL = 4  # requests at a time for large tensors; `PART` times this is what is held in memory
 _MAX_BLOCKS = 128
 _MAX_RUN = 32  # blocks in one request, where one after the other is read
 _LARGE = 8 * BLOCK  # bytes of a tensor that is fetched by itself
@@ -106,13 +106,16 @@ def stat(url: str) -> Stat | None:
 
 def _ask(url: str) -> Stat | None:
     fs, path = filesystem(url)
-    with answered(url):
+
+    def ask() -> Stat | None:
         try:
             return _stat(fs.info(path, **_patience(fs)))
         except (FileNotFoundError, NotADirectoryError) as error:
             if is_failure(error.__cause__):
                 raise error.__cause__ from None
             return None
+
+    return patiently(url, ask)
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:
@@ -306,7 +309,7 @@ class Stream:
             if until - offset <= _LARGE:
                 return self._file.read_at(offset, min(count, until - offset))
             self._parts = []  # before the next ones come, so that never both are in memory
-            self._parts = _fetch(self._file.url, _cut(offset, min(until, offset + PART * PARALLEL)))
+            self._parts = _fetch(self._file.url, _cut(offset, min(until, offset + PART * limits().remote_requests)))
             self._start = offset
             data = self._held(offset)
         return data[:count]
@@ -325,25 +328,49 @@ def _cut(start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _fetch(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """The bytes of each range (start, end), fetched side by side where the driver can."""
-    if not ranges:
+    """The bytes of each range (start, end), fetched side by side where the driver can; what is cut off, once more."""
+    found: dict[tuple[int, int], bytes] = {}
+
+    def ask() -> None:
+        missing, failed = [own for own in ranges if own not in found], None
+        for (start, end), data in zip(missing, _answers([(url, *own) for own in missing])):
+            if isinstance(data, BaseException):
+                failed = data
+            elif len(data) != end - start:
+                failed = CameShort(start, end, len(data))
+            else:
+                found[start, end] = data
+        if failed is not None:
+            raise failed
+
+    patiently(url, ask)
+    return [found[own] for own in ranges]
+
+
+def _answers(wanted: Sequence[tuple[str, int, int]]) -> list[bytes | BaseException]:
+    """What one store says to requests for (URL, start, end), sent side by side where the driver can."""
+    if not wanted:
         return []
-    fs, path = filesystem(url)
-    with answered(url):
-        starts, ends = [a for a, _ in ranges], [b for _, b in ranges]
-        patience = _patience(fs, sum(ends) - sum(starts))
-        found = fs.cat_ranges([path] * len(ranges), starts, ends, on_error="raise", **patience)
-        for part in found:
-            if isinstance(part, BaseException):  # fsspec before 2023.9 hands errors over as answers
-                raise part
-    total = sum(map(len, found))
-    _kept.requests[url] += len(ranges)
-    _kept.fetched[url] += total
-    log.debug("%s: %s bytes in %d requests, from byte %s", url, f"{total:,}", len(ranges), f"{ranges[0][0]:,}")
-    for (start, end), data in zip(ranges, found):
-        if len(data) != end - start:
-            raise CkptError(
-                f"{url}: asked for {end - start:,} bytes from byte {start:,}, got {len(data):,}",
-                hint="it was changed while it was read, or its server cannot send a part: download it first",
-            )
-    return list(found)
+    (fs, _), nbytes = filesystem(wanted[0][0]), sum(end - start for _, start, end in wanted)
+    places = [filesystem(url)[1] for url, _, _ in wanted]
+    starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
+    found = list(fs.cat_ranges(places, starts, ends, on_error="return", **_patience(fs, nbytes)))
+    for (url, _, _), data in zip(wanted, found):
+        _kept.requests[url] += 1
+        _kept.fetched[url] += len(data) if isinstance(data, bytes) else 0
+    log.debug(
+        "%s: %s bytes in %d requests, from byte %s", wanted[0][0], f"{nbytes:,}", len(wanted), f"{wanted[0][1]:,}"
+    )
+    return found
+
+
+def look_ahead(urls: Sequence[str]) -> None:
+    """Fetches the first block of files in one folder side by side, as far as a listing of it tells their sizes."""
+    if any(url not in _kept.stats for url in urls):
+        with suppress(CkptError):
+            names_in(paths.parent(urls[0]))
+    known = {url: _kept.stats.get(url) for url in urls if (url, 0) not in _kept.blocks}
+    wanted = [(url, 0, min(BLOCK, found.size)) for url, found in known.items() if found is not None and found.size]
+    for (url, _, end), data in zip(wanted, _answers(wanted)):
+        if isinstance(data, bytes) and len(data) == end:  # what fails is asked for again when it is needed, and said
+            _kept.blocks[url, 0] = data

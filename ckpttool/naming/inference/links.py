@@ -14,6 +14,7 @@ class Links:
 
     def __init__(self) -> None:
         self._stacks: tuple[Map, Map] = defaultdict(set), defaultdict(set)
+        self._paired: set[tuple[Template, Template]] = set()
         self._modules: tuple[defaultdict[str, set[str]], defaultdict[str, set[str]]] = (
             defaultdict(set),
             defaultdict(set),
@@ -30,6 +31,9 @@ class Links:
         self._modules[0][_module(left)].add(_module(right))
         self._modules[1][_module(right)].add(_module(left))
         mine, theirs = template(left)[0], template(right)[0]
+        if (mine, theirs) in self._paired:  # the same of another layer
+            return
+        self._paired.add((mine, theirs))
         ours, others = _numbers(mine), _numbers(theirs)
         if len(ours) == len(others):
             for at, there in zip(ours, others):

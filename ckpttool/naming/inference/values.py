@@ -90,14 +90,14 @@ def is_floating(dtype: str) -> bool:
 
 def template(key: str, depth: int | None = None) -> tuple[Template, tuple[str, ...]]:
     """The key's segments with its first `depth` layer numbers (all, with None) generalised, and these numbers."""
-    segments: list[str] = []
+    segments = key.split(".")
     numbers: list[str] = []
-    for segment in key.split("."):
-        if segment.isdecimal() and (depth is None or len(numbers) < depth):
+    for at, segment in enumerate(segments):
+        if segment == NUMBER:
+            segments[at] = "\\#"
+        elif segment.isdecimal() and (depth is None or len(numbers) < depth):
             numbers.append(segment)
-            segments.append(NUMBER)
-        else:
-            segments.append("\\#" if segment == NUMBER else segment)
+            segments[at] = NUMBER
     return tuple(segments), tuple(numbers)
 
 

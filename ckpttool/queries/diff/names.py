@@ -10,12 +10,13 @@ from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
+from ckpttool.keys import is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.call_variants import aliases, base_name
 from ckpttool.naming.forms import read, with_keys
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
-from ckpttool.queries.diff.reasons import segment_change, segment_reason
+from ckpttool.queries.diff.reasons import FLAT, segment_change, segment_reason
 from ckpttool.queries.diff.result import TIED, Entry
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def _accepted(keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | 
             entries.append(Entry("renamed", (key,), (), "a load hook takes it under this name", None, goes))
         elif key in unexpected or verdict is None or not verdict.ok:
             why = f"{ONLY_LEFT}: {NON_PERSISTENT} of the model, which is not saved" if key in unsaved else ONLY_LEFT
-            entries.append(Entry("unexpected", (key,), (), why))
+            entries.append(Entry("unexpected", (key,), (), FLAT if is_flat(key) else why))
         else:
             entries.append(Entry("unexpected", (key,), (), f"{ONLY_LEFT}; a load hook takes it away without an error"))
     return entries

@@ -10,6 +10,8 @@ from ckpttool.naming.wrappers.table import TABLE
 from ckpttool.queries.diff.result import Entry
 from ckpttool.words import plural
 
+FLAT = "FSDP1's flat parameter: all parameters of its module end to end, in the files of all ranks"
+
 
 def segment_change(old: str, new: str) -> str:
     """How a name became another, in words: ``hides the segment `layer` ``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from ckpttool.formats.ranks.files import RankParts
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import misfit, shard_sizes, slots, unit_paths
+from ckpttool.queries.diff.reasons import FLAT
 from ckpttool.tracing.load_model import load
 from ckpttool.tracing.trace import trace
 from command import Run
@@ -168,8 +170,20 @@ def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> N
     flat = json.loads(out)["flat_parameters"]
     assert flat[0] == {"section": "model", "key": "_flat_param", "unit": "", "elements": 28}
     assert [one["unit"] for one in flat[1:]] == ["layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp"]
-    one_rank = run("inspect", runs[2] / "flat_rank_1.pt")[1]
+    _, one_rank, warned = run("inspect", runs[2] / "flat_rank_1.pt")
     assert "Flat parameters: all parameters of a module, end to end" in one_rank
+    assert "is the part of one rank: name the files of all ranks at once" in warned
+
+
+def test_the_mend_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
+    """A flat key is said to be one, and the printed command makes a file of which diff says the same."""
+    said = run("diff", *MODEL, f"{runs[2]}/flat_rank_*.pt", "--format", "json").data
+    assert {entry["reason"] for entry in said["entries"] if entry["status"] == "unexpected"} == {FLAT}
+    words = shlex.split(said["fix"][0])
+    assert words[:2] == ["ckpttool", "remap"]
+    words[-1] = str(tmp_path / "whole.pt")
+    assert run(*words[1:]).status == 0
+    assert run("diff", *MODEL, tmp_path / "whole.pt").status == 0
 
 
 # Refusals

@@ -88,18 +88,42 @@ def test_named_sections_alone_are_changed(tmp_path: Path, run: Run) -> None:
     assert run(*words).status == 2  # three state dicts, and not all of one model
 
 
+@pytest.mark.parametrize("from_file", [False, True])
+def test_rules_reach_an_average_in_its_wrapper(tmp_path: Path, run: Run, from_file: bool) -> None:
+    """They are written for the keys of the model; the average's differ by a prefix, which stays."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    names = {"0.weight": "a.weight", "0.bias": "a.bias", "1.weight": "1.weight", "1.bias": "1.bias"}
+    rules = ["--rule", "0.{x} => a.{x}"]
+    if from_file:
+        (tmp_path / "r.toml").write_text('[[rule]]\nrename = "0.{x} => a.{x}"\n')
+        rules = ["--rules", str(tmp_path / "r.toml")]
+    ddp = {f"module.{key}": value for key, value in model.state_dict().items()}
+    torch.save({"model": model.state_dict(), "ema": average.state_dict()}, tmp_path / "a.pt")
+    assert run("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", *rules).status == 0
+    found = torch.load(tmp_path / "b.pt")
+    assert list(found["model"]) == list(names.values())
+    assert list(found["ema"]) == ["n_averaged", *(f"module.{name}" for name in names.values())]
+    torch.save({"model": ddp, "ema": model.state_dict()}, tmp_path / "c.pt")
+    unwrap = ("--rule", "module.{x*} => {x*}")
+    assert run("remap", tmp_path / "c.pt", "-o", tmp_path / "d.pt", *unwrap).status == 0
+    assert [list(part) for part in torch.load(tmp_path / "d.pt").values()] == [list(names), list(names)]
+
+
 def test_a_rule_that_one_section_has_no_key_for(tmp_path: Path, run: Run) -> None:
     """Nothing is written, and the hint names what works."""
-    model = nn.Linear(2, 2)
-    torch.save({"model": model.state_dict(), "ema": AveragedModel(model).state_dict()}, tmp_path / "a.pt")
-    words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "weight => w")
+    model = nn.Sequential(nn.Linear(2, 2))
+    wrapped = {key.replace("0.", "0._orig_mod."): value for key, value in model.state_dict().items()}
+    torch.save({"model": model.state_dict(), "ema": wrapped}, tmp_path / "a.pt")
+    words = ("remap", tmp_path / "a.pt", "-o", tmp_path / "b.pt", "--rule", "0.weight => w")
     refused = run(*words)
     assert refused.status == 1
     assert refused.err.startswith("error: ema: ")
     assert "--sections 'model' changes that one alone" in refused.err
     assert not (tmp_path / "b.pt").exists()
     assert run(*words, "--sections", "model").status == 0
-    assert list(torch.load(tmp_path / "b.pt")["model"]) == ["w", "bias"]
+    assert list(torch.load(tmp_path / "b.pt")["model"]) == ["w", "0.bias"]
 
 
 def test_a_lightning_average_follows_its_model(tmp_path: Path, run: Run) -> None:

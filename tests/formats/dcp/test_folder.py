@@ -425,6 +425,25 @@ def test_metadata_that_lies(tmp_path: Path, how: Callable[[Any], Any]) -> None:
     assert main(["inspect", str(folder)]) == 2
 
 
+def test_items_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """Also where the file is long enough for all of them, since something else in it is nobody's."""
+
+    def shift(metadata: Any) -> None:
+        first, second = sorted(metadata.storage_data.values(), key=lambda info: int(info.offset))[:2]
+        second.offset = first.offset + 1
+
+    folder = save({"w": torch.ones(400), "x": torch.ones(400)}, tmp_path / "m")
+    with open(folder / "__0_0.distcp", "ab") as file:
+        file.write(bytes(10_000))
+    assert open_checkpoint(str(folder))
+    change(folder, shift)
+    with pytest.raises(CkptError, match="do not fit") as caught:
+        open_checkpoint(str(folder))
+    assert [(problem.key, problem.problem) for problem in caught.value.problems] == [
+        ("x", "its bytes in __0_0.distcp are also those of w")
+    ]
+
+
 def test_a_pickle_that_runs_something_is_never_run(tmp_path: Path) -> None:
     folder = save({"w": torch.ones(4)}, tmp_path / "m")
 

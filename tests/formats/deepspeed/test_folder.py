@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ import deepspeed_run
 from command import Run
 from places import DATA
 
-FOLDERS = sorted((DATA / "deepspeed-0.19.8").iterdir())
+FOLDERS = sorted(folder for folder in (DATA / "deepspeed-0.19.8").iterdir() if (folder / "latest").exists())
+UNIVERSAL = sorted((DATA / "deepspeed-0.19.8").glob("*-universal"))
 
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
@@ -74,7 +78,10 @@ def test_it_is_named_and_listed(saved: Path, run: Run) -> None:
 def test_it_is_read_and_not_written(saved: Path, run: Run, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "run")
     done = run("remap", tmp_path / "run", "--rule", "emb.{x*} => e.{x*}", "--in-place")
-    assert (done.status, "is in another format (DeepSpeed ZeRO folder) than what would replace it" in done.err) == (
+    assert (
+        done.status,
+        "is in another format (DeepSpeed folder (ZeRO, universal)) than what would replace it" in done.err,
+    ) == (
         1,
         True,
     )
@@ -163,3 +170,101 @@ def test_a_folder_of_another_layout_holds_no_optimizer_and_says_so(run: Run, tmp
     assert "the optimizer is not read" in run("inspect", tmp_path / "run").err
     listed = run("inspect", tmp_path / "run", "--format", "json").data
     assert [section["path"] for section in listed["sections"]] == ["model"]
+
+
+# Universal checkpoints
+
+
+@pytest.fixture(params=UNIVERSAL, ids=lambda folder: folder.name)
+def universal(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
+
+
+def gathered(folder: Path, run: Run, out: Path) -> Any:
+    done = run("remap", folder, "-o", out, "--verify")
+    assert done.status == 0, done.err
+    return torch.load(out)
+
+
+def test_a_universal_checkpoint_is_what_it_was_converted_from(universal: Path, run: Run, tmp_path: Path) -> None:
+    """All that `ds_to_universal` keeps: weights, buffers, moments, steps and hyperparameters."""
+    source = universal.with_name(universal.name.removesuffix("-universal"))
+    have = gathered(universal, run, tmp_path / "universal.pt")
+    want = gathered(source, run, tmp_path / "parts.pt")
+    assert list(have["model"]) == list(want["model"])
+    assert all(torch.equal(have["model"][key], value) for key, value in want["model"].items())
+    assert have["optimizer"]["param_groups"] == want["optimizer"]["param_groups"]
+    assert have["optimizer"]["state"].keys() == want["optimizer"]["state"].keys()
+    for name, own in want["optimizer"]["state"].items():
+        mine = have["optimizer"]["state"][name]
+        assert mine.keys() == own.keys()
+        assert all(torch.equal(mine[key], value) and mine[key].shape == value.shape for key, value in own.items())
+    own = torch.load(source / "whole.pt")
+    assert all(torch.equal(have["model"][key].to(v.dtype), v) for key, v in own["model"].items())
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda zero: (zero / "up.weight" / name).unlink()
+
+
+def _of_another_shape(zero: Path) -> None:
+    shutil.copy(zero / "up.bias" / "exp_avg.pt", zero / "up.weight" / "exp_avg.pt")
+
+
+def _no_parameter(zero: Path) -> None:
+    shutil.rmtree(zero / "norm.bias")
+
+
+def _no_step(zero: Path) -> None:
+    shutil.rmtree(zero)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_without("fp32.pt"), "no file fp32.pt of it @ up.weight"),
+        (_of_another_shape, "exp_avg.pt is of shape [5], the parameter of [5, 3] @ up.weight"),
+        (_no_parameter, "no file fp32.pt of it @ norm.bias"),
+        (lambda zero: (zero / "optimizer_state.pt").unlink(), "optimizer_state.pt"),
+        (_no_step, "without the partitions of the weights"),
+    ],
+)
+def test_a_universal_checkpoint_that_is_not_whole_is_refused(
+    universal: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    shutil.copytree(universal, tmp_path / "run")
+    damage(tmp_path / "run" / "global_step2_universal" / "zero")
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, says in done.err) == (2, True), done.err
+
+
+def test_what_a_universal_checkpoint_has_beside_is_said(universal: Path, run: Run, tmp_path: Path) -> None:
+    shutil.copytree(universal, tmp_path / "run")
+    zero = tmp_path / "run" / "global_step2_universal" / "zero"
+    shutil.copytree(zero / "up.bias", zero / "stranger")
+    assert "stranger is of no parameter" in run("inspect", tmp_path / "run").err
+
+
+# Files of other bytes
+
+
+@pytest.mark.parametrize("folder", [FOLDERS[0], FOLDERS[-1], UNIVERSAL[0]], ids=lambda folder: folder.name)
+def test_flipped_bytes_are_an_error_or_other_values_and_never_a_traceback(
+    folder: Path, run: Run, tmp_path: Path
+) -> None:
+    """Any byte of any file may be another one: what is read then has a status of the contract, and says why."""
+    draw = random.Random(folder.name)
+    shutil.copytree(folder, tmp_path / "run")
+    files = sorted(path for path in (tmp_path / "run").rglob("*.pt") if path.name != "whole.pt")
+    for _ in range(int(os.environ.get("CKPTTOOL_SEEDS", "40"))):
+        path = draw.choice(files)
+        whole = path.read_bytes()
+        broken = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 1, 8))):
+            broken[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(broken)
+        done = run("inspect", tmp_path / "run", "--stats", "--format", "json")
+        assert done.status in (0, 2), (path, done.err)
+        assert "internal error" not in done.err, (path, done.err)
+        path.write_bytes(whole)

@@ -25,6 +25,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch.legacy_file import read
+from command import Run
 from files import write_pieces
 from places import DATA
 
@@ -123,6 +124,57 @@ def test_all_that_a_training_holds_comes_along(tmp_path):
     assert (found["epoch"], found["args"]) == (3, argparse.Namespace(lr=0.1))
     assert torch.equal(found["module"].weight, state["module"].weight)
     assert found["storage"].tolist() == state["storage"].tolist()
+
+
+@pytest.mark.parametrize("of_zip", [True, False])
+def test_it_is_written_where_asked(tmp_path, of_zip):
+    """From a torch zip and from a file of its own kind: what torch shares it shares again, objects and all."""
+    whole = torch.arange(6.0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    state: dict[str, Any] = {
+        "weights": {**everything(), "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8)},
+        "args": argparse.Namespace(lr=0.1), "module": model, "storage": whole.storage(), "part": whole[2:],
+    }  # fmt: skip
+    torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=of_zip)
+    command = [CKPTTOOL, "remap", str(tmp_path / "in.pt"), "-o", str(tmp_path / "old.pt"), "--torch-format", "legacy"]
+    subprocess.run([*command, "--verify"], check=True, capture_output=True)
+    assert sniff(str(tmp_path / "old.pt")) == "torch_legacy"
+    found = torch.load(tmp_path / "old.pt", weights_only=False)
+    quantized = found["weights"].pop("quantized")
+    assert torch.equal(quantized.dequantize(), state["weights"].pop("quantized").dequantize())
+    assert_same(found["weights"], state["weights"])
+    assert found["weights"]["tied"].data_ptr() == found["weights"]["whole"].data_ptr()
+    assert found["args"] == state["args"]
+    assert_same(dict(found["module"].state_dict()), dict(model.state_dict()))
+    assert found["storage"].data_ptr() == found["part"].untyped_storage().data_ptr()
+    assert found["storage"].tolist() == whole.tolist()
+
+
+def test_what_torch_could_not_load_from_it_is_refused_by_name(tmp_path, run: Run) -> None:
+    """Torch writes these files, and fails on them: their storages have no dtype."""
+    state = {"fp8": torch.ones(2).to(torch.float8_e5m2), "bare": torch.ones(3).untyped_storage(), "w": torch.ones(1)}
+    torch.save(state, tmp_path / "in.pt")
+    done = run("remap", tmp_path / "in.pt", "-o", tmp_path / "old.pt", "--torch-format", "legacy")
+    assert done.status == 1
+    assert [line for line in done.err.splitlines() if " @ " in line] == [
+        "  its storage is not of one dtype that was known then @ fp8",
+        "  its storage is not of one dtype that was known then @ storage 1",
+    ]
+    assert not (tmp_path / "old.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "how", "says"),
+    [
+        ("a.safetensors", "legacy", "--torch-format is for files of torch.save"),
+        ("a.dcp", "zip", "--torch-format is for files of torch.save"),
+        ("a.pt", "tar", "--torch-format tar: no such format"),
+    ],
+)
+def test_the_option_is_for_torch_files(tmp_path, run: Run, out: str, how: str, says: str) -> None:
+    path = saved({"a": torch.ones(1)}, tmp_path / "old.pt")
+    done = run("remap", path, "-o", tmp_path / out, "--torch-format", how)
+    assert (done.status, says in done.err) == (2, True), done.err
 
 
 def test_a_file_of_torch_2_5_and_the_same_as_zip(tmp_path):

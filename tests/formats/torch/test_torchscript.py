@@ -18,6 +18,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch.torchscript import layout, read
+from command import Run
 from places import DATA
 
 OLD = str(DATA / "script-torch-2.5.1.pt")
@@ -106,6 +107,64 @@ def test_it_is_not_rewritten(tmp_path):
     assert done.returncode == 1
     assert "error: " in done.stderr
     assert Path(path).read_bytes() == before
+
+
+def trained() -> Model:
+    """Another model of the same definition, its buffers too."""
+    torch.manual_seed(1)
+    model = Model().eval()
+    model.norm.running_mean += torch.randn(3)
+    return model
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_new_weights_are_put_into_it(tmp_path: Path, run: Run, traced: bool) -> None:
+    """As `load_state_dict` on the archive would: values alone change; code, constants and all else stay to the byte."""
+    path, out, model = scripted(tmp_path / "model.pt", traced), tmp_path / "out.pt", trained()
+    torch.save(model.state_dict(), tmp_path / "new.pt")
+    done = run("swap-weights", path, tmp_path / "new.pt", "-o", out)
+    assert done.status == 1  # its state dict has the buffers too that the model's has not
+    assert "no weight for it @ blocks.0.mask" in done.err
+    given = ("--model", f"{__file__}:Model", "--verify")
+    done = run("swap-weights", path, tmp_path / "new.pt", "-o", out, *given, "--format", "json")
+    assert done.status == 0, done.err
+    assert (done.data["layout"], done.data["kept"]) == ("torchscript", ["blocks.0.mask", "blocks.1.mask", "again.mask"])
+    expected, swapped, x = torch.jit.load(path), torch.jit.load(out), torch.randn(4, 3)
+    expected.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(swapped(x), expected(x))
+    assert torch.equal(swapped(x), model(x))
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out) as new:
+        assert new.namelist() == old.namelist()
+        changed = {name.partition("/")[2] for name in old.namelist() if old.read(name) != new.read(name)}
+    assert changed
+    assert all(name.startswith("data/") for name in changed)
+
+
+def test_weights_from_the_archive_itself_give_the_same_file(tmp_path: Path, run: Run) -> None:
+    done = run("swap-weights", OLD, OLD, "-o", tmp_path / "out.pt", "--verify")
+    assert done.status == 0, done.err
+    expected = torch.jit.load(OLD).state_dict()
+    found = torch.jit.load(tmp_path / "out.pt").state_dict()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_only_what_fits_is_put_into_it(tmp_path: Path, run: Run) -> None:
+    path, state = (
+        scripted(tmp_path / "model.pt", True),
+        dict(torch.jit.load(scripted(tmp_path / "m.pt", True)).state_dict()),
+    )
+    state["brain"] = state["brain"].float()
+    state["norm.bias"] = torch.ones(4)
+    state["tied.weight"] = state["tied.weight"] + 1
+    state["table"] = torch.ones(3)
+    torch.save(state, tmp_path / "new.pt")
+    done = run("swap-weights", path, tmp_path / "new.pt", "-o", tmp_path / "out.pt")
+    assert done.status == 1
+    for key in ("brain", "norm.bias", "tied.weight", "table"):
+        assert f"@ {key}\n" in done.err, done.err
+    assert not (tmp_path / "out.pt").exists()
+    done = run("swap-weights", tmp_path / "new.pt", path, "-o", tmp_path / "out.pt")
+    assert f"hint: the program comes first: ckpttool swap-weights {path} {tmp_path / 'new.pt'}" in done.err
 
 
 def altered(path: str, out: Path, changes: dict[str, bytes | None]) -> str:

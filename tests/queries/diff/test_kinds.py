@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -76,3 +78,11 @@ def test_names_alone_do_not_tell_whether_another_kind_loads(files: Path, run: Ru
     assert done.status == (0 if is_dense else 2), done
     assert is_dense or "a tensor of another kind" in done.err
     assert ("is the part of one rank: name the files of all ranks" in done.err) is (kind == "in_parts")
+
+
+def test_what_torch_logs_of_dtensors_is_said_once(files: Path) -> None:
+    """In a process of its own: torch logs to the stderr that there was when it was imported."""
+    words = [sys.executable, "-m", "ckpttool", "diff", "--model", f"{files / 'net.py'}:Net", str(files / "in_parts.pt")]
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stderr.splitlines()
+    assert all(line.startswith("warning: ") for line in said), said
+    assert sum("DeviceMesh" in line for line in said) == 1

@@ -101,3 +101,33 @@ def test_a_file_with_different_values_under_tied_names(tmp_path: Path, capsys: p
 def test_equal_copies_under_tied_names_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.ones(5, 3)}, tmp_path / "two.pt")
     assert run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")[0] == 0
+
+
+VARIANT = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            self.add_module(name, torch.nn.Linear(2, 2))
+def both():
+    return Net("enc", "enc@1")
+def other():
+    return Net("enc@1")
+"""
+
+
+@pytest.mark.parametrize("model", ["both", "other"])
+def test_a_module_that_is_named_as_a_second_call_would_be_is_one_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    """What torch does not load is missing, whatever it is called."""
+    (tmp_path / "net.py").write_text(VARIANT)
+    state = torch.nn.ModuleDict({"enc": torch.nn.Linear(2, 2)}).state_dict()
+    torch.save(state, tmp_path / "w.pt")
+    assert main(["trace", f"{tmp_path}/net.py:{model}", "-o", f"{tmp_path}/names.json"]) == 0
+    for asked in (f"{tmp_path}/net.py:{model}", tmp_path / "names.json"):
+        status, told = run(capsys, "diff", tmp_path / "w.pt", "--model", asked)
+        found = {key: entry["status"] for entry in told["entries"] for key in entry["right"]}
+        assert status == 1
+        assert {found["enc@1.weight"], found["enc@1.bias"]} == {"missing"}, asked

@@ -1,0 +1,79 @@
+"""A command under torchrun: `remap` and `swap-weights` are shared by all ranks, every other one is the first rank's.
+
+The first rank alone speaks, and all of them end with the same status.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from ckpttool.cli.failures import Failure, OfAllRanks, failure_of
+from ckpttool.errors import Problem
+from ckpttool.io.together import job as together
+from ckpttool.io.together.job import FailedElsewhere, Job, Left
+
+SHARED = frozenset(("remap", "swap-weights"))
+_HEARD = Failure(2)  # of a rank that stopped since another one failed: nothing of its own
+
+
+def run(args: list[str], run_one: Callable[[list[str]], int]) -> int:
+    """The status of the command line, the same on every rank. Raises `OfAllRanks` where it failed on any."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    from ckpttool import __version__
+    from ckpttool.io.together.torchrun import join
+
+    job = join((__version__, *args))
+    together.enter(job)
+    try:
+        if not SHARED.intersection(args[:1]):
+            job.only_first()
+        mine: Failure | int = run_one(args)
+    except Left:
+        mine = 0
+    except FailedElsewhere:
+        mine = _HEARD
+    except KeyboardInterrupt:  # a signal: every rank gets it
+        raise
+    except BaseException as error:
+        mine = failure_of(error)
+        job.fail()
+    return _verdict(job, mine)
+
+
+def _verdict(job: Job, mine: Failure | int) -> int:
+    """What the command came to on all ranks. Raises `OfAllRanks`; only the first rank's failure has words."""
+    job.tell(f"end/{job.rank}", asdict(mine) if isinstance(mine, Failure) else mine)
+    if not job.is_first:
+        status: int = job.hear("verdict", whatever=True)
+        job.tell(f"gone/{job.rank}", None)
+        if status:
+            raise OfAllRanks(Failure(status))
+        return status
+    ends = job.heard_of_all("end", whatever=True)
+    failures = {rank: _failure(end) for rank, end in enumerate(ends) if isinstance(end, dict)}
+    worst = _together({rank: one for rank, one in failures.items() if one != _HEARD})
+    job.tell("verdict", worst.status if worst is not None else ends[0])
+    for rank in range(1, job.size):  # the store may be this process
+        job.hear(f"gone/{rank}", whatever=True)
+    if worst is not None:
+        raise OfAllRanks(worst)
+    return int(ends[0])
+
+
+def _failure(end: dict[str, object]) -> Failure:
+    problems = tuple(Problem(**problem) for problem in end.pop("problems"))  # type: ignore[attr-defined]
+    return Failure(**end, problems=problems)  # type: ignore[arg-type]
+
+
+def _together(failures: dict[int, Failure]) -> Failure | None:
+    """The failure of all ranks: that of the first one that failed, and what others say beside it."""
+    if not failures:
+        return None
+    first = next(iter(failures.values()))
+    more = {one.message: rank for rank, one in reversed(failures.items()) if one.message != first.message}
+    beside = (Problem(message, f"rank {rank}") for message, rank in sorted(more.items(), key=lambda item: item[1]))
+    return replace(first, problems=(*first.problems, *beside))

@@ -1,0 +1,208 @@
+"""The header of a safetensors file, checked whole: what each tensor is, and where its bytes lie.
+
+All checks of the reference reader are made, and five more: the header begins with ``{`` (the format's own rule), no
+name stands twice anywhere in it, an entry is an object, its dtype a string, and fields that the format does not know
+hold no lists or objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.checkpoint import Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.dtypes import BY_SAFETENSORS
+from ckpttool.errors import CkptError, Problem
+from ckpttool.formats.containers import json_text
+from ckpttool.formats.containers.many_objects import many_objects
+from ckpttool.formats.safetensors import members
+from ckpttool.io.files import opened
+
+METADATA = "__metadata__"
+MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
+PACKED = "packed"  # layout of tensors whose elements are smaller than a byte
+
+_U64_MAX = 2**64 - 1
+_FIELDS = {"dtype", "shape", "data_offsets"}
+PAIRS_IN_A_BYTE = "F4"  # counts single elements, where torch's float4_e2m1fn_x2 counts bytes of two
+_SUB_BYTE = {"F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)}
+_BITS = {code: row.itemsize * 8 for code, row in BY_SAFETENSORS.items()} | {
+    c: bits for c, (_, bits) in _SUB_BYTE.items()
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Payload of a tensor whose elements are smaller than a byte: dtype code and shape in the header, its bytes."""
+
+    code: str
+    shape: tuple[int, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """The header as it stands in the file, without the blanks at its end; `Checkpoint.container` of this format.
+
+    `length` is its length in bytes with them, `data` are all bytes after it; `tensors` are in the header's order.
+    """
+
+    text: str
+    length: int
+    metadata: dict[str, str]
+    tensors: tuple[TensorEntry, ...]
+    data: Span
+
+    def names(self) -> Iterator[tuple[int, int]]:
+        """The places of the tensors' quoted names in `text`, in the order of `tensors`."""
+        return members.names(self.text, METADATA)
+
+
+def read_header(path: str) -> Header:
+    """The header of the file. Raises `CkptError` for what is no valid safetensors file; `problems` lists every tensor
+    that is described wrongly.
+    """
+    text, length, nbytes = _read_text(path)
+    data = Span(path, 8 + length, nbytes - 8 - length)
+    with many_objects():
+        metadata, tensors = _as_usual(text, data) or _strictly(text, data)
+    return Header(text.rstrip(" \t\n\r"), length, metadata, tensors, data)
+
+
+_Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and the tensors in the header's order
+
+
+def _as_usual(text: str, data: Span) -> _Content | None:
+    """What the header describes, where it is spelled as writers spell it; None where it has to be read strictly."""
+    metadata, at = members.first(text, METADATA)
+    if not _is_metadata(metadata) or (at and not text.startswith(",", at)):
+        return None
+    tensors = members.tensors(text, at + 1, data, _alike)
+    return None if tensors is None or METADATA in {tensor.key for tensor in tensors} else (metadata, tensors)
+
+
+def _strictly(text: str, data: Span) -> _Content:
+    """The same of any header. Raises `CkptError` with all that is wrong with it."""
+    try:
+        infos = json_text.loads(text)
+    except ValueError as error:
+        raise _invalid(data.path, f"its header is not valid JSON: {error}") from error
+    metadata = infos.pop(METADATA, {})
+    if metadata is None:
+        metadata = {}
+    if not _is_metadata(metadata):
+        raise _invalid(data.path, f"{METADATA} holds something else than strings under names")
+    _check(data.path, infos, data.length)
+    return metadata, tuple(_entry(data.path, data.offset, name, info) for name, info in infos.items())
+
+
+def _alike(described: str) -> members.Alike | None:
+    """What all tensors of one dtype and shape have in common; None where the header has to be read strictly."""
+    info = json_text.loads(described)
+    code, shape = info["dtype"], tuple(info["shape"])
+    bits = _bits(shape, _BITS.get(code, _U64_MAX + 1))
+    if code not in BY_SAFETENSORS or code in _SUB_BYTE or bits is None:
+        return None
+    return BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8
+
+
+def _read_text(path: str) -> tuple[str, int, int]:
+    """The header's text, its length in bytes, and the size of the file in bytes."""
+    with opened(path) as file:
+        nbytes = file.size
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8:
+            raise _invalid(path, f"{nbytes} bytes are too few for a safetensors file")
+        if length > MAX_HEADER:
+            raise _invalid(path, f"its header claims {length} bytes, the format allows {MAX_HEADER}")
+        if 8 + length > nbytes:
+            raise _invalid(path, f"the file is truncated: the header alone needs {8 + length} bytes, it has {nbytes}")
+        raw = file.read(length)
+    if len(raw) < length or not raw.startswith(b"{"):
+        raise _invalid(path, "its header does not begin with '{'")
+    try:
+        return raw.decode(), length, nbytes
+    except UnicodeDecodeError as error:
+        raise _invalid(path, f"its header is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _is_metadata(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _check(path: str, infos: Mapping[str, Any], data_length: int) -> None:
+    """Every check of the reference reader: each entry by itself, then that the entries cover the data without gaps."""
+    problems = [Problem(problem, name) for name, info in infos.items() if (problem := _problem(info))]
+    end = 0
+    if not problems:
+        for (begin, next_end), name in sorted((info["data_offsets"], name) for name, info in infos.items()):
+            if begin != end:
+                problems.append(
+                    Problem(f"its data begins at byte {begin}, the data before it ends at byte {end}", name)
+                )
+            end = next_end
+    if problems:
+        raise _invalid(path, "its header describes tensors wrongly", problems)
+    if end > data_length:
+        raise _invalid(path, f"the file is truncated: its tensors need {end} bytes, {data_length} are there")
+    if end < data_length:
+        raise _invalid(path, f"{data_length - end} bytes after the last tensor belong to none")
+
+
+def _problem(info: Any) -> str | None:
+    """What is wrong with one tensor's entry of the header, by itself."""
+    if not isinstance(info, dict) or not info.keys() >= _FIELDS:
+        return "not an object with dtype, shape and data_offsets"
+    code, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    if not isinstance(code, str) or code not in _BITS:
+        return f"unknown dtype {code!r:.40}"
+    if not _are_sizes(shape):
+        return "its shape is not a list of sizes"
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        return "its data_offsets are not a begin and an end"
+    if len(info) > 3 and any(isinstance(value, (dict, list)) for name, value in info.items() if name not in _FIELDS):
+        return "it has fields that the format does not know"
+    bits = _bits(shape, _BITS[code])
+    if bits is None:
+        return "its size overflows"
+    if bits != (offsets[1] - offsets[0]) * 8:
+        return f"{code} of shape {shape} is {bits / 8:.15g} bytes, its data_offsets hold {offsets[1] - offsets[0]}"
+    return None
+
+
+def _bits(shape: Sequence[int], per_element: int) -> int | None:
+    """Size in bits, or None where a product on the way overflows 64 bits, also if a later size is 0."""
+    bits = 1
+    for factor in (*shape, per_element):
+        bits *= factor
+        if bits > _U64_MAX:
+            return None
+    return bits
+
+
+def _are_sizes(value: Any) -> bool:
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) <= _U64_MAX)
+
+
+def _entry(path: str, data_start: int, key: str, info: Mapping[str, Any]) -> TensorEntry:
+    code, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+    span = Span(path, data_start + begin, end - begin)
+    if code in _SUB_BYTE:
+        halves = code == PAIRS_IN_A_BYTE and shape and shape[-1] % 2 == 0
+        if not halves:
+            name = _SUB_BYTE[code][0]
+            return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span))
+        shape = (*shape[:-1], shape[-1] // 2)
+    return TensorEntry(key, BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), 0, Storage(span))
+
+
+def _invalid(path: str, problem: str, problems: Sequence[Problem] = ()) -> CkptError:
+    return CkptError(
+        f"{path} is not a valid safetensors file: {problem}",
+        hint="download or copy it again, or write it again with safetensors.torch.save_file",
+        problems=problems,
+    )

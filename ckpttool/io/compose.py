@@ -1,0 +1,209 @@
+"""Objects made within their store: what a source there has already is copied by the store, and never comes here.
+
+S3 joins the parts of a multipart upload, and a part may be a range of another object (``UploadPartCopy``); every part
+but the last has at least 5 MiB, so that much is sent before each range. Google's stores copy whole objects only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ckpttool.checkpoint import Span
+from ckpttool.io.interrupts import uninterrupted
+from ckpttool.io.paths import is_url
+from ckpttool.io.pieces import Piece, Pieces, Progress
+from ckpttool.io.ranges import stream
+from ckpttool.io.remote.errors import answered
+from ckpttool.io.remote.read import filesystem, stat
+from ckpttool.io.sources import note_streamed
+
+LEAST = 5 << 20  # bytes of any part but the last
+_SENT = 1 << 24  # bytes of a part that is sent; about two are in memory
+_COPIED = 1 << 29  # bytes of a part that is copied: the store takes 5 GiB, and works on several at a time
+_AT_A_TIME = 8  # requests
+_WORTH = 1 << 24  # bytes of a span that is copied: of less most would be sent anyway
+_MOST_PARTS, _MOST_RUNS = 9_000, 1_000  # a store takes 10,000 parts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The runs of an object in order: pieces that are sent, and spans of other objects that the store copies."""
+
+    runs: Sequence[Pieces | Span]
+
+    @property
+    def copied(self) -> int:
+        """Bytes that the store copies."""
+        return sum(run.length for run in self.runs if isinstance(run, Span))
+
+    @property
+    def sent(self) -> int:
+        """Bytes that come through here."""
+        return sum(piece.nbytes for run in self.runs if not isinstance(run, Span) for piece in run)
+
+    def parts(self) -> Iterator[bytes | Span]:
+        """The parts of the upload in order. Raises `CkptError` where a source cannot be read."""
+        for run in self.runs:
+            yield from _copied(run) if isinstance(run, Span) else _sent(run, self.sent)
+
+
+def _copied(span: Span) -> Iterator[Span]:
+    """The span in parts of about one size."""
+    count = -(-span.length // _COPIED)
+    ends = [span.length * number // count for number in range(count + 1)]
+    return (Span(span.path, span.offset + start, end - start) for start, end in pairwise(ends))
+
+
+def _sent(pieces: Pieces, total: int) -> Iterator[bytes]:
+    """The bytes of the pieces in parts; the last one is longer, where what would be left is no part by itself."""
+    size = max(_SENT, -(-total // _MOST_PARTS))
+    left, part = sum(piece.nbytes for piece in pieces), bytearray()
+    for data in stream(pieces):
+        part += data
+        while len(part) >= size and left - size >= LEAST:
+            yield bytes(part[:size])
+            del part[:size]
+            left -= size
+    yield bytes(part)
+
+
+def plan(pieces: Pieces, out: str) -> Plan | None:
+    """How the object at the URL `out` is made within its store; None where that cannot be, or saves nothing.
+
+    What precedes a copied span is at least as long as a part has to be: bytes of the span itself are sent along.
+    """
+    fs, _ = filesystem(out)
+    if not hasattr(fs, "call_s3"):
+        return None
+    made = Plan(_runs(_joined(pieces), {path for path in _paths(pieces) if filesystem(path)[0] is fs}))
+    return made if made.copied and len(made.runs) < _MOST_RUNS else None
+
+
+def _paths(pieces: Pieces) -> set[str]:
+    return {piece.data.path for piece in pieces if isinstance(piece.data, Span) and is_url(piece.data.path)}
+
+
+def _joined(pieces: Pieces) -> Iterator[Piece]:
+    """The pieces; spans that go on where the one before them ended are one."""
+    last: Piece | None = None
+    for piece in pieces:
+        if last is not None and _goes_on(last, piece):
+            assert isinstance(last.data, Span)
+            last = Piece(Span(last.data.path, last.data.offset, last.nbytes + piece.nbytes))
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def _goes_on(last: Piece, piece: Piece) -> bool:
+    a, b = last.data, piece.data
+    if not isinstance(a, Span) or not isinstance(b, Span) or last.crc is not None or piece.crc is not None:
+        return False
+    return (a.path, a.offset + a.length) == (b.path, b.offset)
+
+
+def _runs(pieces: Iterator[Piece], there: set[str]) -> list[Pieces | Span]:
+    """Pieces to send, and spans of the objects `there` to copy, each but the last with enough bytes for a part."""
+    runs: list[Pieces | Span] = []
+    sent: list[Piece] = []
+    count = 0  # bytes of these
+    for piece in pieces:
+        data = piece.data
+        short = max(0, LEAST - count) if sent else 0
+        copies = isinstance(data, Span) and piece.crc is None and data.path in there
+        if not isinstance(data, Span) or not copies or data.length - short < _WORTH:
+            sent.append(piece)
+            count += piece.nbytes
+            continue
+        if sent:
+            head = [Piece(Span(data.path, data.offset, short))] if short else []
+            runs.append([*sent, *head])
+            sent, count = [], 0
+        runs.append(Span(data.path, data.offset + short, data.length - short))
+    return [*runs, sent] if sent else runs
+
+
+@contextmanager
+def begun(out: str, *, replace: bool) -> Iterator[Upload]:
+    """An upload to the URL `out`: the object is there once the block ends, and never where the block raises.
+
+    Without `replace` not where an object is there already. Raises `CkptError` where the store refuses.
+    """
+    fs, path = filesystem(out)
+    bucket, key, _ = fs.split_path(path)
+    with answered(out):
+        number = fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+    upload = Upload(fs, {"Bucket": bucket, "Key": key, "UploadId": number})
+    try:
+        with answered(out):
+            yield upload
+            absent = {} if replace else {"IfNoneMatch": "*"}
+            with uninterrupted(insisting=True):
+                upload.call("complete_multipart_upload", MultipartUpload={"Parts": upload.parts}, **absent)
+    except BaseException:
+        with uninterrupted(insisting=True), suppress(Exception):
+            upload.call("abort_multipart_upload")
+        raise
+    fs.invalidate_cache(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A multipart upload that has been begun at `place`; `parts` is what the store said of each part so far."""
+
+    fs: Any
+    place: Mapping[str, str]
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """The store's answer."""
+        return self.fs.call_s3(method, **self.place, **arguments)
+
+    def fill(self, made: Plan, progress: Progress | None = None) -> None:
+        """Sends the parts, and has the others copied, several at a time."""
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            answers: list[tuple[int, Future[dict[str, Any]]]] = []
+            try:
+                for number, part in enumerate(made.parts(), 1):
+                    nbytes = len(part) if isinstance(part, bytes) else part.length
+                    answers.append((nbytes, pool.submit(self._part, number, part)))
+                    if isinstance(part, bytes):
+                        answers[-1][1].result()  # so that never many are in memory
+                for nbytes, answer in answers:
+                    self.parts.append(answer.result())
+                    if progress is not None:
+                        progress(nbytes)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        log.info("%s: %s bytes sent, %s copied by the store", self.place["Key"], f"{made.sent:,}", f"{made.copied:,}")
+
+    def _part(self, number: int, part: Span | bytes) -> dict[str, Any]:
+        if isinstance(part, bytes):
+            tag = self.call("upload_part", PartNumber=number, Body=part)["ETag"]
+        else:
+            tag = self.call("upload_part_copy", PartNumber=number, **self._range(part))["CopyPartResult"]["ETag"]
+        return {"PartNumber": number, "ETag": tag}
+
+    def _range(self, span: Span) -> dict[str, Any]:
+        """The span as the store is asked for it: of the object that was read, or of none."""
+        note_streamed(span.path)
+        bucket, key, version = self.fs.split_path(filesystem(span.path)[1])
+        found = stat(span.path)
+        known = found is not None and found.version[0] == "ETag"
+        return {
+            "CopySource": {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})},
+            "CopySourceRange": f"bytes={span.offset}-{span.offset + span.length - 1}",
+            **({"CopySourceIfMatch": found.version[1]} if found is not None and known else {}),
+        }

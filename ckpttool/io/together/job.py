@@ -1,0 +1,121 @@
+"""The ranks of one job, and the few words between them: through the key-value store that torchrun keeps for its ranks.
+
+Every rank runs the same command and makes the same plan; what only one may do, the first rank does. A word is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+_FAILED = "failed"
+_SHORTEST, _LONGEST = 0.01, 0.5  # seconds between two looks at the store: a thousand ranks that wait are no load
+
+
+class Store(Protocol):
+    """What of ``torch.distributed.Store`` is used."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Sets the key."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is set."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of the keys are set."""
+
+    def add(self, key: str, count: int, /) -> int:
+        """Adds to a counter, which begins at 0; what it then is."""
+
+
+class Left(BaseException):
+    """This rank has done its part; what is left of the command is the first rank's."""
+
+
+class FailedElsewhere(BaseException):
+    """Another rank has failed, and says why."""
+
+
+@dataclass(slots=True)
+class Job:
+    """This rank of a job of `size` ranks, all of which run `command`."""
+
+    rank: int
+    size: int
+    store: Store
+    command: Sequence[str] = ()
+    _alone: bool = field(default=False, init=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks, and does what one alone may do."""
+        return self.rank == 0
+
+    def tell(self, key: str, value: object) -> None:
+        """Says something that every rank may hear, once."""
+        self.store.set(key, json.dumps(value))
+
+    def hear(self, key: str, *, whatever: bool = False) -> Any:
+        """Waits for what a rank says. Raises `FailedElsewhere` where one fails meanwhile, unless `whatever` happens.
+
+        It waits as long as it takes: a rank that dies ends the others, by way of torchrun.
+        """
+        pause = _SHORTEST
+        while not self.store.check([key]):
+            if not whatever:
+                self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return json.loads(self.store.get(key))
+
+    def heard_of_all(self, key: str, *, whatever: bool = False) -> list[Any]:
+        """What every rank says under ``KEY/RANK``, by rank."""
+        return [self.hear(f"{key}/{rank}", whatever=whatever) for rank in range(self.size)]
+
+    def next(self, counter: str) -> int:
+        """0, 1, …: each number goes to one rank."""
+        return self.store.add(counter, 1) - 1
+
+    def fail(self) -> None:
+        """Lets the other ranks know that this one fails."""
+        self.tell(_FAILED, self.rank)
+
+    def check(self) -> None:
+        """Raises `FailedElsewhere` where another rank has failed."""
+        if self.store.check([_FAILED]):
+            raise FailedElsewhere
+
+    def only_first(self) -> None:
+        """From here on the first rank is alone, once the others have come here too: these leave. Raises `Left`."""
+        if self._alone:
+            return
+        if not self.is_first:
+            self.tell(f"left/{self.rank}", None)
+            raise Left
+        for rank in range(1, self.size):
+            self.hear(f"left/{rank}")
+        self._alone = True
+
+
+_current: Sequence[Job] = ()
+
+
+def current() -> Job | None:
+    """The job that this process is a rank of, as long as its work is to be shared."""
+    return None if not _current or _current[0]._alone else _current[0]
+
+
+def enter(job: Job) -> None:
+    """The process is a rank of the job from now on."""
+    global _current
+    _current = (job,)
+
+
+def only_first() -> None:
+    """`Job.only_first`, where there is a job."""
+    job = current()
+    if job is not None:
+        job.only_first()

@@ -1,0 +1,171 @@
+"""Readers of a file that lies among others: one of a run's ranks, a journal beside what it is of, a project's defaults.
+
+Each makes a reader of bytes that puts them into their place in a folder where all else is sound, and gives the inputs
+to begin with.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ckpttool.accepted import _ignores
+from ckpttool.cli import pyproject
+from ckpttool.cli.app import main
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.io import edit_journal, journal
+from ckpttool.queries.diff.options import DiffOptions
+
+DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8"
+Reader = Callable[[bytes], object]
+
+
+# Rank files
+
+
+def _of_rank(rank: int) -> bytes:
+    """What a rank of two saves, without the other one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        mesh, buffer = init_device_mesh("cpu", (2,)), io.BytesIO()
+        cut = DTensor.from_local(torch.ones(2, 3) + rank, mesh, [Shard(0)])
+        torch.save({"model": {"w": cut, "b": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}, "n": 3}, buffer)
+        return buffer.getvalue()
+    finally:
+        dist.destroy_process_group()
+
+
+def dtensors(folder: Path) -> Reader:
+    """The first of two rank files; the second is as it was saved."""
+
+    def read(data: bytes) -> object:
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "rank_1.pt").write_bytes(_of_rank(1))
+        (folder / "rank_0.pt").write_bytes(data)
+        return open_checkpoint(str(folder / "rank_*.pt")).sections
+
+    return read
+
+
+def rank_files() -> list[bytes]:
+    return [_of_rank(0)]
+
+
+# DeepSpeed
+
+
+def deepspeed(folder: Path, stage: int, name: str) -> Reader:
+    """A file of a folder of that ZeRO stage."""
+
+    def read(data: bytes) -> object:
+        if not folder.exists():
+            shutil.copytree(_of_stage(stage), folder)
+        (folder / name).write_bytes(data)
+        return open_checkpoint(str(folder)).sections
+
+    return read
+
+
+def deepspeed_file(stage: int, name: str) -> Callable[[], list[bytes]]:
+    return lambda: [(_of_stage(stage) / name).read_bytes()]
+
+
+def _of_stage(stage: int) -> Path:
+    return DEEPSPEED / f"zero-{stage}" / "global_step2"
+
+
+# Journals
+
+
+def _edited(folder: Path) -> tuple[Path, bytes]:
+    """A file that has been edited in place, and its way back."""
+    folder.mkdir()
+    path = folder / "m.safetensors"
+    save_file({"a.w": torch.ones(4), "b": torch.zeros(2, 2)}, path)
+    assert main(["remap", str(path), "--rule", "a.{x} => z.{x}", "--in-place", "--quiet"]) == 0
+    return path, edit_journal.record_of(path).read_bytes()
+
+
+def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
+    """The way back from an edit in place; whatever it says, it writes to no other file."""
+    kept: dict[str, bytes] = {}
+
+    def seeds() -> list[bytes]:
+        shutil.rmtree(folder, ignore_errors=True)
+        path, record = _edited(folder)
+        (folder / "other").write_bytes(b"kept")
+        kept["file"] = path.read_bytes()
+        return [record]
+
+    def read(data: bytes) -> object:
+        path = folder / "m.safetensors"
+        path.write_bytes(kept["file"])
+        record = edit_journal.record_of(path)
+        record.write_bytes(data)
+        edit_journal.undo(path, fsync=False)
+        assert (folder / "other").read_bytes() == b"kept"
+        return None
+
+    return read, seeds
+
+
+def replaced(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
+    """The journal of files that replace others in a folder."""
+    value: dict[str, Any] = {"put": ["a.safetensors", "x/b"], "remove": ["c"]}
+    return lambda data: journal.parse(data, "f", folder), lambda: [json.dumps(value).encode()]
+
+
+# What a project says of itself
+
+
+def ignored(path: Path) -> Reader:
+    """A file of `--ignore-file`."""
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        return _ignores(DiffOptions(ignore_file=str(path)))
+
+    return read
+
+
+IGNORED = b"# list\nmissing model.norm.* # made anew\nshape,dtype re:(a+)+b # meant\nunexpected *.bias # no bias\n"
+
+
+def defaults(folder: Path) -> Reader:
+    """A pyproject.toml with defaults for what `diff` is asked; none of the options that name code or an output."""
+
+    def read(data: bytes) -> object:
+        path = folder / "pyproject.toml"
+        path.write_bytes(data)
+        os.environ[pyproject.PYPROJECT] = str(path)
+        try:
+            return pyproject.table()
+        finally:
+            del os.environ[pyproject.PYPROJECT]
+
+    return read
+
+
+DEFAULTS = b"""[tool.ckpttool]
+quiet = true
+ignore-file = "lists/known.txt"
+[tool.ckpttool.diff]
+rtol = 1e-3
+values = true
+ignore = ["missing a.* # why"]
+[tool.other]
+"quoted key".b = [{x = 1, y = 2024-01-01}]
+"""

@@ -1,0 +1,134 @@
+"""One command on several ranks: what one process writes, to the byte; one voice, one status, no half OUT."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import torchrun_ranks
+from command import Run
+from places import ROOT
+from torchrun_ranks import Fault, run_ranks
+
+RULE = ("--rule", "layers.{x*} => blocks.{x*}")
+CAST = '[[rule]]\ncast = "layers.*"\ndtype = "bfloat16"\n'
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of 8 MiB, in both formats, and rules that cast it."""
+    folder = tmp_path_factory.mktemp("source")
+    torch.manual_seed(0)
+    tensors = {f"layers.{number}.weight": torch.randn(256, 512) for number in range(16)} | {"scale": torch.ones(3)}
+    save_file(tensors, folder / "model.safetensors")
+    torch.save({"model": tensors, "step": 7}, folder / "model.pt")
+    (folder / "rules.toml").write_text(CAST)
+    return folder
+
+
+def files_in(path: Path) -> dict[str, tuple[int, bytes]]:
+    """Mode and bytes of the file, or of every file in the folder."""
+    found = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {str(one.relative_to(path)): (one.stat().st_mode, one.read_bytes()) for one in found if one.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "out", "options"),
+    [
+        ("model.safetensors", "out.safetensors", RULE),
+        ("model.safetensors", "out/", (*RULE, "--max-shard-size", "3MB", "--verify")),
+        ("model.pt", "out.pt", ("--rules", "rules.toml", "--verify")),
+        ("model.pt", "out.dcp", ("--rules", "rules.toml")),
+    ],
+)
+def test_the_ranks_write_what_one_process_writes(
+    source: Path,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    ckpt: str,
+    out: str,
+    options: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model.safetensors", "model.pt", "rules.toml"):
+        os.symlink(source / name, name)
+    alone = run("remap", ckpt, "-o", f"alone-{out}", *options)
+    first, second = run_ranks(tmp_path, 2, "remap", ckpt, "-o", out, *options)
+    assert first.said == (0, alone.out.replace("alone-", "") + alone.err)
+    assert second.said == (0, "")
+    assert files_in(tmp_path / out) == files_in(tmp_path / f"alone-{out}")
+    assert [*tmp_path.glob(".*")] == []
+
+
+def test_what_fails_on_any_rank_fails_on_all_and_is_said_once(source: Path, tmp_path: Path) -> None:
+    """Before the work (refused) and in it (a source that changed); the report file is the first rank's alone."""
+    refused = run_ranks(tmp_path, 2, "remap", source / "model.pt", "-o", "out.pt", "--rule", "no.such => thing")
+    assert [done.status for done in refused] == [1, 1]
+    assert refused[0].err.count("error: ") == 1
+    assert refused[1].said == (1, "")
+    assert [*tmp_path.iterdir()] == []
+    made = run_ranks(tmp_path, 2, "remap", source / "model.pt", "--dry-run", *RULE, "--report", "plan.md")
+    assert [done.status for done in made] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.md"]
+    inspected = run_ranks(tmp_path, 2, "inspect", source / "model.pt", "--format", "json")
+    assert len(json.loads(inspected[0].out)["tensors"]) == 17
+    assert inspected[1].said == (0, "")
+
+
+def test_ranks_that_do_not_mean_the_same_write_nothing(source: Path, tmp_path: Path) -> None:
+    command = ("remap", source / "model.safetensors", "-o", "out/", *RULE)
+    first, second = run_ranks(tmp_path, 2, *command, last={"CKPTTOOL_MAX_SHARD_SIZE": "3MB"})
+    assert first.status == second.status == 2
+    assert "error: the ranks do not mean the same output\n  another plan than rank 0 @ rank 1\n" in first.err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_killed_job_goes_on_where_it_was(source: Path, tmp_path: Path, run: Run) -> None:
+    command = ("remap", source / "model.safetensors", *RULE, "--max-shard-size", "3MB", "-o")
+    killed = run_ranks(tmp_path, 2, *command, "out/", fault=Fault(1, 2))
+    assert killed[1].status == -9, killed
+    assert not (tmp_path / "out").exists()
+    (staging,) = tmp_path.glob(".out.*.ckpttool.job")
+    written = [json.loads(line) for path in staging.glob("written.*") for line in path.read_text().split("\n") if line]
+    assert len(written) >= 2
+    for record in written:  # what is said to be there is not read, let alone written, again
+        name = staging / "new" / record["file"]
+        with open(name, "r+b") as file:
+            file.seek(record["offset"] + record["size"] - 1)
+            file.write(b"!")
+    done = run_ranks(tmp_path, 2, *command, "out/")
+    assert [one.status for one in done] == [0, 0]
+    run(*command, f"{tmp_path}/alone/")
+    for record in written:
+        at = record["offset"] + record["size"]
+        (ours, theirs) = ((tmp_path / own / record["file"]).read_bytes() for own in ("out", "alone"))
+        assert ours[at - 1 : at] == b"!"
+        assert ours[record["offset"] : at - 1] == theirs[record["offset"] : at - 1]
+    assert [*tmp_path.glob(".*")] == []
+
+
+def test_torchrun_starts_a_killed_rank_anew(source: Path, tmp_path: Path, run: Run) -> None:
+    options = ("--rules", source / "rules.toml")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", torchrun_ranks.__file__)
+    path = os.pathsep.join((str(ROOT), str(Path(torchrun_ranks.__file__).parent)))
+    argv = ("remap", source / "model.safetensors", "-o", tmp_path / "out.pt", *options)
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, argv)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "exitcode: -9" in done.stderr
+    run("remap", source / "model.safetensors", "-o", tmp_path / "alone.pt", *options)
+    assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "alone.pt").read_bytes()
+    assert [*tmp_path.glob(".*")] == []

@@ -1,0 +1,289 @@
+"""``make mutants N=100``: changes of the code that the tests should notice, one at a time, in a copy of the repository.
+
+The changes are those of cosmic-ray's operators, drawn at random. Each is tried with the tests of its package (tests/
+mirrors ckpttool/) that reach its line, the quickest first. Those that survive are printed with their place; a change
+that cannot be noticed is listed in equivalent.toml, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import parso  # before cosmic_ray, which else meets it half imported
+from cosmic_ray.ast import ast_nodes
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+from coverage import CoverageData
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+LEAST = 0.95  # of the mutants are to be killed
+_LONGEST = 120.0  # seconds of tests for one mutant
+_ARGUMENTS_NEEDED = ("VariableReplacer", "VariableInserter")
+_IDENTITY = {"Is", "IsNot"}
+_TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """The module at `path` with another text; `was` and `now` are the line that differs."""
+
+    path: str
+    line: int
+    was: str
+    now: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.was}  →  {self.now}"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Seconds of each test that passes; the tests and the files of tests that reach the lines of each module."""
+
+    seconds: Mapping[str, float]
+    lines: Mapping[str, Mapping[int, Sequence[str]]]
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """What to try the mutant with: what reaches its line, where it is in a function, else what reaches the module.
+
+        A line that is reached in other processes alone is known to no test: then it is all of them.
+        """
+        lines = self.lines.get(mutant.path, {})
+        inside = mutant.line in _lines_of_functions((ROOT / mutant.path).read_text())
+        reached = lines.get(mutant.line, ()) if inside else [test for tests in lines.values() for test in tests]
+        names = {name for name in reached if name}
+        found = [test for test in self.seconds if test in names or test.partition("::")[0] in names]
+        chosen: list[str] = []
+        total = 0.0
+        for test in sorted(found or self.seconds, key=lambda test: self.seconds[test]):
+            total += self.seconds[test]
+            if total > _LONGEST and chosen:
+                break
+            chosen.append(test)
+        return chosen
+
+
+# What can be changed
+
+
+def drawn(modules: Sequence[str], seed: int) -> Iterator[Mutant]:
+    """Mutants without end: a module by its size, a place in it, and one of the changes of that place."""
+    chance, known = random.Random(seed), set(_equivalent())
+    sizes = [len((ROOT / module).read_bytes()) for module in modules]
+    while True:
+        [module] = chance.choices(modules, sizes)
+        places = _places(module)
+        if places:
+            operator, occurrence = chance.choice(places[chance.choice(sorted(places))])
+            mutant = _mutant(module, operator, occurrence)
+            if mutant is not None and (mutant.path, mutant.was, mutant.now) not in known:
+                yield mutant
+
+
+def _equivalent() -> Iterator[tuple[str, str, str]]:
+    for row in import_module(_TOML).loads((HERE / "equivalent.toml").read_text())["mutant"]:
+        assert row["why"]
+        yield row["path"], row["was"], row["now"]
+
+
+@cache
+def _operators() -> dict[str, Any]:
+    names = [name for name in operator_names() if not name.endswith(_ARGUMENTS_NEEDED)]
+    # `==` for `is` is no other behaviour for most of what is compared
+    mixed = [name for name in names if "Comparison" in name and len(_IDENTITY.intersection(name.split("_"))) == 1]
+    return {name: get_operator(name)() for name in names if name not in mixed}
+
+
+@cache
+def _places(module: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """Where something can be changed in the module: by which operators, and which of its occurrences it is."""
+    found: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    nodes = list(ast_nodes(parso.parse((ROOT / module).read_text())))
+    for name, operator in _operators().items():
+        positions = (start for node in nodes for start, _ in operator.mutation_positions(node))
+        for occurrence, start in enumerate(positions):
+            found.setdefault(start, []).append((name, occurrence))
+    return found
+
+
+def _mutant(module: str, operator: str, occurrence: int) -> Mutant | None:
+    """None for what is no Python, and for what is not run: annotations, decorators."""
+    old = (ROOT / module).read_text()
+    new = mutate_code(old, _operators()[operator], occurrence)
+    try:
+        if new is None or _behaviour(new) == _behaviour(old):
+            return None
+    except SyntaxError:
+        return None
+    pairs = zip(old.splitlines(), new.splitlines())
+    line, (was, now) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return Mutant(module, line, was.strip(), now.strip(), new)
+
+
+def _behaviour(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for field in ("annotation", "returns"):
+            if hasattr(node, field):
+                setattr(node, field, None)
+        if hasattr(node, "decorator_list"):
+            node.decorator_list = []
+    return ast.dump(tree)
+
+
+@cache
+def _lines_of_functions(text: str) -> frozenset[int]:
+    bodies = [node.body for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    spans = [(body[0], body[-1]) if isinstance(body, list) else (body, body) for body in bodies]
+    return frozenset(line for a, b in spans for line in range(a.lineno, (b.end_lineno or b.lineno) + 1))
+
+
+# What notices it
+
+
+def mirrors(packages: Sequence[str]) -> list[str]:
+    """The tests of the packages: the folders of the same names, or the nearest above."""
+    found = []
+    for package in packages:
+        path = Path("tests", *Path(package).with_suffix("").parts[1:])
+        while not (ROOT / path).is_dir():
+            path = path.parent
+        found.append(str(path))
+    return sorted(set(found))
+
+
+def copied(folder: Path) -> Path:
+    """What git knows, and new files that it does not ignore."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def reach(tests: Sequence[str]) -> Reach:
+    """Runs the tests once, and keeps what they reach in build/mutants until a file of the package or a test changes."""
+    digest = sha256("\0".join(tests).encode())
+    for path in sorted([*(ROOT / "ckpttool").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
+        if HERE not in path.parents:
+            digest.update(path.read_bytes())
+    kept = ROOT / "build" / "mutants" / f"{digest.hexdigest()[:16]}.json"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder:
+            kept.write_text(json.dumps(_measured(copied(Path(folder).resolve()), tests)))
+    seconds, names, lines = json.loads(kept.read_text())
+    return Reach(
+        seconds, {p: {int(n): [names[i] for i in row] for n, row in rows.items()} for p, rows in lines.items()}
+    )
+
+
+def _measured(copy: Path, tests: Sequence[str]) -> list[object]:
+    """Seconds, names of tests, and for each line of each module the numbers of those that reach it."""
+    print(f"which tests of {' '.join(tests)} reach which lines …", flush=True)
+    data, seconds = copy / "reached", copy / "seconds.json"
+    line = ["-m", "coverage", "run", "--rcfile=/dev/null", f"--data-file={data}", "--source=ckpttool", "-m", "pytest"]
+    subprocess.run(
+        [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *tests],
+        cwd=copy,
+        env=_environment(copy, HERE) | {"CKPTTOOL_SECONDS": str(seconds)},
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    measured = CoverageData(str(data))
+    measured.read()
+    numbers: dict[str, int] = {}
+    lines = {
+        str(Path(path).relative_to(copy)): {
+            line: [numbers.setdefault(name, len(numbers)) for name in names]
+            for line, names in measured.contexts_by_lineno(path).items()
+        }
+        for path in measured.measured_files()
+    }
+    return [json.loads(seconds.read_text()), list(numbers), lines]
+
+
+def survives(mutant: Mutant, copy: Path, tests: Sequence[str]) -> bool:
+    """Whether all the tests pass with the mutant in its place; tests that do not come to an end have noticed it."""
+    path, asked = copy / mutant.path, copy / "asked.txt"
+    asked.write_text("\n".join(tests))
+    before = path.read_text()
+    try:
+        path.write_text(mutant.text)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{asked}"],
+            cwd=copy,
+            env=_environment(copy),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=3 * _LONGEST + 60,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        path.write_text(before)
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink()  # which is told from the next one's by size and second only
+    return done.returncode == 0
+
+
+def _environment(*folders: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+
+
+def main(args: Sequence[str]) -> int:
+    """Returns 1 where fewer than `LEAST` of the mutants are killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-n", type=int, default=100, help="mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="modules and packages: ckpttool/edits")
+    parser.add_argument("--jobs", type=int, default=1)
+    asked = parser.parse_args(args)
+    only = asked.only or ["ckpttool"]
+    modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
+    known, mutants = reach(mirrors(only)), drawn(modules, asked.seed)
+    chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(asked.n))}.values())
+    counts: Counter[bool] = Counter()
+    with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder, ThreadPoolExecutor(asked.jobs) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(asked.jobs):
+            copies.put(copied(Path(folder).resolve() / str(number)))
+
+        def tried(mutant: Mutant) -> tuple[Mutant, bool, int]:
+            copy, tests = copies.get(), known.tests(mutant)
+            try:
+                return mutant, survives(mutant, copy, tests), len(tests)
+            finally:
+                copies.put(copy)
+
+        for mutant, survived, tests in pool.map(tried, chosen):
+            counts[survived] += 1
+            print(f"{'survived' if survived else 'killed':<9} {mutant}  [{tests} tests]", flush=True)
+    share = counts[False] / max(1, counts.total())
+    print(f"{counts[False]} of {counts.total()} killed ({share:.0%}; at least {LEAST:.0%} are to be)")
+    return int(share < LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

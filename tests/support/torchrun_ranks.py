@@ -1,0 +1,109 @@
+"""The ranks of a job as torchrun starts them, but forked from a process that has torch: in a second, not in ten.
+
+Run as a program under torchrun, it is the command line, but that the second rank is killed at its second unit, once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from command import Done
+
+_PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.evaluate.with_torch", __name__]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Rank `rank` dies by SIGKILL when it is to write its unit number `at` (from 0); the others take their time."""
+
+    rank: int
+    at: int
+
+
+def run_ranks(
+    folder: Path, size: int, *args: object, fault: Fault | None = None, last: Mapping[str, str] | None = None
+) -> list[Done]:
+    """What each of `size` ranks said to the command line, run in `folder`. Where one dies the others are ended.
+
+    `last` is the environment of the last rank beside that of all.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    argv = [*map(str, args)]
+    ranks: list[Any] = []
+    for rank in range(size):
+        named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
+        named |= {"MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True}
+        environment = {name: str(value) for name, value in named.items()}
+        environment |= (last or {}) if rank == size - 1 else {}
+        ranks.append(context.Process(target=_rank, args=(folder, environment, argv, fault)))
+        ranks[-1].start()
+    for rank in reversed(ranks):
+        rank.join(60)
+        if rank.exitcode == -signal.SIGKILL:  # as torchrun does it
+            for other in ranks:
+                other.terminate()
+    said = [[(folder / f"{name}.{rank}").read_text() for name in ("out", "err")] for rank in range(size)]
+    for path in [*folder.glob("out.[0-9]"), *folder.glob("err.[0-9]")]:
+        path.unlink()
+    return [Done(process.exitcode, out, err) for process, (out, err) in zip(ranks, said)]
+
+
+def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fault | None) -> None:
+    from ckpttool.cli.app import main
+
+    os.chdir(folder)
+    os.environ.update(environment)
+    for name, descriptor in (("out", 1), ("err", 2)):
+        os.dup2(os.open(f"{name}.{environment['RANK']}", os.O_WRONLY | os.O_CREAT), descriptor)
+    if fault is not None:
+        before_each_unit(_Death(fault.at) if str(fault.rank) == environment["RANK"] else partial(time.sleep, 0.1))
+    status = main(argv)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+@dataclass
+class _Death:
+    """Kills the process when it is called once more than `left` times."""
+
+    left: int
+
+    def __call__(self) -> None:
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+
+
+def before_each_unit(call: Callable[[], object]) -> None:
+    """Calls it whenever this process is to write a unit."""
+    from ckpttool.io.together import make
+
+    fill = vars(make)["fill"]
+
+    def called(*args: Any) -> None:
+        call()
+        fill(*args)
+
+    vars(make)["fill"] = called
+
+
+if __name__ == "__main__":
+    from ckpttool.cli.app import process
+
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        before_each_unit(partial(time.sleep, 0.1) if os.environ["RANK"] == "0" else _Death(1))
+    sys.exit(process())
