@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ckpttool import api
+from ckpttool.api import comparing, reading
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.errors import CkptError
@@ -92,7 +92,7 @@ def _answered(
     from ckpttool.report.documents.diff import document
 
     _check(options, left, right, suggest, update)
-    result = api.diff_by(left, right, options)
+    result = comparing.diff_by(left, right, options)
     if suggest is not None:
         result = _written(result, suggest, is_names_file(left))
     return _updated(result, str(left), options) if update else result, document
@@ -121,14 +121,14 @@ def _since(base: str, sides: tuple[str, str], options: DiffOptions) -> tuple[Sin
     """What the two changed since the base, and what shows it."""
     from ckpttool.report.documents.since import document  # asked for by few
 
-    return api.since_by(base, *sides, options), document
+    return comparing.since_by(base, *sides, options), document
 
 
 def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
     """Rewrites the names file, where the model's code has other names than it."""
     from ckpttool.report.renderers import json
 
-    names = json.render(api.trace_by(options).to_json())
+    names = json.render(reading.trace_by(options).to_json())
     if Path(path).read_text(encoding="utf-8") == names:
         return replace(result, notes=(*result.notes, f"{path} is as it was"))
     write_text(path, names, force=True, in_place=True)
