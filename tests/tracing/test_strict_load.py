@@ -189,12 +189,12 @@ class Conversions(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         own = [*model.parameters(), *model.buffers()]
-        self.storages = {t.untyped_storage().data_ptr() for t in own if t.layout == torch.strided and t.numel()}
+        self.storages = {t.untyped_storage()._cdata for t in own if t.layout == torch.strided and t.numel()}
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].layout == torch.strided:
-            into = args[0].untyped_storage().data_ptr() in self.storages
+            into = args[0].untyped_storage()._cdata in self.storages
             self.found |= into and args[0].dtype != args[1].dtype
         return func(*args, **(kwargs or {}))
 

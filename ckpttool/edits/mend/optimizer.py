@@ -66,6 +66,7 @@ def _way(question: Question, remedy: Remedy) -> Way:
                 "optimizer": None if made is None else old,
                 "to_model": asked.model,
                 "to_model_kwargs": asked.model_kwargs,
+                "materialize": asked.materialize,
                 "to_optimizer": made,
                 "drop": remedy.foreign_keys or None,
             },
