@@ -104,8 +104,8 @@ def test_a_killed_job_goes_on_where_it_was(source: Path, tmp_path: Path, run: Ru
         with open(name, "r+b") as file:
             file.seek(record["offset"] + record["size"] - 1)
             file.write(b"!")
-    done = run_ranks(tmp_path, 2, *command, "out/")
-    assert [one.status for one in done] == [0, 0]
+    done = run_ranks(tmp_path, 3, *command, "out/")
+    assert [one.status for one in done] == [0, 0, 0]
     run(*command, f"{tmp_path}/alone/")
     for record in written:
         at = record["offset"] + record["size"]
