@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpttool.api import diff, explain, inspect, open_checkpoint, remap, swap_weights, trace, write
+    from ckpttool.api.comparing import check, diff, since
+    from ckpttool.api.making import remap, swap_weights, write
+    from ckpttool.api.reading import explain, inspect, manifest, open_checkpoint, trace
     from ckpttool.checkpoint import Checkpoint
     from ckpttool.errors import CkptError, Problem, Refused
     from ckpttool.names import Names
@@ -28,12 +30,13 @@ __all__ = [
     "manifest",
     "open_checkpoint",
     "remap",
+    "since",
     "swap_weights",
     "trace",
     "write",
 ]
 
-# Where the values come from; the verbs come from `api`. Imported when they are asked for: nothing here costs start-up.
+# Where the values and the verbs come from. Imported when they are asked for: nothing here costs start-up.
 _HOMES = {
     "Checkpoint": "checkpoint",
     "CkptError": "errors",
@@ -42,6 +45,9 @@ _HOMES = {
     "Plan": "plan",
     "Problem": "errors",
     "Refused": "errors",
+    **dict.fromkeys(("check", "diff", "since"), "api.comparing"),
+    **dict.fromkeys(("remap", "swap_weights", "write"), "api.making"),
+    **dict.fromkeys(("explain", "inspect", "manifest", "open_checkpoint", "trace"), "api.reading"),
 }
 
 
@@ -50,7 +56,7 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"ckpttool.{_HOMES.get(name, 'api')}"), name)
+    return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
 
 
 def _version() -> str:

@@ -37,6 +37,9 @@ from ckpttool.plan import PLAN
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.queries.diff.result import SCHEMA as DIFF
 from ckpttool.queries.diff.result import STATUSES
+from ckpttool.queries.diff.since import BY
+from ckpttool.queries.diff.since import CHANGES as SINCE_STATUSES
+from ckpttool.queries.diff.since import SCHEMA as SINCE
 from ckpttool.queries.explanation import SCHEMA as EXPLAIN
 from ckpttool.queries.inspection import SCHEMA as INSPECT
 
@@ -86,6 +89,15 @@ _INSPECT: Mapping[str, AnyKind] = {
     "others": TEXTS,
     "flat_parameters": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "unit": TEXT, "elements": COUNT})),
     "adapters": ListOf(ObjectOf({"section": TEXT, "kinds": TEXTS, "modules": TEXTS, "tensors": COUNT, "alone": FLAG})),
+    "optimizers": ListOf(
+        ObjectOf(
+            {
+                "section": TEXT,
+                "form": one_of(*FORMS),
+                "groups": ListOf(ObjectOf({"params": ListOf(Either(TEXT, _NUMBER)), "names": ListOf(Nullable(TEXT))})),
+            }
+        )
+    ),
     "metadata": OBJECT,
     "notes": TEXTS,
     "unreached": ListOf(ObjectOf({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
@@ -114,6 +126,14 @@ _DIFF = ObjectOf(
         "rules": Nullable(TEXT),
     },
 )
+_CHANGE = Nullable(ObjectOf({"status": one_of(*STATUSES, *SINCE_STATUSES.values()), "keys": TEXTS, "reason": TEXT}))
+_SINCE: Mapping[str, AnyKind] = {
+    **dict.fromkeys(("base", "left", "right"), TEXT),
+    "conflicts": FLAG,
+    "summary": ObjectOf({}, dict.fromkeys(BY, COUNT)),
+    "entries": ListOf(ObjectOf({"by": one_of(*BY), "base": TEXTS, "left": _CHANGE, "right": _CHANGE})),
+    "notes": TEXTS,
+}
 _EXPLAIN: Mapping[str, AnyKind] = {
     "name": TEXT,
     "canonical": TEXT,
@@ -182,6 +202,7 @@ OBJECTS: dict[str, tuple[str, AnyKind]] = {
     "inspect": (INSPECT, ObjectOf({"schema": one_of(INSPECT), **_INSPECT})),
     "names": (NAMES_SCHEMA, ObjectOf({"schema": one_of(NAMES_SCHEMA), **NAMES.needs}, NAMES.may)),
     "diff": (DIFF, _DIFF),
+    "since": (SINCE, ObjectOf({"schema": one_of(SINCE), **_SINCE})),
     "explain": (EXPLAIN, ObjectOf({"schema": one_of(EXPLAIN), **_EXPLAIN})),
     "remap": (REMAP, _REMAP),
     "swap": (SWAP, ObjectOf({"schema": one_of(SWAP), **_SWAP})),

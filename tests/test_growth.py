@@ -6,13 +6,14 @@ import json
 import os
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckpttool.cli.app import main
 
-FEW = 500
+FEW = 300
 TIMES = 8
 BASE = 24  # of what is measured at one eighth, a quadratic step would make 64 times as much
 
@@ -23,22 +24,40 @@ LINES = {
     "to torch": ["remap", "LEFT", "-o", "OUT.pt", "--force", "--no-fsync"],
     "diff of the same": ["diff", "LEFT", "LEFT"],
     "diff of other names": ["diff", "LEFT", "RIGHT"],
+    "diff of some other names": ["diff", "LEFT", "SOME"],
+    "diff of unlike names": ["diff", "LEFT", "UNLIKE"],
+    "diff of names turned around": ["diff", "LEFT", "TURNED"],
+    "diff with some left out": ["diff", "LEFT", "FEWER"],
 }
 
 
-def written(path: Path, count: int, head: str) -> str:
-    """A safetensors file of `count` small weights below `head`."""
-    places = ((f"{head}.{i // 10}.block.{i % 10}.weight", [8 * i, 8 * i + 8]) for i in range(count))
-    header = json.dumps({key: {"dtype": "F32", "shape": [2, 1], "data_offsets": at} for key, at in places}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(8 * count))
+# File -> the name of the tensor with this number in it; none where it has no such tensor.
+NAMES = {
+    "LEFT": lambda i: f"layers.{i // 10}.block.{i % 10}.weight",
+    "RIGHT": lambda i: f"blocks.{i // 10}.block.{i % 10}.weight",
+    "SOME": lambda i: f"{'layers' if i % 37 else 'blocks'}.{i // 10}.block.{i % 10}.weight",
+    "UNLIKE": lambda i: f"{i * 7919 % 104729:x}a.{i * 104723 % 15485863:x}b.w",
+    "TURNED": lambda i: f"encoder.{i % 10}.{i // 10}.w",
+    "FEWER": lambda i: f"layers.{i // 10}.block.{i % 10}.weight" if i % 37 else "",
+}
+
+
+def written(path: Path, count: int, named: Callable[[int], str]) -> str:
+    """A safetensors file of `count` small weights, or of those of them that have a name."""
+    keys = filter(None, map(named, range(count)))
+    places = {key: [8 * i, 8 * i + 8] for i, key in enumerate(keys)}
+    spec = {key: {"dtype": "F32", "shape": [2, 1], "data_offsets": at} for key, at in places.items()}
+    header = json.dumps(spec).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(8 * len(places)))
     return str(path)
 
 
 def seconds(line: list[str], folder: Path, count: int) -> float:
     """CPU seconds of the command on files of so many keys, the least of two."""
     files = {
-        "LEFT": written(folder / "left.safetensors", count, "layers"),
-        "RIGHT": written(folder / "right.safetensors", count, "blocks"),
+        **{
+            name: written(folder / f"{name}.safetensors", count, named) for name, named in NAMES.items() if name in line
+        },
         "OUT": str(folder / "out.safetensors"),
         "OUT.pt": str(folder / "out.pt"),
     }

@@ -78,21 +78,21 @@ def _shard_size(options: RemapOptions) -> int | None:
     return None if options.max_shard_size is None else parse_size(options.max_shard_size)
 
 
-def _to_operand(options: RemapOptions) -> ModelOperand | None:
+def _to_operand(options: RemapOptions, model: ModelOperand | None) -> ModelOperand | None:
     """What is to load the output: another model, or the same with another optimizer."""
     if options.to_model is not None:
         kwargs, made = options.to_model_kwargs, options.to_optimizer
         return ModelOperand(options.to_model, kwargs, options.materialize, made, option="--to-model")
-    if options.to_optimizer is None:
+    if options.to_optimizer is None or model is None:
         return None
-    return ModelOperand(options.model, options.model_kwargs, options.materialize, options.to_optimizer)
+    return model.with_optimizer(options.to_optimizer)
 
 
 def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) -> Remap:
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
-        return by_plan(source, plan, _runners(plan, model, _to_operand(options)))
+        return by_plan(source, plan, _runners(plan, model, _to_operand(options, model)))
     source = made_whole(source)
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
@@ -105,7 +105,7 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
         asked = replace(asked, names=None, to_names=None, code=None, to_code=None)
     elif model is not None:
         by_names = options.to_model is not None and not asked.rule_steps  # else the rules are the way there
-        read_as, leads_to = ways(whole, model, _to_operand(options) if by_names else None, options)
+        read_as, leads_to = ways(whole, model, _to_operand(options, model) if by_names else None, options)
         asked = replace(asked, names=read_as.names(), to_names=None if leads_to is None else leads_to.names())
         asked = replace(asked, code=_code(read_as), to_code=_code(leads_to))
     done = remap(whole, asked, options.drop or ())
@@ -138,7 +138,7 @@ def _request(
     """What is asked of the model's section, and of the optimizers."""
     rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     steps = _rule_steps(options, rules)
-    names, to_model, form = None if model is None else model.names(), _to_operand(options), options.form
+    names, to_model, form = None if model is None else model.names(), _to_operand(options, model), options.form
     to_names = None if to_model is None else to_model.names()
     asked = RemapRequest(
         names=names,

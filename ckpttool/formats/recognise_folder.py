@@ -69,8 +69,14 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
     shards = {shard for index in found for shard in _shards_of(index.path)}
     single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
-    single = [name for name in single if not _BESIDE.fullmatch(name)] or ([] if found else single)
+    weights = [name for name in single if not _BESIDE.fullmatch(name)]
+    single = weights if weights or found or _parts(folder, names) else single
     return found + [Found("", join(folder, name)) for name in single]
+
+
+def _parts(folder: str, names: list[str]) -> list[str]:
+    """The folders inside that are checkpoints of their own, by torch.distributed.checkpoint."""
+    return [name for name in names if is_file(join(join(folder, name), DCP_METADATA))]
 
 
 def _shards_of(index: str) -> set[str]:
@@ -111,6 +117,14 @@ def _step_of(folder: str, names: list[str]) -> str:
 
 
 def _nothing(folder: str, names: list[str]) -> CkptError:
+    parts = _parts(folder, names)
+    if parts:
+        first = next((name for name in parts if not name.startswith("optim")), parts[0])
+        return CkptError(
+            f"{folder} holds its checkpoint in folders, each one of its own",
+            hint=f"name one of them: {quote(join(folder, first))}",
+            problems=[Problem("a torch.distributed.checkpoint folder", name) for name in parts],
+        )
     shards = [name for name in names if _SHARD.fullmatch(name)]
     if shards:
         return CkptError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
+from ckpttool.io.crc import crc32
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 
@@ -168,7 +168,7 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
         for number, piece in enumerate(pieces):
             for data in _data(piece, reader, ends.get(number, 0)):
                 if piece.crc is not None:
-                    piece.crc.value = zlib.crc32(data, piece.crc.value)
+                    piece.crc.value = crc32(data, piece.crc.value)
                 yield data
     finally:
         reader.close()

@@ -62,25 +62,42 @@ class ModelOperand:
         """
         return self._names
 
+    def with_optimizer(self, optimizer: Any) -> ModelOperand:
+        """The same model, whose names are read once, with another optimizer of it, or none."""
+        if optimizer == self.optimizer:
+            return self
+        other = replace(self, optimizer=optimizer)
+        other.__dict__["_bare"] = self._bare
+        return other
+
     @cached_property
     def _names(self) -> Names:
+        if self.optimizer is None:
+            return self._bare
+        if not self.is_definition:
+            raise CkptError(
+                f"--optimizer needs the model's code, and {self.title} is a file of names",
+                hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
+            )
+        from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+
+        return with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer))
+
+    @cached_property
+    def _bare(self) -> Names:
+        """The names without those of an optimizer that is to be asked."""
         if not self.is_definition:
             if self.pretrained:
                 raise CkptError(f"{self.title} lists no names of from_pretrained", hint="name the model's code")
             return self._listed()
         from ckpttool.tracing.trace import trace
 
-        definition = self.definition()
-        names = trace(definition)
-        if self.pretrained:
-            from ckpttool.tracing.pretrained import by_transformers
-
-            names = by_transformers(names)
-        if self.optimizer is None:
+        names = trace(self.definition())
+        if not self.pretrained:
             return names
-        from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
+        from ckpttool.tracing.pretrained import by_transformers
 
-        return with_optimizer(names, definition, load_optimizer(self.optimizer))
+        return by_transformers(names)
 
     @property
     def is_folder(self) -> bool:
@@ -148,11 +165,6 @@ class ModelOperand:
         return (*words, "--materialize") if self.materialize else tuple(words)
 
     def _listed(self) -> Names:
-        if self.optimizer is not None:
-            raise CkptError(
-                f"--optimizer needs the model's code, and {self.model} is a file of names",
-                hint="`ckpttool trace MODEL --optimizer O -o names.json` writes a names file that has the ids",
-            )
         if isinstance(self.model, Names):
             return self.model
         path, program = split(self.model)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section
+from ckpttool.errors import CkptError
 from ckpttool.evaluate.statistics import Statistics, statistics
 from ckpttool.keys import is_flat
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import infer, is_lightning, segments
+from ckpttool.optimizer_state import OptimizerState, Param
 from ckpttool.words import plural
 
 _SHOWN = 5  # keys that a note names
@@ -66,6 +68,7 @@ class Inspection:
                 }
                 for path, adapter in self.adapters.items()
             ],
+            "optimizers": [_optimizer(path, state) for path, state in self.optimizers.items()],
             "metadata": dict(checkpoint.metadata),
             "notes": list(self.notes),
             "unreached": [
@@ -80,6 +83,15 @@ class Inspection:
         states = (section for section in self.checkpoint.sections if section.kind == "state_dict")
         found = ((section.path, adapter_of(section.by_key())) for section in states)
         return {path: adapter for path, adapter in found if adapter is not None}
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerState]:
+        """The optimizers that are in one of torch's forms, by section path."""
+        return {
+            section.path: state
+            for section in self.checkpoint.sections
+            if section.kind == "optimizer" and (state := _state(section)) is not None
+        }
 
     def _section(self, section: Section) -> dict[str, Any]:
         return {
@@ -112,6 +124,31 @@ class Inspection:
             return {}
         found = self.statistics.get((section.path, key))
         return {"stats": None if found is None else found.to_json()}
+
+
+def names_in_file(state: OptimizerState) -> dict[Param, str]:
+    """What the file itself calls an optimizer's parameters: in its keys, or in the ``param_names`` of its groups."""
+    return {
+        param: name
+        for group in state.groups
+        for param, name in zip(group.params, group.param_names or group.params)
+        if isinstance(name, str)
+    }
+
+
+def _optimizer(path: str, state: OptimizerState) -> dict[str, Any]:
+    names = names_in_file(state)
+    groups = [{"params": list(g.params), "names": [names.get(param) for param in g.params]} for g in state.groups]
+    return {"section": path, "form": state.form, "groups": groups}
+
+
+def _state(section: Section) -> OptimizerState | None:
+    from ckpttool.naming.optimizers.forms import read  # few files hold an optimizer
+
+    try:
+        return read(section)
+    except CkptError:
+        return None
 
 
 def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:

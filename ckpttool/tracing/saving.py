@@ -162,7 +162,7 @@ def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> No
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
             if not plain or tensor.is_quantized or tensor.device.type != "cpu" or 0 in tensor.stride():
                 continue
-            if tensor.is_floating_point() or tensor.is_complex():
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
                 kind = tensor.dtype if tensor.is_complex() else None
                 tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=kind))
             else:

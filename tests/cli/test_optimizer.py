@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import optimizer_models as models
 from ckpttool.cli.app import main
@@ -24,6 +24,28 @@ def told(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
 @pytest.fixture
 def ckpt(tmp_path: Path) -> str:
     return save(tmp_path / "train.pt", *train(models.Net, models.by_layer))
+
+
+@pytest.mark.parametrize(
+    ("make", "form"), [("adamw", "id"), ("decayed_named", "id"), ("adamw", "fqn"), ("adamw", "flat")]
+)
+def test_inspect_names_the_parameters_where_the_file_does(
+    make: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does by the `param_names` of its groups, or by its keys; by ids alone nobody is named."""
+    model, optimizer = train(models.Net, getattr(models, make))
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    state = optimizer.state_dict() if form == "id" else get_optimizer_state_dict(model, optimizer, options=options)
+    torch.save({"optimizer": state}, tmp_path / "o.pt")
+    (found,) = told(capsys, "inspect", str(tmp_path / "o.pt"))["optimizers"]
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    says = form != "id" or make == "decayed_named"
+    names = [[name_of[p] if says else None for p in group["params"]] for group in optimizer.param_groups]
+    assert (found["section"], found["form"]) == ("optimizer", form)
+    assert [group["names"] for group in found["groups"]] == names
+    assert main(["inspect", str(tmp_path / "o.pt")]) == 0
+    text = capsys.readouterr().out
+    assert ("Parameters of the optimizer, as the file names them" in text) == (make == "decayed_named")
 
 
 def test_remap_says_what_it_did(ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,3 +180,14 @@ def test_a_diff_of_whole_files_points_at_their_optimizers(
     other = save(tmp_path / "other.pt", *train(models.Net, models.sgd))
     found = told(capsys, "diff", ckpt, other)
     assert any(note.endswith(f"(ckpttool diff {ckpt}::optimizer {other}::optimizer)") for note in found["notes"])
+
+
+def test_a_saved_plan_does_with_the_optimizer_what_its_rule_did(tmp_path: Path) -> None:
+    path = save(tmp_path / "train.pt", *train(models.Net, models.named))
+    named, plan, ruled, planned = (str(tmp_path / name) for name in ("n.pt", "plan.json", "ruled.pt", "planned.pt"))
+    assert main(["remap", path, "--optimizer-keys", "fqn", "-o", named]) == 0
+    assert main(["remap", named, "--rule", "head.{x} => out.{x}", "--save-plan", plan, "-o", ruled]) == 0
+    assert main(["remap", named, "--plan", plan, "-o", planned]) == 0
+    wanted, found = (torch.load(one)["optimizer"] for one in (ruled, planned))
+    assert same(wanted, found)
+    assert any(str(name).startswith("out.") for name in found["state"])

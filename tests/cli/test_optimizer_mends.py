@@ -14,6 +14,8 @@ from torch import nn
 
 import optimizer_models as models
 from ckpttool.cli.app import main
+from ckpttool.edits.mend.optimizer import UNMENDED
+from ckpttool.queries.diff.result import HARMLESS
 from optimizer_support import save, steps, train
 
 # Another class's state
@@ -229,3 +231,28 @@ def test_a_renamed_layer_is_no_layer_to_be_dropped(
     assert main(["remap", path, *old, *rule, "-o", out]) == 0
     status, found = told(capsys, *words, out)
     assert status == 0, found["notes"]
+
+
+# Two saved optimizers
+
+
+@pytest.mark.parametrize("saved", CLASSES)
+def test_of_two_saved_optimizers_what_is_printed_brings_one_nearer_to_the_other(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A remap that is refused (another class's state, a history of all parameters) is not printed, and that is said."""
+    left = save(tmp_path / "old.pt", *train(models.Net, getattr(models, saved), 1))
+    right = save(tmp_path / "new.pt", *train(models.Net, models.decayed, 1))
+    words = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed")
+    status, found = told(capsys, "diff", *words, f"{left}::optimizer", f"{right}::optimizer")
+    assert status == 1
+    if not found["fix"]:
+        assert UNMENDED in found["notes"]
+        return
+    out = paste(found["fix"][0])
+    _, after = told(capsys, "diff", *words, f"{out}::optimizer", f"{right}::optimizer")
+    assert _differing(after) < _differing(found)
+
+
+def _differing(found: dict[str, Any]) -> int:
+    return sum(entry["status"] not in HARMLESS for entry in found["entries"])

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -190,9 +191,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     shutil.rmtree(scratch)
     assert done.returncode == 0
     found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    total = sum(sum(row["points"].values()) for row in found.values())
-    killed = sum(sum(n for mode, n in row["points"].items() if "KILL" in mode) for row in found.values())
-    print(f"{total:,} points, {killed:,} of them kills, over {len(found)} cases")
+    total = sum((Counter(row["points"]) for row in found.values()), Counter[str]())
+    killed = sum(count for mode, count in total.items() if "KILL" in mode)
+    signals = total["TERM"] + total["INT"] + total["HUP"]
+    print(
+        f"{total.total():,} points over {len(found)} cases: {killed:,} SIGKILLs, {signals:,} signals that can be caught"
+    )
     return found
 
 

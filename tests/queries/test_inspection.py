@@ -67,6 +67,7 @@ def test_the_object_of_the_contract() -> None:
         "metadata": {},
         "flat_parameters": [],
         "adapters": [],
+        "optimizers": [],
         "notes": [],
         "unreached": [],
     }

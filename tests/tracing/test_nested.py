@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+import ckpttool
 import fusion_decoder
-from ckpttool import api
 from ckpttool.names import Names
 from mend_models import Absolute
 
@@ -27,19 +27,19 @@ class Relative(Absolute):
 
 
 def test_a_hook_with_absolute_keys() -> None:
-    names = api.trace(Absolute)
+    names = ckpttool.trace(Absolute)
     assert names.roundtrips
     (note,) = names.notes
     assert note.startswith("as a part of another model: is not saved under this key")
     assert note.endswith("inner.weight is there instead @ weight")
     assert [*nn.Sequential(Absolute()).state_dict()] == ["0.inner.weight"]  # what torch does
     assert Names.from_json(names.to_json(), "names.json") == names
-    assert any("as a part of another model: " in note for note in api.diff(model=Absolute).notes)
+    assert any("as a part of another model: " in note for note in ckpttool.diff(model=Absolute).notes)
 
 
 @pytest.mark.parametrize("model", [Relative, fusion_decoder.build, lambda: nn.Linear(2, 2)])
 def test_what_may_be_nested(model: Any) -> None:
-    names = api.trace(model)
+    names = ckpttool.trace(model)
     assert not any("as a part of another model" in note for note in names.notes)
     parts = nn.ModuleDict({"part": model()}).state_dict()
     assert {key.removeprefix("part.") for key in parts} == {key.key for key in names.serialized}
@@ -48,7 +48,7 @@ def test_what_may_be_nested(model: Any) -> None:
 def test_the_method_that_distributed_checkpoints_need_is_named() -> None:
     with pytest.raises(AttributeError):
         get_model_state_dict(fusion_decoder.build())
-    assert any("`_fqn_modifiers`" in note for note in api.diff(model=fusion_decoder.build).notes)
+    assert any("`_fqn_modifiers`" in note for note in ckpttool.diff(model=fusion_decoder.build).notes)
     plain = nn.Linear(2, 2)
     assert get_model_state_dict(plain).keys() == plain.state_dict().keys()
-    assert not any("`_fqn_modifiers`" in note for note in api.diff(model=lambda: nn.Linear(2, 2)).notes)
+    assert not any("`_fqn_modifiers`" in note for note in ckpttool.diff(model=lambda: nn.Linear(2, 2)).notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckpttool import api
+from ckpttool.api import comparing
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
 from ckpttool.options import Argument, OptimizerOptions, option
@@ -35,6 +35,6 @@ def command(
     from ckpttool.report.documents.check import document
 
     check_texts(report or (), files, force=force)
-    found = api.check_by(files, options, allow or ())
+    found = comparing.check_by(files, options, allow or ())
     emit(lambda: document(found), found.to_json, format, report, force=force)
     return 0 if found.ok else 1

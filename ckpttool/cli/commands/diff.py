@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from ckpttool import api
+from ckpttool.api import comparing, reading
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.errors import CkptError
@@ -17,6 +18,10 @@ from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import Argument, option
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
+
+if TYPE_CHECKING:
+    from ckpttool.queries.diff.since import Since
+    from ckpttool.report.document import Document
 
 
 @with_options(DiffOptions)
@@ -29,6 +34,10 @@ def command(
     update: Annotated[
         bool, option("--update", help="Rewrite the names file that is compared, with the names that MODEL has now.")
     ] = False,
+    base: Annotated[
+        str | None,
+        option("--base", metavar="CKPT", help="What LEFT and RIGHT both came from: says what each changed since."),
+    ] = None,
     exit_zero: Annotated[bool, option("--exit-zero", help="Status 0 also where they differ; errors stay 2.")] = False,
     all: All = False,
     force: Force = False,
@@ -41,6 +50,7 @@ def command(
     names. With --model and CKPT: CKPT against what the model loads; status 0 exactly where a strict load succeeds.
     With --model and a names file: what the model's code has changed since that was written.
     CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
+    With --base: what LEFT and RIGHT each changed since BASE; status 1 where two changes are in each other's way.
 
     \b
     Examples:
@@ -48,21 +58,16 @@ def command(
       ckpttool diff --model model.py:build train.pt
       ckpttool diff names.json --model model.py:build
       ckpttool diff old.pt new.pt --suggest rules.toml
+      ckpttool diff ours.pt theirs.pt --base pretrained.pt --values
     """
-    from ckpttool.report.documents.diff import document
-
-    left, right, *more = [*(operands or []), None, None]
-    if any(more):
-        raise CkptError("nothing to compare: these are more than two checkpoints", hint="ckpttool diff LEFT RIGHT")
-    is_contract = is_names_file(left)
-    _check(options, left, right, suggest, update)
-    read = [path for operand in operands or () for path in files_of(split(operand)[0])]
+    left, right = _two(operands or [])
+    read = [path for operand in filter(None, (left, right, base)) for path in files_of(split(operand)[0])]
     check_texts(report or (), read, force=force)
-    result = api.diff_by(left, right, options)
-    if suggest is not None:
-        result = _written(result, suggest, is_contract)
-    if update:
-        result = _updated(result, str(left), options)
+    if base is not None:
+        three, shown = _since(base, _sides(options, left, right, bool(suggest or update)), options)
+        emit(lambda: shown(three, all=all), three.to_json, format, report, force=force)
+        return 0 if three.passes or exit_zero else 1
+    result, document = _answered(options, left, right, suggest, update)
     emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
     return 0 if result.passes or exit_zero or update else 1
 
@@ -77,11 +82,53 @@ def _check(options: DiffOptions, left: str | None, right: str | None, suggest: s
         raise CkptError("--suggest needs two checkpoints and no model, or a names file and a model", hint=hint)
 
 
+def _answered(
+    options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool
+) -> tuple[Diff, Callable[..., Document]]:
+    """The diff, once what it is to write is written, and what shows it.
+
+    Raises `CkptError` where options do not go with these operands.
+    """
+    from ckpttool.report.documents.diff import document
+
+    _check(options, left, right, suggest, update)
+    result = comparing.diff_by(left, right, options)
+    if suggest is not None:
+        result = _written(result, suggest, is_names_file(left))
+    return _updated(result, str(left), options) if update else result, document
+
+
+def _two(operands: list[str]) -> tuple[str | None, str | None]:
+    """LEFT and RIGHT, as far as they are named. Raises `CkptError` where more are."""
+    left, right, *more = [*operands, None, None]
+    if any(more):
+        hint = "ckpttool diff LEFT RIGHT; with --base BASE what both changed since a third"
+        raise CkptError("nothing to compare: these are more than two checkpoints", hint=hint)
+    return left, right
+
+
+def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bool) -> tuple[str, str]:
+    """The two that came from a base. Raises `CkptError` where there are not two, or options do not go with it."""
+    if left is None or right is None or is_names_file(left) or is_names_file(right):
+        raise CkptError("--base is what two checkpoints came from", hint="ckpttool diff LEFT RIGHT --base BASE")
+    if of_two or options.optimizer is not None or options.says_what_fails:
+        hint = "leave --suggest, --update, --optimizer, --fail-on and --ignore out"
+        raise CkptError("--base asks what two sides changed, and takes no option of a diff of two", hint=hint)
+    return left, right
+
+
+def _since(base: str, sides: tuple[str, str], options: DiffOptions) -> tuple[Since, Callable[..., Document]]:
+    """What the two changed since the base, and what shows it."""
+    from ckpttool.report.documents.since import document  # asked for by few
+
+    return comparing.since_by(base, *sides, options), document
+
+
 def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
     """Rewrites the names file, where the model's code has other names than it."""
     from ckpttool.report.renderers import json
 
-    names = json.render(api.trace_by(options).to_json())
+    names = json.render(reading.trace_by(options).to_json())
     if Path(path).read_text(encoding="utf-8") == names:
         return replace(result, notes=(*result.notes, f"{path} is as it was"))
     write_text(path, names, force=True, in_place=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from ckpttool import api
+from ckpttool.api import reading
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
 from ckpttool.options import Argument, OptimizerOptions, option
@@ -30,5 +30,5 @@ def command(
     from ckpttool.report.documents.names import explained
 
     check_texts(report or (), (), force=force)
-    found = api.explain_by(name, replace(options, model=model))
+    found = reading.explain_by(name, replace(options, model=model))
     emit(lambda: explained(found), found.to_json, format, report, force=force)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from ckpttool import api
+from ckpttool.api import reading
 from ckpttool.cli.output import Force, Format, Manifest, Reports, check_texts, emit, write_manifest
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
@@ -53,7 +53,7 @@ def command(
     from ckpttool.report.documents.inspection import document
 
     check_texts((manifest, *(report or ())), files_of(split(ckpt)[0]), force=force)
-    inspection = api.inspect(ckpt, stats=stats, filter=filter)
+    inspection = reading.inspect(ckpt, stats=stats, filter=filter)
     write_manifest(manifest, ckpt, force=force)
     shown = partial(document, inspection, all=all, depth=depth, by_bytes=sort == "bytes")
     emit(shown, inspection.to_json, format, report, force=force)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from ckpttool import api
+from ckpttool.api import making
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest, write_text
 from ckpttool.cli.progress import bar
@@ -43,7 +43,7 @@ def command(
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     check_texts((options.save_plan, manifest, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)
-    done = api.remap_by(ckpt, options, bar)
+    done = making.remap_by(ckpt, options, bar)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     data = {**done.to_json(ckpt, out or ""), **({"plan": done.plan.to_json()} if options.dry_run else {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from ckpttool import api
+from ckpttool.api import making
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest
 from ckpttool.cli.progress import bar
@@ -43,7 +43,7 @@ def command(
         raise CkptError("no output named", hint="-o OUT")
     read = [path for operand in (program, new) for path in files_of(split(operand)[0])]
     check_texts((manifest, *(report or ())), read, force=options.force, out=out)
-    swapped = api.swap_weights_by(program, new, options, bar)
+    swapped = making.swap_weights_by(program, new, options, bar)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     data = swapped.to_json(program, new, out or "")

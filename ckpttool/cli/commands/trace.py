@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from ckpttool import api
+from ckpttool.api import reading
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.options import Argument, OptimizerOptions, option
@@ -36,7 +36,7 @@ def command(
     from ckpttool.report.renderers import json
 
     check_texts((out, *(report or ())), (), force=force)
-    names = api.trace_by(replace(options, model=model))
+    names = reading.trace_by(replace(options, model=model))
     data = names.to_json()
     if out is not None:
         write_text(out, json.render(data), force=force)

@@ -21,12 +21,16 @@ from ckpttool.queries.diff.run import run
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a diff was asked. `model` is read once, however often the question is asked of other checkpoints."""
+    """What a diff was asked. `model` is read once, however often the question is asked of other checkpoints.
+
+    `picked` is the path of the one optimizer that is asked about, where a command changes the whole file.
+    """
 
     left: Checkpoint | None
     right: Checkpoint | None
     options: DiffOptions
     model: ModelOperand | None
+    picked: str | None = None
 
     def answer(self) -> Diff:
         """The diff, without what mends it."""
@@ -35,7 +39,16 @@ class Question:
     def of_names(self, left: Checkpoint | None, right: Checkpoint | None) -> Diff:
         """The same question of other checkpoints, without their bytes: no rename changes these."""
         options = replace(self.options, values=False, rtol=0.0, atol=0.0)
-        return replace(self, left=left, right=right, options=options).answer()
+        return replace(self, left=self._narrowed(left), right=right, options=options).answer()
+
+    def _narrowed(self, left: Checkpoint | None) -> Checkpoint | None:
+        """Of an output what was asked about: the one optimizer, with the model beside it where a model is asked."""
+        if left is None or self.picked is None:
+            return left
+        if self.right is not None:
+            return replace(left, sections=(replace(left.section(self.picked), path=""),))
+        kept = (s for s in left.sections if s.kind != "optimizer" or s.path == self.picked)
+        return replace(left, sections=tuple(kept))
 
     @property
     def is_about_models(self) -> bool:
@@ -43,6 +56,10 @@ class Question:
         if self.options.optimizer is not None and self.right is None:
             return False
         return self.left is not None and any(section.kind == "state_dict" for section in self.left.sections)
+
+    def model_with(self, optimizer: object) -> ModelOperand | None:
+        """The model with an optimizer of it, or none."""
+        return None if self.model is None else self.model.with_optimizer(optimizer)
 
     @property
     def names(self) -> Names | None:
@@ -84,7 +101,7 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
     read = replace(
         options,
         dry_run=True,
-        model=None if options.model is None else question.model,
+        model=None if options.model is None else question.model_with(options.optimizer),
         like=None if options.like is None else question.right,
     )
     named = operand(source.source, source.format)

@@ -38,6 +38,10 @@ def mended(question: Question, diff: Diff) -> Diff:
     """`diff` with commands that mend it, each tried, and a sentence for what none of them mends."""
     if diff.identical or diff.fix:
         return diff
+    if diff.remedy is not None:
+        from ckpttool.edits.mend.optimizer import mended as with_state  # few diffs are about an optimizer
+
+        return with_state(question, diff, diff.remedy)
     if question.left is None:
         from ckpttool.edits.mend.model_alone import of_names
 

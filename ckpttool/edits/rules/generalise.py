@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpttool.edits.rules.patterns import parse
+from ckpttool.edits.rules.patterns import InTurn, parse
 from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError
 
 _NUMBERS = "nmkj"  # names of the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
+_TOO_MANY = 4000  # kinds of renames beyond which every key is named by itself
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end
 
 
@@ -31,6 +32,8 @@ def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
     """
     names = {**{key: key for key in kept}, **wanted}
     samples = _samples(names)
+    if len(samples) > _TOO_MANY * _SAMPLES:
+        return _each(names)
     todo = {key for key in samples if names[key] != key}
     done = samples.keys() - todo
     candidates = _candidates({key: names[key] for key in todo}, samples)
@@ -48,15 +51,23 @@ def renames(wanted: Mapping[str, str], kept: Iterable[str]) -> tuple[str, ...]:
 
 def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
     """Patterns that name the keys of `wanted` and none of the others."""
-    rest, spared, found = dict.fromkeys(wanted), tuple(others), []
+    kinds: dict[str, list[str]] = {}  # a pattern has no number of its own: it names all keys of a kind, or none
+    for key in wanted:
+        kinds.setdefault(".".join(_numbered(key.split("."))), []).append(key)
+    spared = dict.fromkeys(".".join(_numbered(key.split("."))) for key in others)
+    if len(kinds) * (len(kinds) + len(spared)) > _MOST_KINDS**2:
+        return tuple(wanted)
+    texts = dict.fromkeys(text for kind in kinds for text in _shortened(kind.split(".")))
+    hits = {text: _named(text, kinds) for text in texts if not _named(text, spared)}
+    rest, found = dict(kinds), list[str]()
     while rest:
-        texts = dict.fromkeys(text for key in rest for text in _shortened(_numbered(key.split("."))))
-        hits = {text: _named(text, rest) for text in texts if not _named(text, spared)}
-        key = next(iter(rest))
-        best = max(hits, key=lambda text: (len(hits[text]), -len(text)), default=key)
+        count = {text: sum(len(rest.get(kind, ())) for kind in own) for text, own in hits.items()}
+        best = max(count, key=lambda text: (count[text], -len(text)), default="")
+        if not count.get(best):
+            return (*found, *(key for keys in rest.values() for key in keys))
         found.append(best)
-        for hit in hits.get(best, [key]):
-            del rest[hit]
+        for kind in hits[best]:
+            rest.pop(kind, None)
     return tuple(found)
 
 
@@ -145,12 +156,16 @@ def _checked(rules: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
     """The rules, or where they fail for a key that was no sample, every rename by itself."""
     if _right(rules, names):
         return tuple(rules)
+    return _each(names)
+
+
+def _each(names: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{key} => {name}" for key, name in names.items() if key != name)
 
 
 def _right(rules: Sequence[str], names: Mapping[str, str]) -> bool:
-    applied: list[Callable[[str], str | None]] = [parse(rule).apply for rule in rules]
+    first = InTurn([parse(rule) for rule in rules]).first
     try:
-        return all(next(filter(None, (one(key) for one in applied)), key) == name for key, name in names.items())
+        return all((first(key)[1] or key) == name for key, name in names.items())
     except CkptError:
         return False

@@ -20,6 +20,9 @@ from ckpttool.errors import CkptError, Problem, Refused
 _SYNTAX = "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or 're:(.*)_old => \\1'"
 
 
+_SPECIAL = re.compile(r"^re:|[{}*?\[]")  # in every pattern that may name another key than itself
+
+
 class Renaming(Protocol):
     """What gives some keys a new name."""
 
@@ -120,8 +123,48 @@ def _regex(expression: str, text: str) -> Regex:
         raise CkptError(f"not a regular expression: {text!r:.200}: {error}", hint=_SYNTAX) from None
 
 
+class InTurn:
+    """Rules, of which the first that matches a key renames it. Those that name one key are looked up by it."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._count = len(rules)
+        self._literal: dict[str, tuple[int, Rule]] = {}
+        self._others: list[tuple[int, Rule]] = []
+        for at, rule in enumerate(rules):
+            if isinstance(rule.source, Regex) or any(token.name for token in rule.source.tokens):
+                self._others.append((at, rule))
+            else:
+                self._literal.setdefault(".".join(token.text for token in rule.source.tokens), (at, rule))
+
+    def first(self, key: str) -> tuple[Rule | None, str | None]:
+        """The rule, and the key's new name; neither where none matches. Raises as `Rule.apply` does."""
+        place, literal = self._literal.get(key, (self._count, None))
+        for at, rule in self._others:
+            if at > place:
+                break
+            name = rule.apply(key)
+            if name is not None:
+                return rule, name
+        return (None, None) if literal is None else (literal, literal.apply(key))
+
+
+class Naming:
+    """Patterns, as `matches` takes them; those that name one key are looked up by it."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        own = list(texts)
+        self._literal = {text for text in own if not _SPECIAL.search(text)}
+        self._others = [text for text in own if _SPECIAL.search(text)]
+
+    def hits(self, key: str) -> list[str]:
+        """Those that name the key. Raises as `matches` does."""
+        return [*([key] if key in self._literal else []), *(text for text in self._others if matches(text, key))]
+
+
 def matches(text: str, key: str) -> bool:
     """Whether `text` names `key`: a rule's FROM, a regular expression after ``re:``, or a shell pattern with ``*``."""
+    if not _SPECIAL.search(text):
+        return text == key
     if text.startswith("re:"):
         return _regex(text[3:], text).fullmatch(key) is not None
     if VARIABLE.search(text):
@@ -141,14 +184,12 @@ def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
     """
     used: set[str] = set()
     renamed: dict[str, str] = {}
+    first = InTurn(rules).first
     for key in keys:
-        renamed[key] = key
-        for rule in rules:
-            name = rule.apply(key)
-            if name is not None:
-                used.add(rule.text)
-                renamed[key] = name
-                break
+        rule, name = first(key)
+        renamed[key] = name or key
+        if rule is not None:
+            used.add(rule.text)
     idle = [rule.text for rule in rules if rule.text not in used]
     if idle:
         raise Refused(

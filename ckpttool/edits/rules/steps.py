@@ -13,7 +13,7 @@ from ckpttool.edits.rules import changes
 from ckpttool.edits.rules.changes import DENSE, REFUSED, Value, refusal
 from ckpttool.edits.rules.notation import Shown, holds
 from ckpttool.edits.rules.parts import Part, Parts
-from ckpttool.edits.rules.patterns import Rule, matches
+from ckpttool.edits.rules.patterns import InTurn, Naming, Rule
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref, refs
 from ckpttool.limits import limits
@@ -57,6 +57,10 @@ class Rename:
 
     where: Where
     rules: tuple[Rule, ...]
+    in_turn: InTurn = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "in_turn", InTurn(self.rules))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -65,12 +69,10 @@ class Rename:
 
     def one(self, key: str, value: Value, made: Made) -> Named:
         """What becomes of one entry."""
-        for rule in self.rules:
-            name = rule.apply(key)
-            if name is not None:
-                made.used.add(rule.text)
-                return [(name, value)]
-        return [(key, value)]
+        rule, name = self.in_turn.first(key)
+        if rule is not None:
+            made.used.add(rule.text)
+        return [(name or key, value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,14 @@ class Convert:
     where: Where
     patterns: tuple[str, ...]
     change: changes.Change
+    naming: Naming = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "naming", Naming(self.patterns))
 
     def one(self, key: str, value: Value, made: Made) -> Named:
         """What becomes of one entry."""
-        hits = [text for text in self.patterns if matches(text, key)]
+        hits = self.naming.hits(key)
         if not hits or not self.change.concerns(value):
             return [(key, value)]
         made.used.update(hits)
@@ -96,10 +102,14 @@ class Drop:
 
     where: Where
     patterns: tuple[str, ...]
+    naming: Naming = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "naming", Naming(self.patterns))
 
     def one(self, key: str, value: Value, made: Made) -> Named:
         """What becomes of one entry."""
-        hits = [text for text in self.patterns if matches(text, key)]
+        hits = self.naming.hits(key)
         if not hits:
             return [(key, value)]
         made.used.update(hits)
@@ -196,8 +206,7 @@ class Renames:
         """The key's new name, or None where no step renames it."""
         name = key
         for step in self.steps:
-            rules = step.rules if isinstance(step, Rename) else ()
-            name = next((new for new in (rule.apply(name) for rule in rules) if new is not None), name)
+            name = (step.in_turn.first(name)[1] if isinstance(step, Rename) else None) or name
         return None if name == key else name
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Union
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.edits.rules.file import steps_of
 from ckpttool.edits.rules.generalise import numbered, patterns, renames
-from ckpttool.edits.rules.patterns import parse
+from ckpttool.edits.rules.patterns import InTurn, parse
 from ckpttool.edits.rules.steps import plan_of
 from ckpttool.errors import CkptError
 from ckpttool.expression import refs
@@ -90,10 +90,11 @@ def _suggest(
     fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
     used = {key for pair in pairs for key in pair.left} | same.keys()
     made = {key for pair in pairs for key in pair.right} | set(same.values())
-    remaining = tuple(key for key in want if key not in made and key not in right.aliases())
+    aliases = right.aliases()
+    remaining = tuple(key for key in want if key not in made and key not in aliases)
     spare = [key for key in have if key not in used]
     dropped = () if remaining else tuple(key for key in spare if key not in taken)
-    kept = [key for key in have if key not in used and key not in dropped]
+    kept = [key for key in spare if remaining or key in taken]
     turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
     tables = [
         *_dropping(dropped, have),
@@ -102,7 +103,7 @@ def _suggest(
         *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
         *_transposing([key for pair in turned["right"] for key in pair.right], want),
     ]
-    found = Suggestion(tuple(tables), remaining, dropped, tuple(key for key in spare if key not in dropped))
+    found = Suggestion(tuple(tables), remaining, dropped, tuple(kept))
     expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
     expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
     expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
@@ -189,14 +190,13 @@ def _renaming(named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pai
 
 def _why_renamed(texts: Sequence[str], wanted: Mapping[str, str], evidence: Mapping[str, str]) -> Iterator[str]:
     """What speaks for each rename, in the order of the rules, of which the first that matches a key renames it."""
-    rest = list(wanted)
-    for text in texts:
-        apply = parse(text).apply
-        hits, others = list[str](), list[str]()
-        for key in rest:
-            (others if apply(key) is None else hits).append(key)
-        rest = others
-        whys = list(dict.fromkeys(evidence.get(key, "only wrappers' segments differ") for key in hits))
+    found: dict[str, dict[str, None]] = {text: {} for text in texts}
+    rules = InTurn([parse(text) for text in texts])
+    for key in wanted:
+        rule, _ = rules.first(key)
+        if rule is not None:
+            found[rule.text][evidence.get(key, "only wrappers' segments differ")] = None
+    for whys in map(list, found.values()):
         yield whys[0] + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpttool.naming.inference import words
-from ckpttool.naming.inference.values import Group, Template, Tensor
+from ckpttool.naming.inference.values import Group, Template
 
 May = Callable[[Group, Group], bool]
 
@@ -25,8 +25,11 @@ def fused(wholes: Sequence[Group], parts: Sequence[Group], may: May) -> Iterator
 
     `may` says whether what is known of the modules around them allows a whole and a part.
     """
+    kinds: defaultdict[Hashable, list[Group]] = defaultdict(list)
+    for whole in wholes:
+        kinds[words.kind(whole.template), frozenset((at, one.shape) for at, one in whole.members.items())].append(whole)
     for names, row in _rows(parts):
-        fits = [whole for whole in wholes if may(whole, row[0]) and _adds_up(whole, row)]
+        fits = [whole for whole in kinds.get(_sums(row), ()) if may(whole, row[0])]
         fits = [whole for whole in fits if words.is_fused(whole.template)] or fits
         if len(fits) == 1:
             members = fits[0].members.items()
@@ -54,16 +57,17 @@ def _part_at(path: Template, name: str) -> Iterator[int]:
     return (at for at in range(len(path) - 1, -1, -1) if name.endswith(words.part(path[at : at + 1]) or "?"))
 
 
-def _adds_up(whole: Group, row: Sequence[Group]) -> bool:
-    if words.kind(whole.template) != words.kind(row[0].template):
-        return False
-    if any(part.members.keys() != whole.members.keys() for part in row):
-        return False
-    return all(_sums(one, [part.members[at] for part in row]) for at, one in whole.members.items())
-
-
-def _sums(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    shape = whole.shape
-    if not shape or not all(part.shape for part in parts) or len({part.dtype for part in parts}) > 1:
-        return False
-    return sum(part.shape[0] for part in parts) == shape[0] and all(part.shape[1:] == shape[1:] for part in parts)
+def _sums(row: Sequence[Group]) -> Hashable:
+    """The kind and the shapes, layer by layer, of the tensor that these are the parts of; None where of none."""
+    first = row[0]
+    if any(part.members.keys() != first.members.keys() for part in row):
+        return None
+    shapes = []
+    for at, one in first.members.items():
+        own = [part.members[at] for part in row]
+        if not one.shape or any(part.shape[1:] != one.shape[1:] or part.dtype != one.dtype for part in own):
+            return None
+        if not all(part.shape for part in own):
+            return None
+        shapes.append((at, (sum(part.shape[0] for part in own), *one.shape[1:])))
+    return words.kind(first.template), frozenset(shapes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
@@ -14,6 +14,7 @@ from ckpttool.naming.inference.order import Order
 from ckpttool.naming.inference.orientation import straight, turned
 from ckpttool.naming.inference.parts import Fused, fused
 from ckpttool.naming.inference.trees import fit, fits, inserted, ties
+from ckpttool.naming.inference.unpaired import COST, DEPTHS, Apart, Enough, Unpaired, certain, kind, only
 from ckpttool.naming.inference.values import (
     NUMBER,
     SAME_NAME,
@@ -24,15 +25,11 @@ from ckpttool.naming.inference.values import (
     Side,
     Template,
     Tensor,
-    groups,
     template,
 )
 
-_DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalised: models have up to three
 _SAME_VALUES = "the same values"
 _LONGEST_PREFIX = 6  # segments that a tree may hang below
-
-Class = tuple[list[Group], list[Group]]
 
 
 def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> Inference:
@@ -45,9 +42,12 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
         *(search.by_content, search.by_tree, search.by_name, search.by_part, search.by_module, search.by_parts),
         *(search.by_relative_parts, search.by_segment, search.by_shape, search.by_order, search.by_shape_alone),
     )
-    while any(step() for step in steps):
-        pass
-    return search.result()
+    try:
+        while any(search.step(step) for step in steps):
+            pass
+        return search.result()
+    except Enough:
+        return search.result(whole=False)
 
 
 class _Search:
@@ -59,8 +59,8 @@ class _Search:
         self, left: Side, right: Side, known: Mapping[str, str], ways: tuple[frozenset[str], frozenset[str]]
     ) -> None:
         self.sides, self.ways = (left, right), ways
-        self.left = {tensor.key: tensor for tensor in left.tensors}
-        self.right = {tensor.key: tensor for tensor in right.tensors}
+        self.open = Unpaired(left.tensors, right.tensors)
+        self.left, self.right = self.open.left, self.open.right
         self.place = {tensor.key: at for at, tensor in enumerate(left.tensors)}
         self.orders = Order(left), Order(right)
         self.links = Links()
@@ -79,6 +79,11 @@ class _Search:
                 self._take(Pair((mine,), (theirs,), SAME_NAME))
             elif self.left[mine].shape == self.right[theirs].shape:
                 del self.left[mine], self.right[theirs]
+
+    def step(self, way: Callable[[], bool]) -> bool:
+        """One step. Raises `Enough` where all has cost too much."""
+        self.open.spend(len(self.left) + len(self.right))
+        return way()
 
     # Steps
 
@@ -109,18 +114,20 @@ class _Search:
 
     def by_tree(self) -> bool:
         """The same tree below another module: the two prefixes that explain most keys."""
-        mine, theirs = groups(self.left.values()), groups(self.right.values())
+        mine, theirs = self.open.groups(0), self.open.groups(1)
         below = defaultdict[Template, list[tuple[Template, Group]]](list)
         for group in theirs:
             for depth in range(min(len(group.template), _LONGEST_PREFIX)):
                 below[group.template[depth:]].append((group.template[:depth], group))
+        roots = {group.template: [((), group)] for group in theirs}
         found: defaultdict[tuple[Template, Template], list[tuple[Group, Group]]] = defaultdict(list)
         for group in mine:
             for depth in range(min(len(group.template), _LONGEST_PREFIX)):
-                for prefix, other in below.get(group.template[depth:], ()):
-                    own = group.template[:depth]
+                own, rest = group.template[:depth], group.template[depth:]
+                for prefix, other in (below if len(rest) > 1 or not own else roots).get(rest, ()):
+                    self.open.spend(COST)
                     contradict = self.links.contradict(group.template, other.template)
-                    if not contradict and self._hangs(own, prefix, len(group.template) - depth):
+                    if not contradict and self._hangs(own, prefix, len(rest)):
                         found[own, prefix].append((group, other))
         ranked = sorted(found, key=lambda at: (-fits(found[at]), len(at[0]) + len(at[1])))
         if not ranked or not fits(found[ranked[0]]) or ties(ranked, found):
@@ -158,7 +165,7 @@ class _Search:
 
     def by_part(self) -> bool:
         """Tensors of one shape whose names say the same part of a layer: query, key, value, embedding."""
-        return self._unique(lambda a, b: bool(_certain(a)) and _certain(a) == _certain(b), _the_part)
+        return self._unique(lambda a, b: bool(certain(a)), _the_part, apart=lambda a: (kind(a), certain(a)))
 
     def by_module(self) -> bool:
         """A weight and a bias go together."""
@@ -173,7 +180,7 @@ class _Search:
     def by_relative_parts(self) -> bool:
         """Tensors of one shape that all have a part of their own by name, the same parts on both sides."""
         taken = False
-        for lefts, rights in self._classes():
+        for lefts, rights in self.open.classes(kind):
             mine, theirs = ({words.part(group.template): group for group in side} for side in (lefts, rights))
             if "" in mine or mine.keys() != theirs.keys() or len(mine) < len(lefts) or len(theirs) < len(rights):
                 continue
@@ -184,8 +191,9 @@ class _Search:
     def by_segment(self) -> bool:
         """Tensors of one shape whose modules have the same name of their own."""
         return self._unique(
-            lambda a, b: a.template[-2:] == b.template[-2:] and len(a.template) > 1,
+            lambda a, b: len(a.template) > 1,
             lambda a, b: "the same last segments and shape",
+            apart=lambda a: (kind(a), a.template[-2:]),
         )
 
     def by_shape(self) -> bool:
@@ -203,16 +211,16 @@ class _Search:
             return not (words.kind(left.template) and words.kind(right.template)) and len(left.first.shape) > 1
 
         return self._unique(
-            linked, lambda a, b: f"the only ones of shape {list(a.first.shape)}", weak=True, kinds=False
+            linked, lambda a, b: f"the only ones of shape {list(a.first.shape)}", weak=True, apart=lambda a: None
         )
 
     def by_order(self) -> bool:
         """As many of a shape on both sides, in the order in which the models define them."""
         taken = False
-        for lefts, rights in self._classes():
+        for lefts, rights in self.open.classes(kind):
             before = taken
-            for name in dict.fromkeys(map(_certain, lefts)):
-                mine, theirs = ([one for one in side if _certain(one) == name] for side in (lefts, rights))
+            for name in dict.fromkeys(map(certain, lefts)):
+                mine, theirs = ([one for one in side if certain(one) == name] for side in (lefts, rights))
                 taken |= self._take_in_order(mine, theirs)
             taken |= taken == before and self._take_in_order(lefts, rights)
         return taken
@@ -234,49 +242,41 @@ class _Search:
     def by_parts(self) -> bool:
         """Several tensors that are one on the other side: query, key and value; gate and up."""
         taken = False
-        for depth in _DEPTHS:
-            mine, theirs = groups(self.left.values(), depth), groups(self.right.values(), depth)
-            for hit in fused(mine, theirs, self._may):
+        for depth in DEPTHS:
+            for hit in fused(self.open.groups(0, depth), self.open.groups(1, depth), self._may):
                 taken |= self._take_fused(hit, 0)
-            mine, theirs = groups(self.left.values(), depth), groups(self.right.values(), depth)
-            for hit in fused(theirs, mine, lambda whole, part: self._may(part, whole)):
+            for hit in fused(self.open.groups(1, depth), self.open.groups(0, depth), lambda a, b: self._may(b, a)):
                 taken |= self._take_fused(hit, 1)
         return taken
 
     # What steps have in common
-
-    def _classes(self, kinds: bool = True) -> Iterator[Class]:
-        """Groups of both sides with tensors of one shape in the same layers, and (with `kinds`) of one kind."""
-        for depth in _DEPTHS:
-            found: defaultdict[Hashable, Class] = defaultdict(lambda: ([], []))
-            for side, tensors in enumerate((self.left, self.right)):
-                for group in groups(tensors.values(), depth):
-                    found[group.signature, kinds and words.kind(group.template)][side].append(group)
-            yield from ((a, b) for a, b in found.values() if a and b)
 
     def _unique(
         self,
         linked: Callable[[Group, Group], bool],
         why: Callable[[Group, Group], str],
         weak: bool = False,
-        kinds: bool = True,
+        apart: Apart = kind,
         sure: bool = False,
     ) -> bool:
         """Pairs the groups of a class that are linked with each other, and with no other group."""
+        may = self._agree if weak else self._may
+
+        def test(left: Group, right: Group) -> bool:
+            self.open.spend(COST)
+            return linked(left, right) and (sure or may(left, right))
+
         taken = False
-        for lefts, rights in self._classes(kinds):
-            may = self._agree if weak else self._may
-            links = [(a, b) for a, b in product(lefts, rights) if linked(a, b) and (sure or may(a, b))]
-            count, counts = Counter(a.template for a, _ in links), Counter(b.template for _, b in links)
-            for a, b in links:
-                if count[a.template] == counts[b.template] == 1:
-                    taken |= self._take_groups(a, b, why(a, b), weak)
+        for lefts, rights in self.open.classes(apart):
+            for a, b in list(only(lefts, rights, test)):
+                taken |= self._take_groups(a, b, why(a, b), weak)
         return taken
 
     def _may(self, left: Group, right: Group) -> bool:
         """Whether nothing that is known of the modules around them speaks against the two. A head by name may stand
         outside of the tree in which all else is.
         """
+        self.open.spend(COST)
         mine, theirs = template(left.first.key)[0], template(right.first.key)[0]
         if self.links.contradict(mine, theirs):
             return words.part(mine) == words.part(theirs) == words.HEAD
@@ -333,6 +333,7 @@ class _Search:
     def _take(self, pair: Pair, weak: bool = False) -> None:
         way = "" if pair.evidence == _SAME_VALUES else self._transposed(pair.left[0], pair.right[0])
         pair = replace(pair, transposed=pair.transposed or way)
+        self.open.changed()
         for key in pair.left:
             del self.left[key]
         for key in pair.right:
@@ -345,26 +346,33 @@ class _Search:
 
     # The end
 
-    def result(self) -> Inference:
-        """The pairs, in the order of the left; with those that rest on shapes alone where most of a side is paired."""
+    def result(self, whole: bool = True) -> Inference:
+        """The pairs, in the order of the left; with those that rest on shapes alone where most of a side is paired.
+        What is left when the search was given up stands in one `Ambiguous` that says so.
+        """
         explained = len(self.pairs) > min(len(self.left), len(self.right))
-        weak = [] if explained else [self.pairs[at] for at in sorted(self.weak)]
-        pairs = sorted((p for p in self.pairs if p not in weak), key=lambda pair: self.place[pair.left[0]])
-        doubted = (Ambiguous(p.left, p.right, "only their shapes agree, and most keys have no partner") for p in weak)
-        return Inference(tuple(pairs), (*doubted, *self._ambiguous()))
+        weak = set[int]() if explained else self.weak
+        told = (pair for at, pair in enumerate(self.pairs) if at not in weak)
+        pairs = tuple(sorted(told, key=lambda pair: self.place[pair.left[0]]))
+        doubted = tuple(
+            Ambiguous(
+                self.pairs[at].left, self.pairs[at].right, "only their shapes agree, and most keys have no partner"
+            )
+            for at in sorted(weak)
+        )
+        if not whole:
+            why = f"not looked for further among {len(self.left):,} and {len(self.right):,} tensors: too many are alike"
+            return Inference(pairs, (*doubted, Ambiguous(tuple(self.left), tuple(self.right), why)))
+        return Inference(pairs, (*doubted, *self._ambiguous()))
 
     def _ambiguous(self) -> Iterator[Ambiguous]:
         seen: set[str] = set()
-        for lefts, rights in self._classes():
+        for lefts, rights in self.open.classes(kind):
             mine, theirs = ([one.key for group in side for one in group.members.values()] for side in (lefts, rights))
-            if not seen & {*mine, *theirs} and any(self._may(a, b) for a, b in product(lefts, rights)):
+            if seen.isdisjoint((*mine, *theirs)) and any(self._may(a, b) for a, b in product(lefts, rights)):
                 seen.update(mine, theirs)
                 yield Ambiguous(tuple(mine), tuple(theirs), "one shape, and no name or order tells them apart")
 
 
-def _certain(group: Group) -> str:
-    return words.certain_part(group.template)
-
-
 def _the_part(left: Group, right: Group) -> str:
-    return f"both are the {_certain(left)} by name"
+    return f"both are the {certain(left)} by name"

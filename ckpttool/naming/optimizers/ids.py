@@ -131,6 +131,7 @@ def _by_saved_order(found: Owners, state: OptimizerState, names: Names, beside: 
     order = saved_order(beside, names, set(found.names.values()))
     if order is None or not order.differing:
         return replace(found, assumed=order is None)
+    # Several groups are a doubt also where each keeps its order: one cut by position (parameters[:3]) has others then.
     if state.is_stateless and len([group for group in state.groups if group.params]) == 1:
         return found
     return replace(found, doubt=_of_another_order(names, order))

@@ -6,7 +6,7 @@ Only what differs is looked at again, and what it could be: tensors of its dtype
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.checkpoint import Section, TensorEntry
@@ -37,7 +37,7 @@ def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[
     """The entries, those of other values with where the values are, where this is known."""
     entries = tuple(entries)
     have, want = left.by_key(), right.by_key()
-    differing = [entry for entry in entries if entry.status == "value" and _dense(entry, left, right)]
+    differing = [entry for entry in entries if entry.status == "value" and _dense(entry, have, want)]
     if not differing:
         return entries
     mine, theirs = Digests(have), Digests(want)
@@ -54,8 +54,8 @@ def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[
     return tuple(found.get(entry, entry) for entry in entries)
 
 
-def _dense(entry: Entry, left: Section, right: Section) -> bool:
-    both = (left.by_key().get(entry.left[0]), right.by_key().get(entry.right[0])) if entry.left and entry.right else ()
+def _dense(entry: Entry, left: Mapping[str, object], right: Mapping[str, object]) -> bool:
+    both = (left.get(entry.left[0]), right.get(entry.right[0])) if entry.left and entry.right else ()
     return bool(both) and all(isinstance(one, TensorEntry) and one.storage is not None for one in both)
 
 
@@ -67,8 +67,9 @@ def _likeness(entry: object) -> Hashable:
 def _homes(section: Section, digests: Digests, likenesses: set[Hashable]) -> dict[Hashable, list[str]]:
     """Dtype, shape and hash -> the keys that have these values."""
     found: defaultdict[Hashable, list[str]] = defaultdict(list)
+    aliases = section.aliases()
     for entry in section.tensors:
-        if _likeness(entry) in likenesses and entry.storage is not None and entry.key not in section.aliases():
+        if _likeness(entry) in likenesses and entry.storage is not None and entry.key not in aliases:
             found[_likeness(entry), digests(Ref(entry.key))].append(entry.key)
     return found
 

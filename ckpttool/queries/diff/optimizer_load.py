@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
 from ckpttool.errors import CkptError, Refused
@@ -19,15 +19,11 @@ from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered, renamed
 from ckpttool.queries.diff.optimizer import SavedOptimizer, said
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries
-from ckpttool.queries.diff.result import HARMLESS, Entry
+from ckpttool.queries.diff.result import HARMLESS, Entry, Remedy
 from ckpttool.words import plural
 
 if TYPE_CHECKING:
     from ckpttool.tracing.optimizer_loading import OptimizerVerdict
-
-# What mends it: its parameters put in order by their names; put into the new groups; the model that saved it named;
-# nothing, so that the state is to be made afresh.
-Remedy = Literal["by_name", "regroup", "old_model", "afresh"]
 
 _LACKS = "the optimizer's step needs it, and the file's state has none"
 _OF_ANOTHER = "torch gives state to parameters by position: this one would get another's"
@@ -35,20 +31,12 @@ _OF_ANOTHER = "torch gives state to parameters by position: this one would get a
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFit:
-    """`fits`: torch loads the state, and every parameter has its own. `form` is the file's; `remedy` mends it.
-
-    With ``old_model`` the command has to say more: `same_groups`, whether the optimizer that saved the file can be the
-    one that is to load it (None: its ids are in the model's order), and `foreign_keys`, tensors beside it that the new
-    model has no place for.
-    """
+    """`fits`: torch loads the state, and every parameter has its own; `remedy` is what should mend it."""
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
     fits: bool
-    form: str
     remedy: Remedy | None = None
-    same_groups: bool | None = None
-    foreign_keys: tuple[str, ...] = ()
 
 
 def in_model_order(names: Names, section: Section) -> Names:
@@ -98,9 +86,9 @@ def compare_with_optimizer(
     if fits:
         notes += _grounds(state, mine, target, known)
     foreign = bool(needs) or (failed and not differing)
-    remedy = None if fits else _remedy(mine, target, known, foreign, notes)
-    fit = OptimizerFit(tuple(entries), tuple(notes), fits, state.form, remedy)
-    return _by_old_model(fit, state, target, saved) if remedy == "old_model" else fit
+    remedy = None if fits else _remedy(state.form, mine, target, known, foreign, notes)
+    fit = OptimizerFit(tuple(entries), tuple(notes), fits, remedy)
+    return _by_old_model(fit, state, target, saved) if remedy is not None and remedy.way == "old_model" else fit
 
 
 def _unknown(state: OptimizerState, target: Parameters, saved: SavedOptimizer, notes: list[str]) -> OptimizerFit:
@@ -110,7 +98,7 @@ def _unknown(state: OptimizerState, target: Parameters, saved: SavedOptimizer, n
     entries = group_entries(state, numbered(fresh)) if own is None else group_entries(renamed(state, own.names), fresh)
     if own is not None:
         notes = [*notes, f"left: its parameters are named by {own.evidence}"]
-    fit = OptimizerFit(tuple(entries), tuple(notes), False, state.form, "old_model")
+    fit = OptimizerFit(tuple(entries), tuple(notes), False)
     return _by_old_model(fit, state, target, saved)
 
 
@@ -128,7 +116,7 @@ def _by_old_model(fit: OptimizerFit, state: OptimizerState, target: Parameters, 
             "remap --rule 'FROM => TO' --optimizer-keys fqn"
         )
         return replace(fit, remedy=None, notes=(*fit.notes, note))
-    return replace(fit, same_groups=same, foreign_keys=foreign)
+    return replace(fit, remedy=Remedy("old_model", None, same, foreign))
 
 
 def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple[Owners | None, list[str]]:
@@ -233,17 +221,19 @@ def _is_hyperparameter(key: str) -> bool:
     return key.startswith(f"{GROUPS}.") and key.count(".") >= 2 and f".{PARAMS}." not in key
 
 
-def _remedy(mine: OptimizerState, target: Parameters, known: Owners, foreign: bool, notes: list[str]) -> Remedy:
+def _remedy(
+    form: str, mine: OptimizerState, target: Parameters, known: Owners, foreign: bool, notes: list[str]
+) -> Remedy:
     if foreign:
-        return "afresh"
+        return Remedy("afresh")
     if known.doubt is not None:
-        return "old_model"
+        return Remedy("old_model")
     try:
         groups = arranged(mine, identity(mine.params), target.groups, target.names.optimizer_groups)
         have = set(mine.params)
         carry(mine, identity([p for group in groups for p in group.params if p in have]), target.shapes, "left")
     except Refused as error:
         notes.append(f"no remap puts it into the new order and param groups: {error.message}: {error.problems[0]}")
-        return "afresh"
+        return Remedy("afresh")
     by_name = known.evidence in ("param_names", "names") and _same_parameters(mine, target)
-    return "by_name" if by_name else "regroup"
+    return Remedy("by_name", form) if by_name else Remedy("regroup")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
 from ckpttool.names import Hook, Names, hook_json
@@ -76,6 +76,26 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Remedy:
+    """What should mend a saved optimizer's state; `edits.mend` tries it.
+
+    `way`: its parameters put in order by their names (``by_name``); put into the groups of the optimizer that is to
+    load it (``regroup``); the model that saved it named (``old_model``); its state left out (``afresh``). For two saved
+    ones: the left brought into the right's order and groups (``like_right``), or only its keys into the right's form
+    (``keys``; ``keys_by_model`` where that takes a model). `form` is that of the keys, None for the one that they have.
+
+    With ``old_model`` the command has to say more: `same_groups`, whether the optimizer that saved the file can be the
+    one that is to load it (None: its ids are in the model's order), and `foreign_keys`, tensors beside it that the new
+    model has no place for.
+    """
+
+    way: Literal["by_name", "regroup", "old_model", "afresh", "like_right", "keys", "keys_by_model"]
+    form: str | None = None
+    same_groups: bool | None = None
+    foreign_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Diff:
     """The answer of `diff`. `fix` are commands that can be pasted; `notes` are sentences about no single key.
 
@@ -101,6 +121,7 @@ class Diff:
     beyond: bool = False
     accepted: bool | None = None
     unused_ignores: tuple[str, ...] = ()
+    remedy: Remedy | None = None
     outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
 
     @property

@@ -19,8 +19,7 @@ from ckpttool.naming.optimizers.saved_order import saved_order
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.sections import same_model
-from ckpttool.optimizer_state import ID
-from ckpttool.queries.diff import mend
+from ckpttool.optimizer_state import GROUPS, ID
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
@@ -38,7 +37,7 @@ from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_mode
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.outside import compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, names_outlines, outlines
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Remedy, names_outlines, outlines
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import plural, shell
 
@@ -217,13 +216,12 @@ def _optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) 
     if not names.optimizer:
         names = in_model_order(names, section)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, _tried(model, section))
-    fix = mend.optimizer(model, checkpoint.source, section.path, fit)
     notes, loads = _beside(model, checkpoint, ignore_dtype)
     made = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
     right = f"{made} (of {names.model})"
     identical = fit.fits and loads
     notes = (*fit.notes, *notes)
-    return Diff(checkpoint.source, right, identical, fit.entries, fix, notes, beyond=not identical)
+    return Diff(checkpoint.source, right, identical, fit.entries, (), notes, beyond=not identical, remedy=fit.remedy)
 
 
 def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
@@ -299,6 +297,16 @@ def _optimizers(
     entries, notes = compare_optimizers(*saved, names, values)
     entries = (*entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
-    named, (form, wanted) = is_named(saved[0]), map(form_of, sections)
-    fix = mend.optimizers(left.source, named, form, wanted, model, entries)
-    return Diff(left.source, right.source, identical, entries, fix, notes)
+    remedy = _alike(saved, model is not None, entries)
+    return Diff(left.source, right.source, identical, entries, (), notes, remedy=remedy)
+
+
+def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:
+    """What brings the first optimizer into the form, the order and the groups of the second."""
+    form, wanted = (form_of(one.section) for one in saved)
+    regrouped = (entry.status == "renamed" and entry.right[0].startswith(GROUPS) for entry in entries)
+    if any(regrouped) or any(entry.status == "order" for entry in entries):
+        return Remedy("like_right", None if form == wanted else wanted)
+    if form == wanted:
+        return None
+    return Remedy("keys_by_model" if by_model or not is_named(saved[0]) else "keys", wanted)

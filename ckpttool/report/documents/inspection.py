@@ -7,7 +7,7 @@ from itertools import groupby
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.naming.flat_param import flat_params
-from ckpttool.queries.inspection import Inspection
+from ckpttool.queries.inspection import Inspection, names_in_file
 from ckpttool.report.collapse import Group, collapse
 from ckpttool.report.document import Cell, Column, Document, Finding, Inline, Listing, Note, Table, shortened
 from ckpttool.report.documents.tree import tree
@@ -37,6 +37,7 @@ def document(
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(inspection), limit),
         _adapters(inspection),
+        shortened(_parameters(inspection), limit),
         shortened(_aliases(inspection), limit),
         shortened(_extras(inspection), limit),
         shortened(_globals(inspection), limit),
@@ -148,6 +149,20 @@ def _adapters(inspection: Inspection) -> Table:
         kinds = f"{' and '.join(adapter.kinds)}, {alone}"
         rows.append((path or _ROOT, kinds, number(len(adapter.modules)), touched[:_VALUE_WIDTH]))
     return Table("Adapters: what is added to a model's layers", columns, tuple(rows))
+
+
+def _parameters(inspection: Inspection) -> Table:
+    """A line a parameter that is a number in the keys, and has a name in its param group."""
+    rows: list[tuple[Inline, ...]] = []
+    for path, state in inspection.optimizers.items():
+        names = names_in_file(state)
+        for index, group in enumerate(state.groups):
+            ids = (param for param in group.params if isinstance(param, int) and param in names)
+            rows += [(path or _ROOT, str(index), str(param), names[param]) for param in ids]
+    columns = (Column("section", "key"), Column("param group", "number"), Column("id", "number"))
+    return Table(
+        "Parameters of the optimizer, as the file names them", (*columns, Column("parameter", "key")), tuple(rows)
+    )
 
 
 def _aliases(inspection: Inspection) -> Table:

@@ -17,6 +17,7 @@ import torch
 
 import dtensor_ranks
 from command import Run
+from flips import check_flips
 from torch_version import needs_torch
 
 SAVED = ("drawn", "fsdp", "hsdp", "tp", "fsdp-named", "hsdp-named")
@@ -119,3 +120,9 @@ def test_ranks_of_two_steps_are_refused(
 def test_what_is_no_part_of_one_tensor_is_refused(saved: Path, run: Run, name: str, says: str) -> None:
     done = run("inspect", saved / f"{name}_*.pt")
     assert (done.status, says in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("name", ["drawn", "fsdp"])
+def test_flipped_bytes_are_an_error_or_other_values(saved: Path, run: Run, tmp_path: Path, name: str) -> None:
+    pattern = copied(saved, tmp_path, name)
+    check_flips(run, pattern, sorted(tmp_path.glob("*.pt")), name)

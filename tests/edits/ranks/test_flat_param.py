@@ -18,6 +18,7 @@ from torch import nn
 
 from ckpttool.checkpoint import Span
 from ckpttool.edits.ranks.gather import gather
+from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.ranks.files import RankParts
 from ckpttool.keys import is_flat
@@ -159,9 +160,23 @@ def test_the_parts_say_which_rank_they_are_of(runs: dict[int, Path]) -> None:
     assert paths == [str(runs[3] / f"flat_rank_{rank}.pt") for rank in range(3)]
 
 
-def test_buffers_are_rank_0s_and_that_they_differ_is_said(runs: dict[int, Path], names: Names) -> None:
+def test_buffers_are_rank_0s_and_that_they_differ_is_said(runs: dict[int, Path], names: Names, run: Run) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     assert gathered.notes == tuple(f"layers.{i}.seen differs between the ranks: rank 0's is taken" for i in (0, 1))
+    done = run("remap", runs[2] / "flat_rank_*.pt", *MODEL, "--dry-run", "--format", "json")
+    assert set(gathered.notes) <= set(done.data["notes"])
+
+
+def test_the_plan_cuts_each_parameter_out_of_its_flat_one(tmp_path: Path, names: Names) -> None:
+    expected = Net().state_dict()
+    model = Net()
+    model.load_state_dict(expected)
+    saved = flattened(model, Block, True).state_dict()
+    torch.save(saved, tmp_path / "flat.pt")
+    gathered = gather(open_checkpoint(str(tmp_path / "flat.pt")), names)
+    made = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sources.items()}
+    assert made.keys() >= dict(Net().named_parameters()).keys()
+    same(made, {key: expected[key] for key in made})
 
 
 def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:
@@ -379,6 +394,43 @@ def test_a_single_file_with_the_flat_parameters_whole(run: Run, tmp_path: Path) 
     status, _, error = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*.mlp", "-o", tmp_path / "full.pt")
     assert status == 0, error
     same(torch.load(tmp_path / "full.pt"), expected)
+
+
+def with_optimizer(path: Path, by_name: bool, numel: int | None = None) -> dict[str, torch.Tensor]:
+    """Flat parameters in a file, with an optimizer's state of them, each of `numel` elements; gives that state."""
+    saved = flattened(Net(), Block, True).state_dict()
+    flat = {key: value for key, value in saved.items() if is_flat(key)}
+    moments = {key: torch.arange(float(value.numel() if numel is None else numel)) for key, value in flat.items()}
+    rows = [{"exp_avg": value, "step": torch.tensor(2.0)} for value in moments.values()]
+    params = list(flat) if by_name else [*range(len(flat))]
+    group = {"lr": 0.1, "params": params} | ({} if by_name else {"param_names": list(flat)})
+    torch.save({"model": saved, "optimizer": {"state": dict(zip(params, rows)), "param_groups": [group]}}, path)
+    return moments
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_state_of_flat_parameters_is_cut_as_they_are(run: Run, tmp_path: Path, by_name: bool) -> None:
+    """And keeps its way of naming them: by names it stays, by ids it becomes the model's own."""
+    moments = with_optimizer(tmp_path / "flat.pt", by_name)
+    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    assert done.status == 0, done.err
+    made = torch.load(tmp_path / "full.pt")["optimizer"]
+    own = [name for name, _ in Net().named_parameters()]
+    (group,) = made["param_groups"]
+    assert sorted(made["state"], key=str) == sorted(group["params"], key=str)
+    assert all(isinstance(param, str) == by_name for param in made["state"])
+    assert sorted(group["params"] if by_name else group["param_names"]) == sorted(own)
+    assert sum(state["exp_avg"].numel() for state in made["state"].values()) == sum(v.numel() for v in moments.values())
+    assert len({state["step"].data_ptr() for state in made["state"].values()}) == len(own)
+
+
+def test_state_that_does_not_fit_its_flat_parameter_is_refused(run: Run, tmp_path: Path) -> None:
+    moments = with_optimizer(tmp_path / "flat.pt", True, numel=5)
+    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "full.pt")
+    assert done.status == 1
+    assert "optimizer: its state does not fit the parameters" in done.err
+    assert done.err.count("is [5] on the ranks, ") == len(moments)
+    assert not (tmp_path / "full.pt").exists()
 
 
 def test_a_parameter_that_the_model_calls_flat_param_is_none(run: Run, tmp_path: Path) -> None:

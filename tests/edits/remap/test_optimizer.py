@@ -260,6 +260,7 @@ def test_pytorch_3852_a_removed_layer(tmp_path: Path) -> None:
         optimizer.load_state_dict(torch.load(path)["optimizer"])
     found, done = remapped(path, tmp_path / "out.pt", names=names_of("Net"), to_names=names_of("Shrunk"))
     assert done.dropped == ("second.weight", "second.bias")
+    assert any("left out, the state of 2 parameters: second.weight" in note for note in done.notes)
     optimizer.load_state_dict(found["optimizer"])
 
 

@@ -26,6 +26,7 @@ from ckpttool.names import Names
 from ckpttool.naming.model_form import parse as form
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.plan import Plan
+from command import Run
 from hook_zoo import ZOO
 from zoo import FLAT, State, randomized, runtime_values, state_of, traced, zoo_model
 
@@ -254,3 +255,16 @@ def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     target = format_for("o.safetensors")
     write_file.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}
+
+
+def test_what_only_the_other_model_has_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch.nn import Linear, Sequential\n"
+        "def old():\n    return Sequential(Linear(2, 2))\n"
+        "def new():\n    return Sequential(Linear(2, 2), Linear(2, 2))\n"
+    )
+    torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
+    line = ["remap", tmp_path / "w.pt", "--model", f"{tmp_path}/net.py:old", "--dry-run", "--format", "json"]
+    grown, same = (run(*line, "--to-model", f"{tmp_path}/net.py:{model}") for model in ("new", "old"))
+    assert grown.data["notes"] == [f"new in {tmp_path}/net.py:new, and not in the checkpoint: 1.weight, 1.bias"]
+    assert same.data["notes"] == []

@@ -1,0 +1,94 @@
+"""Verbs that say what differs: a diff, the files of a repository."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.api.reading import Ckpt, open_checkpoint
+from ckpttool.api.takes import takes
+from ckpttool.errors import CkptError
+from ckpttool.formats.table import MANIFEST
+from ckpttool.operands.names_file import is_names_file
+from ckpttool.options import OptimizerOptions
+from ckpttool.queries.diff.options import DiffOptions
+
+if TYPE_CHECKING:
+    from ckpttool.checks import Checks
+    from ckpttool.queries.diff.result import Diff
+    from ckpttool.queries.diff.since import Since
+
+
+@takes(DiffOptions)
+def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) -> Diff:
+    """What differs, why, and the commands that mend it; `Diff.identical` is the answer.
+
+    `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()`` writes against the
+    runtime names. With `model` and `left`: identical exactly where ``load_state_dict(strict=True)`` would succeed and
+    convert no dtype (`ignore_dtype` leaves that out). `values` compares the bytes too, `rtol` and `atol` as in
+    ``torch.isclose``. Raises `CkptError` where something cannot be read, or there is nothing to compare.
+    """
+    return diff_by(left, right, DiffOptions(**options))
+
+
+def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
+    """`diff`, with its options as a value."""
+    from ckpttool.operands.model import ModelOperand, operand_of
+    from ckpttool.queries.diff.run import run
+
+    if is_names_file(left):
+        from ckpttool.edits.mend import contract
+
+        other = ModelOperand(right) if options.model is None and is_names_file(right) else None
+        if right is not None and other is None:
+            raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
+        return _judged(contract.run(str(left), other or operand_of(options), options), options)
+    first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
+    model = operand_of(options)
+    found = run(first, second, options, model)
+    if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):
+        # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
+        return _judged(found, options)
+    from ckpttool.edits.mend.attempt import Question
+    from ckpttool.edits.mend.run import answered
+
+    return _judged(answered(Question(first, second, options, model), found), options)
+
+
+@takes(DiffOptions)
+def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Any) -> Since:
+    """What two checkpoints each changed since the one that both came from, and whether they agree where both did."""
+    return since_by(base, left, right, DiffOptions(**options))
+
+
+def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since:
+    """`since`, with its options as a value."""
+    from ckpttool.queries.diff.since import compare_since
+
+    return compare_since(open_checkpoint(base), open_checkpoint(left), open_checkpoint(right), options)
+
+
+def _judged(diff: Diff, options: DiffOptions) -> Diff:
+    if not options.says_what_fails:
+        return diff
+    from ckpttool.accepted import judged
+
+    return judged(diff, options)
+
+
+@takes(OptimizerOptions)
+def check(files: Sequence[str], *, allow: Sequence[str] = (), **options: Any) -> Checks:
+    """Files of a repository, each for what it is: names files (against `model`), rules, plans, checkpoints.
+
+    A checkpoint's pickles may call for what is torch's own, and what a shell pattern in `allow` names.
+    """
+    return check_by(files, OptimizerOptions(**options), allow)
+
+
+def check_by(files: Sequence[str], options: OptimizerOptions, allow: Sequence[str] = ()) -> Checks:
+    """`check`, with its options as a value."""
+    from ckpttool import checks
+
+    asked = {field.name: getattr(options, field.name) for field in fields(OptimizerOptions)}
+    return checks.check(files, DiffOptions(**asked), allow)

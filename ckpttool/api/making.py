@@ -1,0 +1,83 @@
+"""Verbs that make something new: a remap, a swap."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.api.reading import Ckpt, open_checkpoint
+from ckpttool.api.takes import takes
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.swap.options import SwapOptions
+from ckpttool.errors import CkptError
+from ckpttool.formats.table import MANIFEST
+
+if TYPE_CHECKING:
+    from ckpttool.edits.remap.result import Remap
+    from ckpttool.edits.swap.swap import Swap
+    from ckpttool.edits.write import Progress
+    from ckpttool.live.swap import Swapped
+
+
+def _with_values(ckpt: Ckpt) -> Checkpoint:
+    checkpoint = open_checkpoint(ckpt)
+    if checkpoint.format == MANIFEST.name:
+        raise CkptError(f"{checkpoint.source} is a manifest: digests, and no values", hint="name the checkpoint itself")
+    return checkpoint
+
+
+@takes(RemapOptions)
+def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Any) -> Remap:
+    """Rewrites the keys, optimizer ids and format of a checkpoint; writes OUT where one is named.
+
+    `progress` is called with a title and a number of bytes, and gives a context manager of a function that is told how
+    many bytes are done. Raises `Refused`, all problems at once, where something would be lost, collide or have to be
+    guessed, `CkptError` where something cannot be read or written.
+    """
+    return remap_by(ckpt, RemapOptions(out=out, **options), progress)
+
+
+def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None) -> Remap:
+    """`remap`, with its options as a value."""
+    from ckpttool.edits.run import run, undone
+    from ckpttool.edits.write import quiet
+
+    options.check(ckpt if isinstance(ckpt, str) else None)
+    if options.undo:
+        return undone(ckpt, options)
+    return run(_with_values(ckpt), options, progress or quiet)
+
+
+@takes(SwapOptions)
+def swap_weights(
+    program: Any, new: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Any
+) -> Swap | Swapped:
+    """Puts new weights into an exported program: a file, or a program, module or compiled package in memory.
+
+    A file is ``PATH`` or ``PATH::NAME``, and OUT is written where one is named. For what is in memory, `new` is a state
+    dict and the options are those of `live.swap_weights`. Raises `Refused`, all problems at once, where the weights do
+    not fit.
+    """
+    if isinstance(program, str):
+        return swap_weights_by(program, new, SwapOptions(out=out, **options), progress)
+    from ckpttool.live import swap_weights as swap_in_memory
+
+    return swap_in_memory(program, new, **options)  # type: ignore[arg-type]  # it says what is no state dict
+
+
+def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Progress | None = None) -> Swap:
+    """`swap_weights` into a file, with its options as a value."""
+    from ckpttool.edits.swap.run import run
+    from ckpttool.edits.write import quiet
+
+    options.check()
+    return run(program, _with_values(new), options, progress or quiet)
+
+
+def write(checkpoint: Checkpoint, out: str, **options: Any) -> None:
+    """Writes a checkpoint, what `open_checkpoint` or `remap` gave, to the file or folder OUT, whole or not at all.
+
+    `options` are those of `remap` that are about the output. Raises `CkptError` where OUT exists (`force` overwrites
+    it), `Refused` where its format cannot hold what is in the checkpoint.
+    """
+    remap(checkpoint, out, **options)

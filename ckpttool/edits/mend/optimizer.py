@@ -1,0 +1,78 @@
+"""What mends a saved optimizer's state: the remap that its remedy is, tried where all that it names is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.mend.attempt import Question, remaining, try_remap
+from ckpttool.edits.mend.command import command
+from ckpttool.edits.mend.ways import Way
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.operands.checkpoint import open_operand, split
+from ckpttool.operands.printed import operand, outputs
+from ckpttool.queries.diff.optimizer import optimizer_section
+from ckpttool.queries.diff.result import Diff, Remedy
+
+_PLACEHOLDERS = frozenset({"OLD", "OLD_OPTIMIZER", "MODEL", "OPTIMIZER"})
+UNMENDED = "no remap makes of this state one that fits: the optimizer can only start afresh, without it"
+
+
+def mended(question: Question, diff: Diff, remedy: Remedy) -> Diff:
+    """`diff` with the command that mends it: tried, unless it names what only the user knows; else it starts afresh."""
+    assert question.left is not None
+    path, picked = split(question.left.source)
+    whole = question.left if picked is None else open_operand(path)
+    if remedy.way != "afresh":
+        word, options = _way(question, remedy)
+        if _PLACEHOLDERS.intersection(v for v in vars(options).values() if isinstance(v, str)):
+            named = operand(path, whole.format)
+            return replace(diff, fix=(command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
+        found = try_remap(replace(question, left=whole, picked=picked), options, word)
+        if found is not None and (found.after.identical or found.left_to_do < remaining(diff)):
+            return replace(diff, fix=(found.command,))
+    fresh = _without(question, whole, picked) if question.right is None else ()
+    return replace(diff, fix=fresh, notes=diff.notes if fresh else (*diff.notes, UNMENDED))
+
+
+def _without(question: Question, whole: Checkpoint, picked: str | None) -> tuple[str, ...]:
+    """The command that leaves the optimizer out, where a model is left that can be asked about."""
+    section = optimizer_section(whole)
+    path = picked or (section.path if section is not None else "")
+    if not path:
+        return ()
+    of_model = replace(question.options, optimizer=None)
+    asked = replace(question, left=whole, options=of_model, model=question.model_with(None))
+    found = try_remap(asked, RemapOptions(drop=(path,)), "afresh")
+    return () if found is None else (found.command,)
+
+
+def _way(question: Question, remedy: Remedy) -> Way:
+    """The word for the output's name, and the remap, with placeholders for what the question does not name."""
+    asked, made = question.options, None if question.model is None else question.model.optimizer
+    model: dict[str, Any] = {"model": asked.model, "model_kwargs": asked.model_kwargs, "materialize": asked.materialize}
+    model = {"model": "MODEL"} if asked.model is None else model
+    form = remedy.form
+    old = {True: made, False: "OLD_OPTIMIZER", None: None}[remedy.same_groups]
+    ways: Mapping[str, tuple[str, dict[str, Any]]] = {
+        "by_name": ("ordered", {**model, "optimizer": made, "optimizer_keys": form}),
+        "regroup": ("mapped", {**model, "to_optimizer": made}),
+        "old_model": (
+            "mapped",
+            {
+                "model": "OLD",
+                "optimizer": None if made is None else old,
+                "to_model": asked.model,
+                "to_model_kwargs": asked.model_kwargs,
+                "to_optimizer": made,
+                "drop": remedy.foreign_keys or None,
+            },
+        ),
+        "like_right": (form or "ordered", {**model, "to_optimizer": made or "OPTIMIZER", "optimizer_keys": form}),
+        "keys_by_model": (form or "", {**model, "optimizer": made, "optimizer_keys": form}),
+        "keys": (form or "", {"optimizer_keys": form}),
+    }
+    word, fields = ways[remedy.way]
+    return word, RemapOptions(**fields)

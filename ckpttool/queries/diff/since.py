@@ -1,0 +1,182 @@
+"""Two checkpoints and the one that both came from: what each side changed since, and whether they agree.
+
+Each side is compared with the base, and both with each other: nothing is decided here that `run` does not say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import CkptError
+from ckpttool.operands.model import operand_of
+from ckpttool.queries.diff.manifest import is_about_manifest
+from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.queries.diff.result import Diff, Entry
+from ckpttool.queries.diff.run import run
+
+SCHEMA = "ckpttool.since/1"
+By = Literal["left", "right", "both", "conflict"]
+Keys = tuple[str, ...]
+BY = ("left", "right", "both", "conflict")
+# How an entry of a diff between the base and a side is called, where it is not by its status.
+CHANGES = {"unexpected": "dropped", "missing": "added"}
+_UNTOUCHED = frozenset({"same", "extra_state", "not_serialized"})
+_CONTENT = frozenset({"value", "dtype", "shape"})
+NO_VALUES = "no values were compared: --values tells what either side trained since"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one side made of keys of the base: its own keys, empty where it dropped them."""
+
+    status: str
+    keys: tuple[str, ...]
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A side of an entry of the contract's object."""
+        return {"status": self.status, "keys": list(self.keys), "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Keys of the base, none for what is new, and who changed them; None is a side that left them as they were.
+
+    `by` is ``both`` where the two agree: they hold the same there now, or one changed the name and the other what
+    stands under it; ``conflict`` where they do not.
+    """
+
+    by: By
+    base: tuple[str, ...]
+    left: Change | None
+    right: Change | None
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """The answer: every change since the base. `passes` where no two of them are in each other's way."""
+
+    base: str
+    left: str
+    right: str
+    points: tuple[Point, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def summary(self) -> dict[str, int]:
+        """Who changed it -> how often, without zeros."""
+        count = Counter(point.by for point in self.points)
+        return {by: count[by] for by in BY if count[by]}  # type: ignore[index]
+
+    @property
+    def passes(self) -> bool:
+        """Whether the exit status is 0."""
+        return "conflict" not in self.summary
+
+    def to_json(self) -> dict[str, Any]:
+        """The `since` object of the contract."""
+        return {
+            "schema": SCHEMA,
+            "base": self.base,
+            "left": self.left,
+            "right": self.right,
+            "conflicts": not self.passes,
+            "summary": self.summary,
+            "entries": [
+                {
+                    "by": point.by,
+                    "base": list(point.base),
+                    "left": None if point.left is None else point.left.to_json(),
+                    "right": None if point.right is None else point.right.to_json(),
+                }
+                for point in self.points
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options: DiffOptions) -> Since:
+    """What `left` and `right` changed since `base`.
+
+    Raises `CkptError` as a diff does, and for a manifest.
+    """
+    if is_about_manifest(base, left) or is_about_manifest(base, right):
+        raise CkptError("a manifest is no base, and has none", hint="name the checkpoints themselves")
+    model = operand_of(options)
+    mine, theirs = (run(base, side, options, model) for side in (left, right))
+    both = run(left, right, options, model)
+    points = tuple(_points(mine, theirs, both))
+    sides = (("left", mine), ("right", theirs))
+    since_base = [f"{side}: {_of_side(note)}" for side, diff in sides for note in diff.notes]
+    notes = (*since_base, *both.notes)
+    return Since(base.source, left.source, right.source, points, (*([] if options.comparison else [NO_VALUES]), *notes))
+
+
+def _points(mine: Diff, theirs: Diff, both: Diff) -> Iterator[Point]:
+    ours, others = _changes(mine), _changes(theirs)
+    alike = {(entry.left, entry.right) for entry in both.entries if not both.weighs(entry)}
+    for base in dict.fromkeys((*ours, *others)):
+        left, right = ours.get(base), others.get(base)
+        yield Point(_by(base, left, right, alike), base, left, right)
+    added, more = _added(mine), _added(theirs)
+    for keys in dict.fromkeys((*added, *more)):
+        yield Point(_by((), added.get(keys), more.get(keys), alike), (), added.get(keys), more.get(keys))
+    yield from _collisions(ours, added, others, more)
+
+
+def _by(base: Keys, left: Change | None, right: Change | None, alike: set[tuple[Keys, Keys]]) -> By:
+    """Who changed `base`; one side's new name and the other's new content under the old name go together."""
+    if left is None or right is None:
+        return "right" if left is None else "left"
+    if left.keys == right.keys:
+        return "both" if not left.keys or (left.keys, right.keys) in alike else "conflict"
+    apart = {left.status, right.status} & {"renamed"} and {left.status, right.status} & _CONTENT
+    kept = right.keys if left.status == "renamed" else left.keys
+    return "both" if apart and kept == base else "conflict"
+
+
+def _changes(diff: Diff) -> dict[Keys, Change]:
+    """Keys of the base -> what the side made of each of them."""
+    touched = (e for e in diff.entries if e.left and e.status not in _UNTOUCHED and diff.weighs(e))
+    return {(key,): _change(entry) for entry in touched for key in entry.left}
+
+
+def _added(diff: Diff) -> dict[Keys, Change]:
+    """New keys -> that they are new."""
+    return {entry.right: _change(entry) for entry in diff.entries if not entry.left and diff.weighs(entry)}
+
+
+def _change(entry: Entry) -> Change:
+    if entry.status in CHANGES:
+        return Change(CHANGES[entry.status], entry.right, "")
+    return Change(entry.status, entry.right, _of_side(": ".join(filter(None, (entry.why, entry.detail)))))
+
+
+def _of_side(text: str) -> str:
+    """What a diff of the base (its left) and a side (its right) says, in the words of three."""
+    return re.sub(r"\bright\b", "this side", re.sub(r"\bleft\b", "the base", text))
+
+
+def _collisions(
+    ours: dict[Keys, Change],
+    added: dict[Keys, Change],
+    others: dict[Keys, Change],
+    more: dict[Keys, Change],
+) -> Iterator[Point]:
+    """One key that the two sides gave to different tensors: renamed from others of the base, or new."""
+    mine, theirs = (_given(*pair) for pair in ((ours, added), (others, more)))
+    for key in mine.keys() & theirs.keys():
+        (base, left), (origin, right) = mine[key], theirs[key]
+        if base != origin:
+            yield Point("conflict", tuple(dict.fromkeys((*base, *origin))), left, right)
+
+
+def _given(changes: dict[Keys, Change], added: dict[Keys, Change]) -> dict[str, tuple[Keys, Change]]:
+    """Key -> what of the base has it now that had another one, and how that came."""
+    moved = {key: (base, change) for base, change in changes.items() for key in change.keys if key not in base}
+    return {**moved, **{key: ((), change) for keys, change in added.items() for key in keys}}

@@ -1,0 +1,66 @@
+"""What is looked up, or tried on kinds of keys, is what trying each pattern on each key would find."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.edits.mend.patterns import _matching, _ways, drops
+from ckpttool.edits.rules.generalise import patterns, renames
+from ckpttool.edits.rules.patterns import InTurn, Naming, matches, parse, rename
+from ckpttool.naming.inference import unpaired
+from ckpttool.naming.inference.search import infer
+from ckpttool.naming.inference.values import Side, Tensor
+
+SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
+KEYS = st.lists(st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True)
+TEXTS = ["a.b", "a.{x*}", "{x}.b", "0", "re:a.*", "*", "layers.{n}.{x*}", "{x*}.1", "a", "a.b.0"]
+
+
+@given(KEYS, KEYS)
+def test_patterns_of_a_mend_match_what_they_are_said_to(mine, others):
+    for text in {text for key in mine for text in _ways(key)}:
+        assert [matches(text, key) for key in others] == [text in _matching(key) for key in others]
+
+
+@given(KEYS, KEYS)
+def test_what_is_dropped_is_named_and_nothing_else(gone, kept):
+    found = drops(gone, [key for key in kept if key not in gone])
+    assert found is None or all(any(matches(text, key) for text in found) for key in gone)
+    assert found is None or not any(matches(text, key) for text in found for key in kept if key not in gone)
+
+
+@given(KEYS, st.lists(st.sampled_from(TEXTS), max_size=6))
+def test_patterns_by_look_up(keys, texts):
+    for key in keys:
+        assert set(Naming(texts).hits(key)) == {text for text in texts if matches(text, key)}
+
+
+@given(KEYS, st.lists(st.sampled_from([text for text in TEXTS if text != "*"]), max_size=6))
+def test_the_first_rule_by_look_up(keys, texts):
+    rules = [parse(f"{text} => new.{at}") for at, text in enumerate(texts)]
+    for key in keys:
+        names = [name for name in (rule.apply(key) for rule in rules) if name is not None]
+        assert InTurn(rules).first(key)[1] == (names[0] if names else None)
+
+
+@given(st.lists(st.lists(st.sampled_from("ab01"), min_size=1, max_size=4).map(".".join), min_size=1, unique=True))
+def test_suggested_patterns_name_what_they_should(keys):
+    wanted, others = keys[::2], keys[1::2]
+    texts = patterns(wanted, others)
+    assert [key for key in keys if any(matches(text, key) for text in texts)] == [k for k in keys if k in wanted]
+
+
+def test_names_of_too_many_kinds_are_renamed_one_by_one():
+    wanted = {f"a{n}.w": f"b{n * 7919 % 10007}.w" for n in range(9000)}
+    assert rename(wanted, [parse(text) for text in renames(wanted, [])]) == wanted
+
+
+def test_a_search_that_costs_too_much_says_so_and_pairs_nothing_more(monkeypatch):
+    left, right = (Side(tuple(Tensor(f"{head}{n}.w", "float32", (2, n % 3 + 1)) for n in range(20))) for head in "ab")
+    assert "not looked for" not in str(infer(left, right))
+    monkeypatch.setattr(unpaired, "_MOST", 100)
+    monkeypatch.setattr(unpaired, "_MOST_EACH", 0)
+    (told,) = infer(left, right).ambiguous
+    assert told.reason == "not looked for further among 20 and 20 tensors: too many are alike"
+    assert (len(told.left), len(told.right)) == (20, 20)

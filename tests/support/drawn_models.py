@@ -1,0 +1,40 @@
+"""The models that properties of strict loading draw from, by their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hook_zoo
+import loading_zoo
+import real_models
+
+REAL = [name for name in real_models.ALL if name != "wav2vec2"]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{f"hook_zoo:{name}": build for name, build in hook_zoo.ZOO.items() if name not in ("lazy", "nested_dict")},
+    **{f"loading_zoo:{name}": build for name, build in loading_zoo.ZOO.items()},
+    **{f"real_models:{name}": getattr(real_models, name) for name in REAL},
+}
+
+
+def build(operand: str, seed: int) -> nn.Module:
+    """The model for real, with values of its own."""
+    torch.manual_seed(seed)
+    model = MODELS[operand]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter and parameter.layout == torch.strided:
+                parameter.normal_()
+    return model
+
+
+def is_safe(path: Path) -> bool:
+    """Whether torch's own safe loader makes all that is in the file."""
+    try:
+        torch.load(path, weights_only=True)
+    except Exception:
+        return False
+    return True
