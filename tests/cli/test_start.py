@@ -36,7 +36,7 @@ LINES = [
     ("inspect none.pt", 2, 100),
     ("diff a.safetensors a.pt", 0, 162),
     ("diff a.safetensors a.pt --values", 0, 162),
-    ("diff a.safetensors renamed.safetensors", 1, 214),
+    ("diff a.safetensors renamed.safetensors", 1, 218),
     ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 160),
     ("swap-weights p.pt2 new.pt -o o.pt2", 0, 140),
 ]
