@@ -69,11 +69,16 @@ def test_the_ranks_write_what_one_process_writes(
 
 
 def test_what_fails_on_any_rank_fails_on_all_and_is_said_once(source: Path, tmp_path: Path) -> None:
-    """Before the work (refused) and in it (a source that changed); the report file is the first rank's alone."""
+    """Whether all of them fail or one; what is not shared, a report file among it, is the first rank's alone."""
     refused = run_ranks(tmp_path, 2, "remap", source / "model.pt", "-o", "out.pt", "--rule", "no.such => thing")
     assert [done.status for done in refused] == [1, 1]
     assert refused[0].err.count("error: ") == 1
     assert refused[1].said == (1, "")
+    assert [*tmp_path.iterdir()] == []
+    wrong = {"CKPTTOOL_MAX_SHARD_SIZE": "many"}
+    failed = run_ranks(tmp_path, 2, "remap", source / "model.safetensors", "-o", "out/", last=wrong)
+    assert [done.status for done in failed] == [2, 2]
+    assert "error: 'many' is not a size\n" in failed[0].err
     assert [*tmp_path.iterdir()] == []
     made = run_ranks(tmp_path, 2, "remap", source / "model.pt", "--dry-run", *RULE, "--report", "plan.md")
     assert [done.status for done in made] == [0, 0]
@@ -104,8 +109,8 @@ def test_a_killed_job_goes_on_where_it_was(source: Path, tmp_path: Path, run: Ru
         with open(name, "r+b") as file:
             file.seek(record["offset"] + record["size"] - 1)
             file.write(b"!")
-    done = run_ranks(tmp_path, 2, *command, "out/")
-    assert [one.status for one in done] == [0, 0]
+    done = run_ranks(tmp_path, 3, *command, "out/")
+    assert [one.status for one in done] == [0, 0, 0]
     run(*command, f"{tmp_path}/alone/")
     for record in written:
         at = record["offset"] + record["size"]
