@@ -15,7 +15,11 @@ N ?= 100
 SEED ?= 0
 ONLY ?= ckpttool
 
-.PHONY: help demo test browser docs dist faults check man wild models fuzz mutants fix coverage floor constraints clean
+SIZE ?= 1
+RUNS ?= 3
+CASES ?=
+
+.PHONY: help demo test bench browser docs dist faults check man wild models fuzz mutants fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +64,9 @@ dist: $(VENV)/for-demo ## wheel and sdist in dist/, and the demo with what a fre
 	$(PYTHON) -m venv build/fresh
 	build/fresh/bin/python -m pip install -qq --disable-pip-version-check -c $(PINS) dist/*.whl
 	cd build/fresh && bin/ckpttool --version && bin/python ../../examples/demo.py demo
+
+bench: $(VENV)/for-test ## whole processes against cp and other ways (SIZE= GiB, RUNS=, CASES=PATTERN, ARGS=--write: into the pages)
+	$(BIN)/python benchmarks/bench.py --size $(SIZE) --runs $(RUNS) --cases '$(CASES)' $(ARGS)
 
 faults: $(VENV)/for-test ## every call that writes fails once, every one is a place to die at: some minutes
 	CKPTTOOL_FAULTS=all $(BIN)/python -m pytest tests/faults -s $(ARGS)

@@ -1,0 +1,57 @@
+"""The files that are measured: one model in every format, its program, and indexes of many keys."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+TENSORS = 290  # as many as a 7-billion-parameter Llama has
+MANY = 100_000
+
+
+def make(folder: Path, gib: float) -> None:
+    """Makes them in a process of its own: its memory is not inherited by the processes that are measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        _make(folder, gib)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit("the files could not be made")
+
+
+def _make(folder: Path, gib: float) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+    from torch import nn
+
+    class Tower(nn.Module):
+        def __init__(self, side: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(side, side, bias=False) for _ in range(TENSORS))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    side = int((gib * 2**30 / TENSORS / 4) ** 0.5)
+    torch.manual_seed(0)
+    model = Tower(side).eval()
+    state = model.state_dict()
+    torch.save(state, folder / "model.pt")
+    save_file(state, folder / "model.safetensors")
+    save_file(state, folder / "same.safetensors")
+    middle = f"layers.{TENSORS // 2}.weight"
+    save_file(
+        {**state, middle: state[middle].clone().index_fill_(0, torch.tensor([0]), 0)}, folder / "other.safetensors"
+    )
+    warnings.simplefilter("ignore")  # that this is one process
+    dcp.save(state, checkpoint_id=folder / "model.dcp", no_dist=True)
+    torch.export.save(torch.export.export(model, (torch.zeros(1, side),)), folder / "model.pt2")
+    many = {f"layers.{i // 10}.block.{i % 10}.weight": torch.zeros(1) for i in range(MANY)}
+    torch.save({key: many[key] for key in list(many)[:10_000]}, folder / "many.pt")
+    save_file(many, folder / "many.safetensors")

@@ -1,0 +1,95 @@
+"""How CPU time grows with the number of keys, beside scripts that parse the header with `json`; drawn as SVG."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import sys
+from pathlib import Path
+
+from cases import CKPTTOOL, RULE
+
+COUNTS = (1_000, 3_000, 10_000, 30_000, 100_000)
+_COLORS = {"inspect": "#2563eb", "remap": "#dc2626", "diff": "#16a34a"}
+_BY_HAND = {
+    "inspect": "for k, v in read(sys.argv[1]).items(): print(k, v['dtype'], v['shape'])",
+    "remap": "h = read(sys.argv[1]); t = json.dumps({k.replace('layers', 'blocks'): v for k, v in h.items()}).encode();"
+    "open(sys.argv[2], 'wb').write(struct.pack('<Q', len(t)) + t + open(sys.argv[1], 'rb').read()[-4 * len(h):])",
+    "diff": "a, b = read(sys.argv[1]), read(sys.argv[2]);"
+    "print([k for k in {**a, **b} if a.get(k, {}).get('shape') != b.get(k, {}).get('shape')])",
+}
+_READ = (
+    "import json, struct, sys\n"
+    "def read(p):\n    f = open(p, 'rb'); return json.loads(f.read(struct.unpack('<Q', f.read(8))[0]))\n"
+)
+Series = dict[str, list[tuple[int, float]]]
+
+
+def measured(folder: Path) -> Series:
+    """Seconds of CPU by work, for each count of keys: ours as ``inspect``, by hand as ``inspect by hand``."""
+    found: Series = {}
+    for count in COUNTS:
+        path, out = _file(folder, count), str(folder / "out.safetensors")
+        for work, words in (("inspect", [path]), ("remap", [path, "-o", out, *RULE]), ("diff", [path, path])):
+            found.setdefault(work, []).append((count, _cpu([CKPTTOOL, work, *words], folder)))
+            by_hand = [sys.executable, "-c", _READ + _BY_HAND[work], path, path if work == "diff" else out]
+            found.setdefault(f"{work} by hand", []).append((count, _cpu(by_hand, folder)))
+    return found
+
+
+def _file(folder: Path, count: int) -> str:
+    path = folder / f"keys-{count}.safetensors"
+    keys = (f"layers.{i // 10}.block.{i % 10}.weight" for i in range(count))
+    infos = {key: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, key in enumerate(keys)}
+    text = json.dumps(infos).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4 * count))
+    return str(path)
+
+
+def _cpu(command: list[str], folder: Path) -> float:
+    """The least of three runs, user and system."""
+    times = []
+    for _ in range(3):
+        for left in folder.glob("out*"):
+            left.unlink()
+        quiet = [(os.POSIX_SPAWN_OPEN, to, os.devnull, os.O_WRONLY, 0) for to in (1, 2)]
+        _, status, usage = os.wait4(os.posix_spawn(command[0], command, os.environ, file_actions=quiet), 0)
+        if status:
+            sys.exit(f"failed: {command[:4]}")
+        times.append(usage.ru_utime + usage.ru_stime)
+    return min(times)
+
+
+def drawn(series: Series) -> str:
+    """The series in a diagram whose two axes are logarithmic; by hand is dashed."""
+
+    def at(count: float, seconds: float) -> str:
+        x = 70 + 430 * math.log(count / COUNTS[0]) / math.log(COUNTS[-1] / COUNTS[0])
+        return f"{x:.1f},{300 - 85 * (math.log10(seconds) + 2):.1f}"
+
+    lines = []
+    for power in range(-2, 2):
+        x, y = at(COUNTS[0], 10.0**power).split(",")
+        lines.append(
+            f'<path d="M70 {y}H500" stroke="#8884"/><text x="62" y="{y}" text-anchor="end">{10.0**power:g} s</text>'
+        )
+    for count in COUNTS:
+        x = at(count, 1).split(",")[0]
+        lines.append(f'<text x="{x}" y="322" text-anchor="middle">{count:,}</text>')
+    for name, points in series.items():
+        work, by_hand = name.removesuffix(" by hand"), name.endswith("by hand")
+        dashes = ' stroke-dasharray="5 4"' if by_hand else ""
+        path = " ".join(at(*point) for point in points)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{_COLORS[work]}" stroke-width="2"{dashes}/>')
+        end = at(*points[-1]).split(",")
+        lines.append(f'<text x="{float(end[0]) + 8}" y="{end[1]}" fill="{_COLORS[work]}">{name}</text>')
+    style = "text{font:12px sans-serif;dominant-baseline:middle;fill:#666}"
+    body = "\n".join(lines)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 350" role="img">'
+        f"<title>CPU seconds by number of keys</title><style>{style}</style>\n{body}\n"
+        '<text x="285" y="342" text-anchor="middle">keys</text></svg>\n'
+    )
