@@ -13,6 +13,7 @@ from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
 from ckpttool.names import RUNTIME
+from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.call_variants import collapse, expand, settle
 from ckpttool.naming.forms import FormPlan, Reading, left_to_code, move, read
 from ckpttool.naming.model_form import ModelForm
@@ -61,9 +62,12 @@ class ByModel:
     def _move(self, section: Section, reading: Reading) -> FormPlan:
         names = self.tables.names
         if not reading.match.names:
+            adapter = adapter_of(section.by_key())
             raise Refused(
                 f"0 of {len(section.by_key())} keys are names of {names.model}",
-                hint=f"compare them: ckpttool diff --model {names.model} CKPT",
+                hint=f"compare them: ckpttool diff --model {names.model} CKPT"
+                if adapter is None or not adapter.alone
+                else f"{adapter.title} without its model: rename its modules by rules, --rule 'FROM => TO'",
                 problems=[Problem("no name of this model", key) for key in section.by_key()],
             )
         moved = move(self.tables, section, reading, self.to.names, self.tie)

@@ -268,3 +268,15 @@ def test_what_only_the_other_model_has_is_named(run: Run, tmp_path: Path) -> Non
     grown, same = (run(*line, "--to-model", f"{tmp_path}/net.py:{model}") for model in ("new", "old"))
     assert grown.data["notes"] == [f"new in {tmp_path}/net.py:new, and not in the checkpoint: 1.weight, 1.bias"]
     assert same.data["notes"] == []
+
+
+def test_an_adapter_without_its_model_is_called_one(tmp_path: Path, run: Run) -> None:
+    """Its keys are a model's module paths: rules rename them, and no model says how."""
+    keys = [f"base_model.model.0.lora_{side}.weight" for side in "AB"]
+    torch.save({key: torch.ones(2, 2) for key in keys}, tmp_path / "a.pt")
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(2, 2))\n"
+    )
+    asked = ("--model", f"{tmp_path}/model.py:build", "--to", "runtime")
+    refused = run("remap", tmp_path / "a.pt", *asked, "-o", tmp_path / "b.pt")
+    assert (refused.status, "a LoRA adapter without its model: rename its modules by rules" in refused.err) == (1, True)
