@@ -70,10 +70,15 @@ class Page:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
+    _forget(str(tmp_path.parent))  # another test may have left a module of the same name
     yield
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+    _forget(str(tmp_path))
+
+
+def _forget(folder: str) -> None:
+    """Modules of files in the folder are found anew."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(folder):
             del sys.modules[name]
 
 

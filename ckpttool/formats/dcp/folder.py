@@ -67,6 +67,7 @@ def read(path: str) -> Checkpoint:
     metadata, nbytes = _read_metadata(path)
     sizes = _check_files(path, metadata)
     metadata = located(path, metadata)
+    _check_apart(path, metadata)
     reader = _Reader(path)
     leaves = {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
     root = nested(leaves)
@@ -111,6 +112,27 @@ def _places(item: Item) -> list[Place]:
     return [item.place] if isinstance(item, BytesItem) else [chunk.place for chunk in item.chunks]
 
 
+def _check_apart(folder: str, metadata: Metadata) -> None:
+    """Raises `CkptError` where two items have bytes in common and are not the same bytes."""
+    places = {place: key for key, item in metadata.items.items() for place in _places(item)}
+    in_order = sorted(places, key=lambda place: (place.name, place.offset))
+    problems = [
+        Problem(f"its bytes in {one.name} are also those of {places[one]}", places[other])
+        for one, other in pairwise(in_order)
+        if one.name == other.name and one.offset + one.length > other.offset
+    ]
+    _raise_if(problems, folder)
+
+
+def _raise_if(problems: list[Problem], folder: str) -> None:
+    if problems:
+        raise CkptError(
+            f"{folder}: {DCP_METADATA} and the data files do not fit",
+            hint="copy the folder again; what went through an extension has to be saved again without it",
+            problems=problems,
+        )
+
+
 def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
     """The data files and their sizes in bytes. Raises `CkptError`, all problems at once, where items do not fit."""
     places = {place: key for key, item in metadata.items.items() for place in _places(item)}
@@ -122,15 +144,7 @@ def _check_files(folder: str, metadata: Metadata) -> dict[str, int]:
             problems.append(Problem("it has no bytes: torch.save writes some for every item", key))
         if place.transforms:
             problems.append(Problem(f"went through an extension: {', '.join(place.transforms)}", key))
-    for one, other in pairwise(sorted(places, key=lambda place: (place.name, place.offset))):
-        if one.name == other.name and one.offset + one.length > other.offset:
-            problems.append(Problem(f"its bytes in {one.name} are also those of {places[one]}", places[other]))
-    if problems:
-        raise CkptError(
-            f"{folder}: {DCP_METADATA} and the data files do not fit",
-            hint="copy the folder again; what went through an extension has to be saved again without it",
-            problems=problems,
-        )
+    _raise_if(problems, folder)
     return sizes
 
 
