@@ -79,13 +79,14 @@ def drawn(series: Series) -> str:
     for count in COUNTS:
         x = at(count, 1).split(",")[0]
         lines.append(f'<text x="{x}" y="322" text-anchor="middle">{count:,}</text>')
-    for name, points in series.items():
+    lowest = 0.0  # of the labels so far: none lies over another
+    for name, points in sorted(series.items(), key=lambda one: -one[1][-1][1]):
         work, by_hand = name.removesuffix(" by hand"), name.endswith("by hand")
         dashes = ' stroke-dasharray="5 4"' if by_hand else ""
         path = " ".join(at(*point) for point in points)
         lines.append(f'<polyline points="{path}" fill="none" stroke="{_COLORS[work]}" stroke-width="2"{dashes}/>')
-        end = at(*points[-1]).split(",")
-        lines.append(f'<text x="{float(end[0]) + 8}" y="{end[1]}" fill="{_COLORS[work]}">{name}</text>')
+        lowest = max(float(at(*points[-1]).split(",")[1]), lowest + 15)
+        lines.append(f'<text x="508" y="{lowest:.1f}" style="fill:{_COLORS[work]}">{name}</text>')
     style = "text{font:12px sans-serif;dominant-baseline:middle;fill:#666}"
     body = "\n".join(lines)
     return (
