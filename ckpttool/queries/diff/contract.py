@@ -20,7 +20,7 @@ from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import shell
 
 _NOTHING = Inference()
-SHIFTED = "the optimizer's id of a parameter: torch gives state to parameters by it"
+_SHIFTED = "the optimizer's id of a parameter: torch gives state to parameters by it"
 _GONE, _ADDED = "no longer a parameter of the optimizer", "a parameter that the optimizer had not"
 _RUNTIME = "a runtime name, under a key that stays: exported programs and optimizers that go by names have it"
 
@@ -48,11 +48,6 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     sides = f"{path} (what checkpoints have)", f"{model.title} (what its code writes)"
     beyond = old.optimizer_class != new.optimizer_class
     return Diff(*sides, identical, entries, notes=notes, inferred=inferred, harmless=harmless, beyond=beyond)
-
-
-def is_of_keys(entry: Entry) -> bool:
-    """Whether the entry is about keys of a state dict, and not about runtime names or an optimizer's ids."""
-    return entry.reason not in (_RUNTIME, SHIFTED, _GONE, _ADDED)
 
 
 def _renames(old: Names, new: Names, inferred: Inference = _NOTHING) -> dict[str, str]:
@@ -101,7 +96,7 @@ def _ids(old: Names, new: Names, keys: tuple[Entry, ...], renames: Mapping[str, 
         if name not in now and (name in known or not changed):
             yield Entry("unexpected", (_key(place),), (), _GONE, None, name)
         elif name in now and now[name] != place:
-            yield Entry("order", (_key(place),), (_key(now[name]),), SHIFTED, None, name)
+            yield Entry("order", (_key(place),), (_key(now[name]),), _SHIFTED, None, name)
     for name, place in now.items():
         if name not in was and (name in known or not changed):
             yield Entry("missing", (), (_key(place),), _ADDED, None, name)
