@@ -65,12 +65,13 @@ def _asks_names(given: Mapping[str, Any]) -> bool:
 class Default:
     """A value that stands in for an option that is not given: where it is from, and what is there without it.
 
-    `own`: it is said for this command, and not for all.
+    `word` is the option's long word; `own`: it is said for this command, and not for all.
     """
 
     value: Any
     place: str
     instead: Any
+    word: str
     own: bool = False
 
 
@@ -119,13 +120,15 @@ def chosen(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
         needs = command in _NEEDS_MODEL and _NEEDS_MODEL[command](plain)
         left_out = {name for name in _MODEL if named or not (needs or getattr(given.get(name), "own", False))}
     used = {name: default for name, default in from_elsewhere.items() if name not in left_out}
-    if not given.get("quiet"):
-        sys.stderr.writelines(f"default: {_said(name, one)}\n" for name, one in used.items())
-    return {**plain, **{name: default.value for name, default in used.items()}}
+    values = {**plain, **{name: default.value for name, default in used.items()}}
+    if not values.get("quiet"):
+        said = (one for one in used.values() if one.value is not None and one.value is not False)
+        sys.stderr.writelines(f"default: {_said(one)}\n" for one in said)
+    return values
 
 
-def _said(name: str, default: Default) -> str:
-    flag = "--" + name.rstrip("_").replace("_", "-")
+def _said(default: Default) -> str:
+    flag = f"--{default.word}"
     values = default.value if isinstance(default.value, list) else [default.value]
     words = [flag] if default.value is True else [word for value in values for word in (flag, str(value))]
     return visible(f"{shell(*words)} ({default.place})")
@@ -146,7 +149,7 @@ def _made(one: Taken, value: Any, place: str, faults: _Faults, key: str, own: bo
     """The default of an option, under its name; none where the value is not one that it takes."""
     instead = None if one.default is Parameter.empty else one.default
     try:
-        return {one.name: Default(value_of(one, _texts(one, value)), place, instead, own)}
+        return {one.name: Default(value_of(one, _texts(one, value)), place, instead, _word(one), own)}
     except CkptError as error:
         faults.problems.append(Problem(error.message, key))
     except (Unusual, TypeError):
@@ -190,7 +193,7 @@ def _of_environment(options: Mapping[str, Taken], every: Words) -> dict[str, Def
 def _nothing(one: Taken, variable: str) -> dict[str, Default]:
     """An empty variable takes the default of a file away."""
     instead = None if one.default is Parameter.empty else one.default
-    return {one.name: Default(instead, variable, instead)}
+    return {one.name: Default(instead, variable, instead, _word(one))}
 
 
 def _read(one: Taken, text: str) -> Any:

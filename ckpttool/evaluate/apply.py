@@ -136,9 +136,12 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
             continue
         try:
             same = ex.substitute(output.source, lambda key: Ref(aliases.get(key, key)))
-            if same not in computed:
-                computed[same] = without_torch.entry_of(output.key, output.source, have) or _compute(output, have)
-            entries.append(replace(computed[same], key=output.key))
+            entry = computed.get(same)
+            if entry is None:
+                entry = without_torch.entry_of(output.key, output.source, have) or _compute(output, have)
+                if next(iter(ex.refs(same)), None) is not None:  # constants that are equal are not tied
+                    computed[same] = entry
+            entries.append(replace(entry, key=output.key))
         except Refused as error:
             problems.append(Problem(error.message, output.key))
     if problems:

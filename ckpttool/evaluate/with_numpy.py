@@ -98,7 +98,7 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
             raw = read(mine), read(yours)
             a, b = (values.astype(np.float64) for values in raw)
             equal = (a == b) | (np.isnan(a) & np.isnan(b)) if raw[0].dtype.kind == "f" else raw[0] == raw[1]
-            far = np.nan_to_num(np.abs(np.where(equal, 0.0, a - b)), nan=np.inf)
+            far = np.nan_to_num(np.abs(np.where(equal, 0.0, a - b)), nan=np.inf, posinf=np.inf)
             within = np.abs(a - b) <= atol + np.abs(rtol * b)
             close = equal | (np.isfinite(a - b) & within) if rtol or atol else equal
             count, total = count + int(np.count_nonzero(~close)), total + a.size

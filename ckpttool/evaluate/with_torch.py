@@ -356,7 +356,13 @@ def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float
     close = equal | torch.isclose(a, b, rtol=rtol, atol=atol) if rtol or atol else equal
     count = int((~close).sum())
     if count:
-        far = torch.where(equal, torch.zeros_like(a), a - b).abs().nan_to_num(nan=float("inf")).max().item()
+        far = (
+            torch.where(equal, torch.zeros_like(a), a - b)
+            .abs()
+            .nan_to_num(nan=float("inf"), posinf=float("inf"))
+            .max()
+            .item()
+        )
         distance = f", by {far:.3g} at most" if far else ""
         return f"{count:,} of {left.numel():,} elements differ{distance}"
     return None if rtol or atol else "the values are equal, their bytes are not (-0.0, or another kind of NaN)"

@@ -154,11 +154,14 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _files(source: str) -> dict[str, str]:
-    """The checkpoint's files by their names in its folder: all files of a folder, since any may be a part of it."""
+    """The checkpoint's files by their names in its folder: all files below it, since any may be a part of it."""
     if paths.is_url(source):
         if not files.is_dir(source):
             return {paths.name(source): source}
         found = [paths.join(source, name) for name in files.names_in(source)]
+    elif os.path.isdir(source):
+        within = (os.path.join(home, name) for home, _, names in os.walk(source) for name in names)
+        return {os.path.relpath(path, source): path for path in sorted(within) if files.is_file(path)}
     else:
         found = files.files_of(source)
     return {paths.name(path): path for path in sorted(found) if files.is_file(path)}

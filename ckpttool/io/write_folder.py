@@ -11,6 +11,7 @@ from pathlib import Path
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
 from ckpttool.io import modes, sources
+from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
@@ -98,10 +99,17 @@ def write_folder(
             _check_absent(change)
         writer = _Writer(link, fsync, progress, tuple(readers_of), digests)
         _change(change, new, writer)
-    sources.forget(str(folder))
+    _forget(folder, change)
     if fsync:
         confirm(out, folder.parent)
     return writer.nbytes + sum(size(str(folder / name)) for name in here)
+
+
+def _forget(folder: Path, change: Change) -> None:
+    """The files are others now, and what was known of them has an end: their ways back too."""
+    sources.forget(str(folder))
+    for name in (*change.put, *change.remove):
+        forget_undo(folder / name)
 
 
 def _to_be_made(files: Contents) -> Files:

@@ -9,7 +9,7 @@ from ckpttool.errors import CkptError
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import read_names, saved_by
 from ckpttool.operands.printed import free
-from ckpttool.queries.diff.contract import compare_with_code
+from ckpttool.queries.diff.contract import compare_with_code, is_of_keys
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
 from ckpttool.words import shell
@@ -60,7 +60,4 @@ def migrates(diff: Diff, rules: str) -> Diff:
 
 def _of_keys(diff: Diff) -> Diff:
     """The diff of the keys in a state dict alone, for which there are rules."""
-    paired = [e for e in diff.entries if e.status not in ("order", "transformed") and "runtime name" not in e.reason]
-    return replace(
-        diff, entries=tuple(e for e in paired if not any(k.startswith("param_groups.") for k in e.left + e.right))
-    )
+    return replace(diff, entries=tuple(e for e in diff.entries if e.status != "transformed" and is_of_keys(e)))

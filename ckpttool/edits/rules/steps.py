@@ -198,7 +198,7 @@ Step = Union[Rename, Convert, Drop, Constant, Split, Join]
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """What the renaming steps make of a name, one after the other: for those who have names and no tensors."""
+    """What the unconditional renames make of a name, one after the other: for those who have names and no tensors."""
 
     steps: tuple[Step, ...]
 
@@ -206,7 +206,8 @@ class Renames:
         """The key's new name, or None where no step renames it."""
         name = key
         for step in self.steps:
-            name = (step.in_turn.first(name)[1] if isinstance(step, Rename) else None) or name
+            if isinstance(step, Rename) and not (step.where.when or step.where.unless):  # no tensors tell these
+                name = step.in_turn.first(name)[1] or name
         return None if name == key else name
 
 

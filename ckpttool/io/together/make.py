@@ -224,7 +224,8 @@ class _Task:
             while (at := self.job.next("unit")) < len(todo):
                 self.job.check()
                 number = todo[at]
-                if number in self.known and self._holds(number, self.known[number]["blake2b"]):
+                wanted = self.known[number]["blake2b"] if number in self.known else None
+                if wanted is not None and self._holds(number, wanted):
                     continue
                 if self.asked.progress is not None:  # what came before is taken by others, or done
                     self.asked.progress(sum(self.units[n].nbytes for n in todo[told : at + 1]))

@@ -50,6 +50,11 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     return Diff(*sides, identical, entries, notes=notes, inferred=inferred, harmless=harmless, beyond=beyond)
 
 
+def is_of_keys(entry: Entry) -> bool:
+    """Whether the entry is about keys of a state dict, and not about runtime names or an optimizer's ids."""
+    return entry.reason not in (_RUNTIME, _SHIFTED, _GONE, _ADDED)
+
+
 def _renames(old: Names, new: Names, inferred: Inference = _NOTHING) -> dict[str, str]:
     """Runtime name -> the name it has now, for tensors whose key stays, or has likely another name."""
     now = {key.key: key for key in new.serialized}

@@ -170,7 +170,7 @@ def _collisions(
 ) -> Iterator[Point]:
     """One key that the two sides gave to different tensors: renamed from others of the base, or new."""
     mine, theirs = (_given(*pair) for pair in ((ours, added), (others, more)))
-    for key in mine.keys() & theirs.keys():
+    for key in (key for key in mine if key in theirs):
         (base, left), (origin, right) = mine[key], theirs[key]
         if base != origin:
             yield Point("conflict", tuple(dict.fromkeys((*base, *origin))), left, right)

@@ -27,6 +27,7 @@ from ckpttool.formats.table import format_for
 from ckpttool.io.write_file import write
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.plan import Plan
+from command import Run
 from places import DOCS
 
 torch.set_num_threads(1)
@@ -648,3 +649,22 @@ def test_the_examples_do_what_the_page_says(tmp_path: Path, number: int) -> None
     elif "drop" not in text and "constant" not in text:
         back = rewrite(tmp_path / "out.safetensors", tmp_path / "back.safetensors", rules, reverse=True)
         assert same(back, state)
+
+
+def test_equal_constants_are_tensors_of_their_own(tmp_path: Path, run: Run) -> None:
+    torch.save({f"{name}.weight": torch.ones(3) for name in "ab"}, tmp_path / "a.pt")
+    rule = '[[rule]]\nconstant = "{x}.bias"\nbeside = "{x}.weight"\nvalue = 0\nshape = [3]\n'
+    (tmp_path / "r.toml").write_text(rule)
+    for out in ("o.pt", "o.safetensors"):
+        assert run("remap", tmp_path / "a.pt", "--rules", tmp_path / "r.toml", "-o", tmp_path / out).status == 0
+    found = torch.load(tmp_path / "o.pt")
+    assert found["a.bias"].data_ptr() != found["b.bias"].data_ptr()
+
+
+def test_a_name_alone_does_not_tell_whether_a_condition_holds(tmp_path: Path) -> None:
+    from ckpttool.edits.rules.steps import Renames
+
+    text = '[[rule]]\nrename = "a.{x} => z.{x}"\nwhen = "other.weight"\n[[rule]]\nrename = "b.{x} => c.{x}"\n'
+    (tmp_path / "r.toml").write_text(text)
+    names = Renames(read(str(tmp_path / "r.toml")))
+    assert (names.apply("a.w"), names.apply("b.w")) == (None, "c.w")

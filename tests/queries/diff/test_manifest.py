@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckpttool
 from command import Run
@@ -169,3 +170,14 @@ def test_a_damaged_manifest_is_refused_with_its_place(run: Run, tmp_path: Path, 
     done = run("diff", "--values", tmp_path / "a.pt", tmp_path / "m.json")
     assert done.status == 2
     assert place in done.err
+
+
+def test_a_changed_file_below_a_folder_is_noticed(run: Run, tmp_path: Path) -> None:
+    """Shards may lie in folders of the folder: their bytes are looked at too."""
+    (tmp_path / "m" / "sub").mkdir(parents=True)
+    save_file({"a": torch.zeros(2)}, tmp_path / "m" / "sub" / "x.safetensors")
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "sub/x.safetensors"}}))
+    manifest(run, str(tmp_path / "m"), tmp_path / "m.json")
+    assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 0
+    save_file({"a": torch.ones(2)}, tmp_path / "m" / "sub" / "x.safetensors")
+    assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 1
