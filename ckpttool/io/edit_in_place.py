@@ -63,6 +63,8 @@ def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Wri
         place, changes = _changes(files, folder)
         if isinstance(changes, str):
             return Written("copied", reason=changes)
+        if changes and all(change.before == change.index for change in changes.values()):
+            return Written("edited", 0)  # nothing changes, and the way back of the last edit stays
         if any(change.patch.shift and _is_mapped(place / name) for name, change in changes.items()):
             return Written("copied", reason=_MAPPED)
         settle(place)

@@ -426,3 +426,13 @@ def test_torch_files_that_die_half_written(tmp_path: Path, run: Run) -> None:
         dies_at(step, ["remap", str(path), "--rule", "a.{x} => z.{x}", "--in-place"])
         assert run("inspect", path)[0] == 0
         assert path.read_bytes() == old
+
+
+def test_an_edit_that_changes_nothing_keeps_the_way_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    before = path.read_bytes()
+    for rule in ("a => b", "b => b"):
+        assert main(["remap", str(path), "--in-place", "--rule", rule]) == 0
+    assert main(["remap", str(path), "--undo"]) == 0
+    assert path.read_bytes() == before

@@ -35,7 +35,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
     rules: Annotated[
         str | None,
-        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set: --rules list names them."),
+        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set (docs/rules.md)."),
     ] = None
     size: Annotated[
         Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
