@@ -35,6 +35,7 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
     from ckpttool.operands.model import ModelOperand, operand_of
+    from ckpttool.operands.settled import settled
     from ckpttool.queries.diff.run import run
 
     if is_names_file(left):
@@ -44,8 +45,9 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
         if right is not None and other is None:
             raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
         return _judged(contract.run(str(left), other or operand_of(options), options), options)
-    first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
+    opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
+    first, second = (None if ckpt is None else settled(ckpt, model) for ckpt in opened)
     found = run(first, second, options, model)
     if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):
         # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
