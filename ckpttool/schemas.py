@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpttool.checks import SCHEMA as CHECK
 from ckpttool.edits.remap.result import SCHEMA as REMAP
+from ckpttool.edits.rules.ready import SCHEMA as RULES
 from ckpttool.edits.swap.swap import SCHEMA as SWAP
 from ckpttool.errors import CkptError
 from ckpttool.expression import DEFINITIONS
@@ -195,8 +196,11 @@ _ERROR: Mapping[str, AnyKind] = {
 _PROBLEMS = ListOf(ObjectOf({"problem": TEXT, "key": TEXT}))
 _CHECK: Mapping[str, AnyKind] = {
     "ok": FLAG,
-    "files": ListOf(ObjectOf({"path": TEXT, "kind": TEXT, "problems": _PROBLEMS, "notes": TEXTS})),
+    "files": ListOf(
+        ObjectOf({"path": TEXT, "kind": TEXT, "problems": _PROBLEMS, "hint": Nullable(TEXT), "notes": TEXTS})
+    ),
 }
+_SET: Mapping[str, AnyKind] = {"name": TEXT, "about": TEXT, "sizes": TEXTS}
 # Name -> what the object says that it is, and all that it has.
 OBJECTS: dict[str, tuple[str, AnyKind]] = {
     "inspect": (INSPECT, ObjectOf({"schema": one_of(INSPECT), **_INSPECT})),
@@ -207,6 +211,7 @@ OBJECTS: dict[str, tuple[str, AnyKind]] = {
     "remap": (REMAP, _REMAP),
     "swap": (SWAP, ObjectOf({"schema": one_of(SWAP), **_SWAP})),
     "plan": (PLAN_SCHEMA, _PLAN),
+    "rules": (RULES, ObjectOf({"schema": one_of(RULES), "sets": ListOf(ObjectOf(_SET))})),
     "check": (CHECK, ObjectOf({"schema": one_of(CHECK), **_CHECK})),
     "error": (ERROR, ObjectOf({"schema": one_of(ERROR), **_ERROR})),
     "manifest": (STATEMENT, MANIFEST_KIND),

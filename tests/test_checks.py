@@ -85,6 +85,24 @@ def test_what_is_wrong_is_said(run: Run, name: str, content: str, problem: str) 
     assert done.data["files"][0]["problems"] == []
 
 
+def test_a_mistake_has_its_file_once_and_its_hint(run: Run) -> None:
+    Path("bad.pt").write_text("no checkpoint")
+    Path("rules.toml").write_text('[[rule]]\nrenam = "a => b"\n')
+    done = run("check", "bad.pt", "rules.toml")
+    assert done.status == 1
+    assert "error: is not a checkpoint that ckpttool knows @ bad.pt\n" in done.out
+    assert re.search("error: rules.toml: .* @ rule 1 at line 1\n", done.out)
+    hints = [file["hint"] for file in run("check", "bad.pt", "rules.toml", "good.pt", "--format", "json").data["files"]]
+    assert hints[2] is None
+    assert all(f"hint: {path}: {hint}" in done.out for path, hint in zip(("bad.pt", "rules.toml"), hints))
+    rename()
+    (file,) = run("check", "names.json", "--format", "json").data["files"]
+    printed = shlex.split(file["hint"].partition(" (")[0])
+    assert run(*printed[1:]).status == 1
+    assert run(*printed[1:], "--update").status == 0
+    assert run("check", "names.json").status == 0
+
+
 def test_pickles_call_for_nothing_but_what_is_allowed(run: Run) -> None:
     done = run("check", "args.pt", "--format", "json")
     assert (done.status, done.data["files"][0]["problems"][0]["key"]) == (1, "argparse.Namespace")

@@ -41,9 +41,10 @@ class Written:
         return {"way": self.way, "bytes": self.nbytes, "reason": self.reason or None}
 
     def __str__(self) -> str:
-        return _WORDS[self.way].format(own=self)
+        return _WORDS[self.way].format(own=self) if self.nbytes or self.way != "edited" else _UNCHANGED
 
 
+_UNCHANGED = "not at all: nothing of it changes"
 _WORDS = {
     "edited": "in place, {own.nbytes:,} bytes of it; --undo takes it back",
     "undone": "as it was before the last edit in place",
