@@ -157,7 +157,7 @@ THIS = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def job(
-    tmp: Path, action: Path = ROOT, around: Mapping[str, str] = THIS, **inputs: str
+    tmp: Path, action: Path = ROOT, around: Mapping[str, str] = THIS, /, **inputs: str
 ) -> tuple[int, dict[str, str], str, str]:
     """The steps of the action, by bash as a runner calls it: status, outputs, the job's summary, the log."""
     given = {name: one.get("default", "") for name, one in ACTION["inputs"].items()} | inputs
