@@ -250,7 +250,7 @@ def test_a_file_that_took_its_place_is_left_alone(source: Path, run: Run) -> Non
     assert run("inspect", source)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["../out", "/etc/hosts", "in.safetensors/x", "", ".."])
+@pytest.mark.parametrize("name", ["../out", "/etc/hosts", "in.safetensors/x", "", "..", "a\0", "\ud800", "a" * 300])
 def test_a_journal_that_leads_out_of_its_folder(source: Path, run: Run, name: str) -> None:
     dies_at("apply", ["remap", str(source), "--rule", "a.{x} => z.{x}", "--in-place"])
     (journal,) = (Path(name) for name in records(Path()))
