@@ -133,8 +133,7 @@ def swap(
     rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
     feed = _feed(program, target, rest, names, form, code)
     stale = [] if constants or remade else [Problem(_REMADE, key) for key in feed.remade]
-    feed.sources.update({} if stale else feed.remade)
-    feed.sources.update(chosen)
+    feed.sources.update(chosen if stale else {**feed.remade, **chosen})
     feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
     feed.ignored.extend(entry.key for entry in counters[len(counted) :])
     runners = {} if code is None else {run.way: code.run for run in feed.runs}
@@ -143,11 +142,11 @@ def swap(
     kept = (*(entry.key for entry in counted[len(counters) :]), *_not_saved(target, names, feed.sources))
     taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in feed.sources))
     wanted = [entry for entry in taking if entry.key not in kept]
-    have = {**computed, **{entry.key: entry for entry in counters}}
+    have = computed | {entry.key: entry for entry in counters}
     fitted, misfits = fit_all(wanted, sources, have, cast, packed)
-    twins = ((section, feed.twins if section is whole else ()) for section in program.sections)
-    untied = (problem for section, pairs in twins for problem in _untied(section, fitted, weights, pairs))
-    problems = [*feed.problems, *stale, *misfits, *untied]
+    problems = [*feed.problems, *stale, *misfits]
+    for section in program.sections:
+        problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
         raise Misfit(_advice(program, names, problems), [_of_code(program, problem, have) for problem in problems])
     return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
