@@ -142,7 +142,7 @@ def swap(
     kept = (*(entry.key for entry in counted[len(counters) :]), *_not_saved(target, names, feed.sources))
     taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in feed.sources))
     wanted = [entry for entry in taking if entry.key not in kept]
-    have = computed | {entry.key: entry for entry in counters}
+    have = {**computed, **{entry.key: entry for entry in counters}}
     fitted, misfits = fit_all(wanted, sources, have, cast, packed)
     problems = [*feed.problems, *stale, *misfits]
     for section in program.sections:
