@@ -27,12 +27,15 @@ class Lazy:
     """`length` bytes that do not exist yet: `produce()` says them when they are written, one part after the other.
 
     A buffer among them is valid until the next part is asked for. `sha256` is their digest where that is all that is
-    known of them: `produce` then raises `CkptError`.
+    known of them: `produce` then raises `CkptError`. `reads` are the bytes that it reads for them, `memory` those that
+    it holds meanwhile: as many as it makes, unless it says otherwise.
     """
 
     length: int
     produce: Callable[[], Iterable[Part]]
     sha256: str | None = None
+    reads: int | None = None
+    memory: int | None = None
 
 
 Part = Union[bytes, memoryview, Span, Lazy]

@@ -72,6 +72,25 @@ def by_code(way: str, name: str, source: Expression) -> Op:
     return Op(way, (name, *map(Ref, dict.fromkeys(refs(source)))))
 
 
+def operations(expression: Argument) -> Iterator[Op]:
+    """Every operator in the expression, the outer ones first."""
+    if isinstance(expression, Op):
+        yield expression
+        for part in (*expression.args, *(value for _, value in expression.kwargs)):
+            yield from operations(part)
+    elif isinstance(expression, tuple):
+        for part in expression:
+            yield from operations(part)
+
+
+def complex_of(text: str) -> complex | None:
+    """The number that a `Special` of this kind is written as; None for a text that is none."""
+    try:
+        return complex(text)
+    except ValueError:
+        return None
+
+
 def calls(expression: Argument) -> Iterator[Op]:
     """Every value in the expression that a run of a model's own code gives, in order of appearance."""
     if isinstance(expression, Op):

@@ -189,6 +189,7 @@ _SECTION = ObjectOf(
 )
 _PLAN = ObjectOf({"schema": one_of(PLAN_SCHEMA), **PLAN.needs}, PLAN.may)
 _WAY = one_of("model.load", "model.save")
+_COST: Mapping[str, AnyKind] = {"cost": ObjectOf({"read": COUNT, "written": COUNT, "memory": COUNT})}
 _REMAP = ObjectOf(
     {
         "schema": one_of(REMAP),
@@ -206,6 +207,7 @@ _REMAP = ObjectOf(
     {
         "plan": _PLAN,
         "written": ObjectOf({"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": Nullable(TEXT)}),
+        **_COST,
     },
 )
 _SWAP: Mapping[str, AnyKind] = {
@@ -236,7 +238,7 @@ OBJECTS: dict[str, tuple[str, AnyKind]] = {
     "steps": (STEPS, ObjectOf({"schema": one_of(STEPS), **_STEPS})),
     "explain": (EXPLAIN, ObjectOf({"schema": one_of(EXPLAIN), **_EXPLAIN})),
     "remap": (REMAP, _REMAP),
-    "swap": (SWAP, ObjectOf({"schema": one_of(SWAP), **_SWAP})),
+    "swap": (SWAP, ObjectOf({"schema": one_of(SWAP), **_SWAP}, _COST)),
     "plan": (PLAN_SCHEMA, _PLAN),
     "rules": (RULES, ObjectOf({"schema": one_of(RULES), "sets": ListOf(ObjectOf(_SET))})),
     "check": (CHECK, ObjectOf({"schema": one_of(CHECK), **_CHECK})),

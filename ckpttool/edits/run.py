@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.cost import cost_of
 from ckpttool.edits.ranks.recognise import made_whole, put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
@@ -203,8 +204,7 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
     notes = (*source.notes, *done.notes, *losses(done.result, target.format))
     done = replace(done, result=fitted, notes=notes)
     if options.dry_run:
-        target.lay_out(fitted, _shard_size(options))
-        return done
+        return replace(done, cost=cost_of(target.lay_out(fitted, _shard_size(options))))
     expected = fingerprints(fitted) if options.verify and options.in_place else fitted
     written = _edited(options, writer, target, fitted)
     if written is None or written.way == "copied":

@@ -44,7 +44,8 @@ def concatenated(parts: Sequence[Part]) -> Storage:
     """One storage of these bytes; a span of a file where they lie in one piece, else read when it is written."""
     if len(parts) == 1 and isinstance(parts[0], (Span, Lazy)):
         return Storage(parts[0])
-    return Storage(Lazy(sum(map(_nbytes, parts)), lambda: parts))
+    memory = max((part.memory or part.length for part in parts if isinstance(part, Lazy)), default=0)
+    return Storage(Lazy(sum(map(_nbytes, parts)), lambda: parts, memory=memory))
 
 
 def _nbytes(part: Part) -> int:
@@ -56,7 +57,7 @@ def _within(part: Part, start: int, nbytes: int) -> Part:
     if isinstance(part, Span):
         return Span(part.path, part.offset + start, nbytes)
     if isinstance(part, Lazy):
-        return Lazy(nbytes, lambda: _cut(part.produce(), start, nbytes))
+        return Lazy(nbytes, lambda: _cut(part.produce(), start, nbytes), reads=part.reads, memory=part.memory)
     return part[start : start + nbytes]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, co
 from ckpttool.dtypes import PLAIN
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem, sizes, unfit
-from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
+from ckpttool.expression import Argument, Expression, Op, Ref, Special, complex_of, operations, refs
 from ckpttool.io.ranges import read_all, read_span
 from ckpttool.limits import limits
 from ckpttool.words import a, human_bytes
@@ -30,11 +30,13 @@ def entry_of(key: str, source: Expression, have: Mapping[str, TensorEntry | Extr
     read = {name: _tensor(name, have) for name in refs(source)}
     leaves = {name: _on_meta(entry) for name, entry in read.items()}
 
+    held = _Held(leaves.values())
+
     def compute() -> torch.Tensor:
         return evaluate(source, lambda name: load(read[name]))
 
     try:
-        result = evaluate(source, leaves.__getitem__)
+        result = evaluate(source, leaves.__getitem__, held)
     except NeedsValues:
         result = compute()
     shape, dtype = tuple(result.shape), str(result.dtype).removeprefix("torch.")
@@ -42,8 +44,17 @@ def entry_of(key: str, source: Expression, have: Mapping[str, TensorEntry | Extr
         at = _offset(result, leaf, read[name])
         if at is not None:
             return TensorEntry(key, dtype, shape, result.stride(), at, read[name].storage)
-    lazy = Lazy(result.numel() * result.element_size(), lambda: [to_bytes(compute())])
+    reads, nbytes = sum(entry.nbytes for entry in read.values()), result.numel() * result.element_size()
+    copied = 0 if result.is_contiguous() else nbytes
+    memory = reads + held.peak + copied + max(map(_memory_of, read.values()), default=0)
+    lazy = Lazy(nbytes, lambda: [to_bytes(compute())], reads=reads, memory=memory)
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(lazy))
+
+
+def _memory_of(entry: TensorEntry) -> int:
+    """What is held to make a value that is computed itself."""
+    data = None if entry.storage is None else entry.storage.data
+    return data.memory or data.length if isinstance(data, Lazy) else 0
 
 
 def _offset(result: torch.Tensor, leaf: torch.Tensor, entry: TensorEntry) -> int | None:
@@ -67,6 +78,12 @@ class _Held:
     def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
         self.most = max(limits().made_bytes, limits().made_times * sum(map(sizes, leaves)))
         self.bytes = 0
+        self.peak = 0
+
+    def hold(self, more: int) -> None:
+        """Counts bytes that are held from now on."""
+        self.bytes += more
+        self.peak = max(self.peak, self.bytes)
 
     def check(self, name: str, more: int) -> None:
         """Raises `Refused` where there is no room for `more` bytes."""
@@ -78,16 +95,18 @@ class _Held:
             )
 
 
-def evaluate(expression: Expression, load: Load) -> torch.Tensor:
+def evaluate(expression: Expression, load: Load, held: _Held | None = None) -> torch.Tensor:
     """The value of `expression`, with `load(key)` for its leaves, on their device; each is loaded once.
+
+    `held` counts what it takes.
 
     Raises `Refused` where an operator does not fit its arguments, `CkptError` for an operator that is not allowed.
     """
     leaves = {key: load(key) for key in dict.fromkeys(refs(expression))}
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
-    held = _Held(leaves.values())
+    held = held or _Held(leaves.values())
     known: dict[int, Any] = {}  # a part that occurs twice is computed once, and kept
-    repeated = {node for node, count in Counter(map(id, _operations(expression))).items() if count > 1}
+    repeated = {node for node, count in Counter(map(id, operations(expression))).items() if count > 1}
 
     def value(node: Argument) -> Any:
         if isinstance(node, Ref):
@@ -106,24 +125,18 @@ def evaluate(expression: Expression, load: Load) -> torch.Tensor:
             known[id(node)] = found
         else:
             held.bytes = before
-        held.bytes += sizes(found)
+        held.hold(sizes(found))
         return found
 
-    with torch.no_grad():
-        result = value(expression)
+    try:
+        with torch.no_grad():
+            result = value(expression)
+    finally:  # the two functions hold each other, and would hold these until the garbage is collected
+        leaves.clear()
+        known.clear()
     if not isinstance(result, torch.Tensor):
         raise CkptError(f"an expression gives {a(result)}, not a tensor", hint="check the plan")
     return result
-
-
-def _operations(node: Argument) -> Iterator[Op]:
-    if isinstance(node, Op):
-        yield node
-        for part in (*node.args, *(value for _, value in node.kwargs)):
-            yield from _operations(part)
-    elif isinstance(node, tuple):
-        for part in node:
-            yield from _operations(part)
 
 
 def _apply(name: str, args: list[Any], kwargs: dict[str, Any], device: torch.device, held: _Held) -> Any:
@@ -271,17 +284,10 @@ _OWN: Mapping[str, Callable[..., torch.Tensor]] = {
 def _special(node: Special, device: torch.device) -> Any:
     if node.kind == "device":
         return device
-    found = _complex(node.name) if node.kind == "complex" else getattr(torch, node.name, None)
+    found = complex_of(node.name) if node.kind == "complex" else getattr(torch, node.name, None)
     if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format, complex)):
         raise CkptError(f"torch has no {node.kind} {node.name!r}", hint="the plan was made by another torch")
     return found
-
-
-def _complex(text: str) -> complex | None:
-    try:
-        return complex(text)
-    except ValueError:
-        return None
 
 
 def _dtype(name: str) -> torch.dtype:

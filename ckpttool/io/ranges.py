@@ -183,6 +183,7 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
                 if piece.crc is not None:
                     piece.crc.value = crc32(data, piece.crc.value)
                 yield data
+                del data  # else a computed value is held while the next one is made
     finally:
         reader.close()
 

@@ -213,6 +213,7 @@ def fill(
                     digest.update(data)
                 if progress is not None:
                     progress(len(data))
+                del data  # see `stream`
             blocks.finish()
     if os.fstat(descriptor).st_size < at + size:  # nothing follows what was shared last
         os.ftruncate(descriptor, at + size)

@@ -47,15 +47,16 @@ class ModelCode:
         for known, values in self.done:
             if known == run and values.keys() >= set(names):
                 return values
-        found = _twice(self.model, run.way, given, names)
-        made = {name: _entry(name, tensor) for name, tensor in found.items()}
+        found, need = _twice(self.model, run.way, given, names)
+        made = {name: _entry(name, tensor, need) for name, tensor in found.items()}
         self.done.append((run, made))
         return made
 
 
-def _twice(model: LoadedModel, way: str, given: Section, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _twice(model: LoadedModel, way: str, given: Section, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], int]:
+    """The values, and the bytes of memory that they took at most."""
     what = f"{plural(len(names), 'tensor')} can only be computed by {model.operand}'s own {BY_CODE[way]}()"
-    check_memory(model, 2 * sum(entry.nbytes for entry in given.tensors), what)
+    need = check_memory(model, 2 * sum(entry.nbytes for entry in given.tensors), what)
     first, again = (_CARRIED_OUT[way](model, given, names, seed) for seed in _SEEDS)
     differing = [name for name in names if not same(first[name], again[name])]
     if differing:
@@ -64,7 +65,7 @@ def _twice(model: LoadedModel, way: str, given: Section, names: Sequence[str]) -
             hint="fix it there: what it computes depends on more than the checkpoint",
             problems=[Problem("another value each time", name) for name in differing],
         )
-    return first
+    return first, need
 
 
 def _loaded(model: LoadedModel, given: Section, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
@@ -145,8 +146,9 @@ def _failed(model: LoadedModel, way: str, error: Exception) -> Refused:
     )
 
 
-def _entry(name: str, value: torch.Tensor) -> TensorEntry:
-    storage = Storage(Lazy(value.numel() * value.element_size(), lambda: [to_bytes(value)]))
+def _entry(name: str, value: torch.Tensor, need: int) -> TensorEntry:
+    nbytes = value.numel() * value.element_size()
+    storage = Storage(Lazy(nbytes, lambda: [to_bytes(value)], reads=0, memory=need))
     shape = tuple(value.shape)
     return TensorEntry(name, dtype_name(value.dtype), shape, contiguous_stride(shape), 0, storage)
 

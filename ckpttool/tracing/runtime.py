@@ -178,14 +178,18 @@ def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0
     return run(True)
 
 
-def check_memory(model: LoadedModel, extra: int, why: str) -> None:
-    """Raises `CkptError`, which says `why` real tensors are needed, where they and `extra` bytes do not fit."""
+def check_memory(model: LoadedModel, extra: int, why: str) -> int:
+    """The bytes that real instances of the model take, what they make, and `extra`.
+
+    Raises `CkptError`, which says `why` real tensors are needed, where there are not as many.
+    """
     need, free = 3 * size_of(model) + extra, memory_available()
     if need > free:
         raise CkptError(
             f"{why}; on real tensors it takes {need >> 20} MiB, and {free >> 20} MiB are free",
             hint="run it where there is more memory, or make a smaller model of the same kind",
         )
+    return need
 
 
 def is_cheap(model: LoadedModel, extra: int = 0) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.cost import Cost
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.expression import Ref
@@ -22,7 +23,7 @@ class Remap:
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
     of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
-    `written` says how a file that was to be changed in place was written.
+    `written` says how a file that was to be changed in place was written, `cost` what a dry run found it to take.
     """
 
     result: Checkpoint
@@ -34,6 +35,7 @@ class Remap:
     ruled: Ruled | None = None
     sections: tuple[str, ...] = ()
     written: Written | None = None
+    cost: Cost | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -58,6 +60,7 @@ class Remap:
             "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),
             **({} if self.written is None else {"written": self.written.to_json()}),
+            **({} if self.cost is None else {"cost": self.cost.to_json()}),
         }
 
 

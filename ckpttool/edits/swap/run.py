@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.edits.cost import cost_of
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Swap, swap
 from ckpttool.edits.write import Progress, Writer, prove, quiet
@@ -48,11 +51,12 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
         constants=options.constants,
         code=model if model is not None and model.is_definition else None,
     )
-    if target is not None:
-        expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
-        writer.file(FORMATS["pt2"].layout(swapped.program), target)
-        if options.verify:
-            prove(target, expected, _read(target, name, weights, options.out))
+    if target is None:
+        return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
+    expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
+    writer.file(FORMATS["pt2"].layout(swapped.program), target)
+    if options.verify:
+        prove(target, expected, _read(target, name, weights, options.out))
     return swapped
 
 

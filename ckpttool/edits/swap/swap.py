@@ -12,6 +12,7 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.edits.cost import Cost
 from ckpttool.edits.swap.feed import (
     Feed,
     canonical_names,
@@ -45,7 +46,8 @@ class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
-    what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved.
+    what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
+    is what a dry run found it to take.
     """
 
     program: Checkpoint
@@ -53,6 +55,7 @@ class Swap:
     form: str
     ignored: tuple[str, ...]
     kept: tuple[str, ...] = ()
+    cost: Cost | None = None
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -79,6 +82,7 @@ class Swap:
             "from": self.form,
             "ignored": list(self.ignored),
             "by_code": list(self.by_code),
+            **({} if self.cost is None else {"cost": self.cost.to_json()}),
         }
 
 

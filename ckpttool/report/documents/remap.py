@@ -32,6 +32,8 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
         for run, keys in done.plan.by_code
     ]
     pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
+    if done.cost is not None:
+        pairs.append(("it takes", str(done.cost)))
     if done.written is not None:
         pairs.append(("written", str(done.written)))
     if verified and not dry_run:

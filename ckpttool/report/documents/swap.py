@@ -26,6 +26,8 @@ def document(swapped: Swap, program: str, new: str, out: str | None, *, dry_run:
     ]
     if swapped.kept:
         pairs.append(("kept as they are", ", ".join(swapped.kept)))
+    if swapped.cost is not None:
+        pairs.append(("it takes", str(swapped.cost)))
     if verified and not dry_run:
         pairs.append(("verified", "every weight of the output was read back and compared"))
     blocks: list[Block] = [Facts(tuple(pairs))]

@@ -1,0 +1,36 @@
+"""What writing an output takes: bytes that are read, bytes that are written, and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpttool.checkpoint import Lazy, Span
+from ckpttool.io.pieces import Files, Link
+from ckpttool.words import human_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes. `memory` is the most that is held of values at a time: where all is copied in small parts, none is."""
+
+    read: int
+    written: int
+    memory: int
+
+    def __str__(self) -> str:
+        held = f"holds {human_bytes(self.memory)} of values at most" if self.memory else "holds no values"
+        return f"reads {human_bytes(self.read)}, writes {human_bytes(self.written)}, {held}"
+
+    def to_json(self) -> dict[str, int]:
+        """The `cost` of the contract."""
+        return {"read": self.read, "written": self.written, "memory": self.memory}
+
+
+def cost_of(files: Files) -> Cost:
+    """What it takes to write the files, as they are laid out; what is linked takes nothing."""
+    data = [piece.data for content in files.values() if not isinstance(content, Link) for piece in content]
+    lazy = [one for one in data if isinstance(one, Lazy)]
+    read = sum(one.length for one in data if isinstance(one, Span))
+    read += sum(one.length if one.reads is None else one.reads for one in lazy)
+    written = sum(len(one) if isinstance(one, bytes) else one.length for one in data)
+    return Cost(read, written, max((one.length if one.memory is None else one.memory for one in lazy), default=0))

@@ -1,0 +1,56 @@
+"""What a dry run says that writing takes, against what the real run reads, writes and holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from command import Run
+from files import run_measured
+
+MIB = 1 << 20
+LARGE = 64 * MIB  # bytes of each of two tensors
+SLACK = 24 * MIB  # what a process's peak differs by from one run to the next, and the copying
+WAYS = {
+    "rename": ["--rule", "{x} => a.{x}"],
+    "cast": ["--rules", "cast.toml"],
+    "transpose": ["--rules", "turn.toml"],
+}
+RULES = {"cast.toml": 'cast = "{x}"\ndtype = "float64"', "turn.toml": 'transpose = "{x}"'}
+
+
+def peak(folder: Path, name: str, words: list[str]) -> int:
+    command = [
+        sys.executable,
+        "-m",
+        "ckpttool",
+        "remap",
+        f"{name}.safetensors",
+        *words,
+        "-o",
+        f"{name}.out.safetensors",
+    ]
+    return run_measured(command, folder)[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_peak_of_a_run_is_bounded_by_what_was_said(
+    way: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in RULES.items():
+        Path(name).write_text(f"[[rule]]\n{text}\n")
+    for name, rows in ("large", LARGE // 4096), ("small", 2):
+        save_file({key: torch.ones(rows, 1024) for key in "ab"}, f"{name}.safetensors")
+    out = ["-o", "large.out.safetensors"]
+    cost = run("remap", "large.safetensors", *WAYS[way], *out, "--dry-run", "--format", "json").data["cost"]
+    assert run("remap", "large.safetensors", *WAYS[way], *out, "--dry-run").out.count("it takes") == 1
+    more = peak(tmp_path, "large", WAYS[way]) - peak(tmp_path, "small", WAYS[way])
+    assert more <= cost["memory"] + SLACK
+    assert cost["memory"] <= 2 * max(more, 0) + SLACK  # a bound, and no wild one
+    assert cost["written"] == Path("large.out.safetensors").stat().st_size
+    assert 0 <= Path("large.safetensors").stat().st_size - cost["read"] < 4096  # all but the header
