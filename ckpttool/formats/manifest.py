@@ -30,7 +30,7 @@ from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import sha256, sha256_of
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.torch.tensors import kind
-from ckpttool.io import files, paths
+from ckpttool.io import files, paths, work
 from ckpttool.json_schema import (
     COUNT,
     DTYPE,
@@ -98,13 +98,16 @@ def statement(checkpoint: Checkpoint, path: str, leave_out: Iterable[str] = ()) 
     Files in `leave_out` are no part of it. Raises `CkptError` where something cannot be read.
     """
     without = set(map(os.path.realpath, leave_out))
+    subjects = {name: file for name, file in _files(path).items() if os.path.realpath(file) not in without}
+    nbytes = sum(map(files.size, subjects.values())) + sum(section.nbytes for section in checkpoint.sections)
+    with work.doing(f"hashing {path}", nbytes):
+        return _statement(checkpoint, subjects)
+
+
+def _statement(checkpoint: Checkpoint, subjects: Mapping[str, str]) -> dict[str, Any]:
     return {
         "_type": STATEMENT,
-        "subject": [
-            {"name": name, "digest": {"sha256": _of_file(file)}}
-            for name, file in _files(path).items()
-            if os.path.realpath(file) not in without
-        ],
+        "subject": [{"name": name, "digest": {"sha256": _of_file(file)}} for name, file in subjects.items()],
         "predicateType": PREDICATE,
         "predicate": {
             "format": checkpoint.format,

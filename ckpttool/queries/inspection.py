@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.io import work
 from ckpttool.keys import is_flat
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
@@ -166,16 +167,17 @@ def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
 
 def _all_statistics(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
     """Those of every dense tensor; what has several names is read once."""
-    known: dict[object, Statistics | None] = {}
-    found: dict[tuple[str, str], Statistics] = {}
+    first: dict[object, TensorEntry] = {}
     for section in checkpoint.sections:
         for entry in section.tensors:
-            if entry.identity not in known:
-                known[entry.identity] = statistics(entry)
-            own = known[entry.identity]
-            if own is not None:
-                found[section.path, entry.key] = own
-    return found
+            first.setdefault(entry.identity, entry)
+    known: dict[object, Statistics | None] = {}
+    with work.doing(f"reading the values of {checkpoint.source}", sum(entry.nbytes for entry in first.values())):
+        for identity, entry in first.items():
+            with work.part(entry.nbytes):
+                known[identity] = statistics(entry)
+    every = ((section.path, entry) for section in checkpoint.sections for entry in section.tensors)
+    return {(path, entry.key): own for path, entry in every if (own := known[entry.identity]) is not None}
 
 
 def _is_zero(own: Statistics) -> bool:

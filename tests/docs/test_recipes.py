@@ -110,3 +110,11 @@ def test_headings_are_what_torch_says() -> None:
     ]
     assert wrong == []
     assert sum(map(len, said.values())) >= 8
+
+
+def test_every_symptom_that_people_report_has_its_recipe() -> None:
+    """By the numbers of the public issues in docs/pains.md."""
+    pains, recipes = ((DOCS / page).read_text(encoding="utf-8") for page in ("pains.md", "recipes.md"))
+    reported = set(re.findall(r"\b[\w-]+#\d+", pains))
+    assert len(reported) >= 26
+    assert [issue for issue in reported if not re.search(rf"\b{issue}\b", recipes)] == []
