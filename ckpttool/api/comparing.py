@@ -11,6 +11,7 @@ from ckpttool.api.takes import takes
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
 from ckpttool.io import work
+from ckpttool.io.together.job import only_first
 from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
@@ -39,6 +40,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.queries.diff.run import run
 
+    if options.comparison is None:
+        only_first()
     if is_names_file(left):
         from ckpttool.edits.mend import contract
 
@@ -74,6 +77,7 @@ def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
     from ckpttool.operands.steps import natural, steps_in
     from ckpttool.queries.diff.steps import compare_steps
 
+    only_first()
     found, folder = (steps_in(run), run) if isinstance(run, str) else (natural(run), "")
     with work.doing(f"comparing {len(found)} checkpoints", None):
         return compare_steps(found, folder, options)
@@ -89,6 +93,8 @@ def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since
     """`since`, with its options as a value."""
     from ckpttool.queries.diff.since import compare_since
 
+    if options.comparison is None:
+        only_first()
     three = open_checkpoint(base), open_checkpoint(left), open_checkpoint(right)
     with options.comparing(*three, *three):  # each is compared with each
         return compare_since(*three, options)

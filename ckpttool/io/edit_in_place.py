@@ -14,10 +14,10 @@ from ckpttool.errors import CkptError
 from ckpttool.io import edit_journal, work
 from ckpttool.io.edit_journal import Change
 from ckpttool.io.journal import settle
+from ckpttool.io.kernel import NOT_HERE
 from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Edited
-from ckpttool.io.switch import NOT_HERE
 from ckpttool.io.write_file import failing
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"

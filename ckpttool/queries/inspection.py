@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.statistics import Statistics, statistics
-from ckpttool.io import work
+from ckpttool.io.together.deal import Question, answers
 from ckpttool.keys import is_flat
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
@@ -167,17 +168,14 @@ def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
 
 def _all_statistics(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
     """Those of every dense tensor; what has several names is read once."""
-    first: dict[object, TensorEntry] = {}
-    for section in checkpoint.sections:
-        for entry in section.tensors:
-            first.setdefault(entry.identity, entry)
-    known: dict[object, Statistics | None] = {}
-    with work.doing(f"reading the values of {checkpoint.source}", sum(entry.nbytes for entry in first.values())):
-        for identity, entry in first.items():
-            with work.part(entry.nbytes):
-                known[identity] = statistics(entry)
-    every = ((section.path, entry) for section in checkpoint.sections for entry in section.tensors)
-    return {(path, entry.key): own for path, entry in every if (own := known[entry.identity]) is not None}
+    dense = [(section.path, entry) for section in checkpoint.sections for entry in section.tensors if entry.storage]
+    asked = {entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for _, entry in dense}
+    found = answers(asked, f"reading the values of {checkpoint.source}")
+    return {(path, entry.key): Statistics(**found[entry.identity]) for path, entry in dense}
+
+
+def _asked(entry: TensorEntry) -> dict[str, Any]:
+    return asdict(statistics(entry))
 
 
 def _is_zero(own: Statistics) -> bool:

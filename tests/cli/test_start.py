@@ -45,7 +45,7 @@ LINES = [
     ("inspect none.pt", 2, 100),
     ("diff a.safetensors a.pt", 0, 162),
     ("diff a.safetensors a.pt --values", 0, 162),
-    ("diff a.safetensors renamed.safetensors", 1, 224),
+    ("diff a.safetensors renamed.safetensors", 1, 230),
     ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 160),
     ("remap named.pt -o o.pt --optimizer-keys fqn", 0, 170),
     ("remap ids.pt -o o.pt --optimizer-keys fqn --model names.json", 0, 175),
