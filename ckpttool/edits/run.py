@@ -14,7 +14,7 @@ from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
-from ckpttool.edits.write import Progress, Writer, prove, quiet
+from ckpttool.edits.write import Writer, prove
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckpttool.edits.rules.steps import Step as RuleStep
 
 
-def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -> Remap:
+def run(source: Checkpoint, options: RemapOptions) -> Remap:
     """What `options` make of `source`, written where they name an output and ask for no dry run.
 
     Raises `Refused`, all problems at once, where the remap would lose, collide or guess, and `CkptError` where an
@@ -52,7 +52,6 @@ def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -
         not options.no_fsync,
         options.verify,
         options.link,
-        progress,
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
