@@ -31,6 +31,7 @@ _BESIDE = re.compile(
 # What accelerate saves under FSDP: a folder or a file for each model and each optimizer, or files of the ranks.
 _FSDP = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<number>\d+))?(\.bin)?")
 _FSDP_RANK = re.compile(r"((pytorch_model_fsdp|optimizer)(_\d+)?_rank)\d+\.bin")
+_OPTIMIZER = re.compile(r"optimizer\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
 _STEP = re.compile(r"global_step\d+(_universal)?")  # DeepSpeed's folder of a step, whose tag one of these files names
@@ -74,13 +75,13 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
     ranks = dict.fromkeys(found[1] for found in map(_FSDP_RANK.fullmatch, files) if found)
     if ranks:
         raise _files_of_ranks(folder, list(ranks))
-    if any(name.startswith("model") for name in fsdp_parts(folder)):
+    if is_fsdp(folder):
         return [Found("accelerate", folder)]
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
     shards = {shard for index in found for shard in _shards_of(index.path)}
     single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
     weights = [name for name in single if not _BESIDE.fullmatch(name)]
-    single = weights if weights or found or _parts(folder, names) else single
+    single = weights if weights or found or parts_in(folder, names) else single
     return found + [Found("", join(folder, name)) for name in single]
 
 
@@ -104,6 +105,11 @@ def fsdp_parts(folder: str) -> dict[str, str]:
             )
         found[section] = name
     return dict(sorted(found.items()))
+
+
+def is_fsdp(folder: str) -> bool:
+    """Whether accelerate saved a model in the folder under FSDP."""
+    return any(section.startswith("model") for section in fsdp_parts(folder))
 
 
 def weights_beside(folder: str) -> tuple[str, ...]:
@@ -130,9 +136,25 @@ def _files_of_ranks(folder: str, stems: list[str]) -> CkptError:
     )
 
 
-def _parts(folder: str, names: list[str]) -> list[str]:
+def parts_in(folder: str, names: list[str]) -> list[str]:
     """The folders inside that are checkpoints of their own, by torch.distributed.checkpoint."""
     return [name for name in names if is_file(join(join(folder, name), DCP_METADATA))]
+
+
+def is_part(folder: str, names: list[str]) -> bool:
+    """Whether files of these names in the folder are parts of one checkpoint, and no checkpoints of their own."""
+    shards = any(INDEX.fullmatch(name) or _SHARD.fullmatch(name) or HF_SHARD.fullmatch(name) for name in names)
+    return shards or DCP_METADATA in names or _is_deepspeed(folder, names)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name is a checkpoint, and none of those that a trainer saves beside one."""
+    return name.endswith(_ENDINGS) and not _BESIDE.fullmatch(name)
+
+
+def optimizers_in(names: list[str]) -> list[str]:
+    """The files that a trainer saves an optimizer in, beside the weights."""
+    return [name for name in names if _OPTIMIZER.fullmatch(name)]
 
 
 def _shards_of(index: str) -> set[str]:
@@ -173,7 +195,7 @@ def _step_of(folder: str, names: list[str]) -> str:
 
 
 def _nothing(folder: str, names: list[str]) -> CkptError:
-    parts = _parts(folder, names)
+    parts = parts_in(folder, names)
     if parts:
         first = next((name for name in parts if not name.startswith("optim")), parts[0])
         return CkptError(
@@ -209,8 +231,7 @@ def companions(folder: str) -> dict[str, str]:
     Hidden files, subfolders and whatever holds weights are left out; what a trainer saves beside them is not.
     """
     found = {}
-    parts = fsdp_parts(folder)
-    read = set(parts.values()) if "model" in parts else set()
+    read = set(fsdp_parts(folder).values()) if is_fsdp(folder) else set()
     for name in names_in(folder):
         weights = (name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) and not _BESIDE.fullmatch(name)) or name in read
         weights = weights or INDEX.fullmatch(name) is not None

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.checkpoint import Part, Section, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import Part, across, concatenated, row_major, window
+from ckpttool.evaluate.parts import across, concatenated, row_major, window
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
 from ckpttool.keys import FLAT_PARAM

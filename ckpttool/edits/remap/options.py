@@ -35,7 +35,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
     rules: Annotated[
         str | None,
-        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set (docs/rules.md)."),
+        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set; `list` names the sets."),
     ] = None
     size: Annotated[
         Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")

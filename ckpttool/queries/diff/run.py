@@ -20,6 +20,7 @@ from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.sections import same_model
 from ckpttool.optimizer_state import GROUPS, ID
+from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
@@ -104,7 +105,7 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     names, verdict = model.names(), None
     if model.is_definition:
         verdict = _verdict(model, checkpoint, section)
-    entries = compare_load(names, section, verdict)
+    entries = computed.explained(compare_load(names, section, verdict))
     if verdict is None and loads(entries):
         _of_known_kinds(model, checkpoint, section)
     fits = loads(entries) if verdict is None else verdict.ok
@@ -271,7 +272,7 @@ def _checkpoints(
         model = as_read(as_read(model, mine, left.source), theirs, right.source)
     names = None if model is None else model.names()
     entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    entries = (*explained(entries, mine, theirs), *compare_outside(left, right, values))
+    entries = (*computed.explained(explained(entries, mine, theirs)), *compare_outside(left, right, values))
     harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
