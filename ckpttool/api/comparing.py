@@ -10,6 +10,7 @@ from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
+from ckpttool.io.together.job import only_first
 from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
@@ -38,6 +39,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.queries.diff.run import run
 
+    if options.comparison is None:
+        only_first()
     if is_names_file(left):
         from ckpttool.edits.mend import contract
 
@@ -87,6 +90,8 @@ def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since
     """`since`, with its options as a value."""
     from ckpttool.queries.diff.since import compare_since
 
+    if options.comparison is None:
+        only_first()
     return compare_since(open_checkpoint(base), open_checkpoint(left), open_checkpoint(right), options)
 
 
