@@ -127,7 +127,8 @@ def _put_together(folder: str) -> str:
 def _weights_of(folder: str) -> str:
     """The hint by which torch takes the weights out of a universal checkpoint, whatever the model was cut by."""
     root = quote(join(folder, UNIVERSAL))
-    return f'the weights alone, fp32 and whole, without buffers and optimizer: python -c "{_WEIGHTS}" {root} OUT.pt'
+    held = "the weights without their optimizer, in fp32 those that were trained, second names in the model's precision"
+    return f'{held}: python -c "{_WEIGHTS}" {root} OUT.pt'
 
 
 def _universal(folder: str, models: Sequence[str]) -> Files:
