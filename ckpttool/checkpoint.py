@@ -147,6 +147,15 @@ class Composite(Protocol):
         """What of it a format of plain tensors has no place for, in words."""
 
 
+@runtime_checkable
+class Meaningful(Protocol):
+    """A payload of a tensor whose values mean what is written elsewhere in its file: as a part of something larger."""
+
+    @property
+    def meaning(self) -> str:
+        """What is written there; other words make another value of the same bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
     """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.

@@ -86,7 +86,7 @@ def read(path: str) -> Checkpoint:
             others=tuple(tree.others),
             globals=_foreign([*metadata.globals, *reader.globals]),
             container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
-            notes=(*tree.notes, *(f"{name} lies beside it: carried from folder to folder" for name in beside(path))),
+            notes=tuple(tree.notes),
             unreached=tree.unreached,
             beside=beside(path),
         )
