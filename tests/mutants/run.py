@@ -13,9 +13,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -226,26 +228,58 @@ def _measured(copy: Path, tests: Sequence[str]) -> list[object]:
 
 def survives(mutant: Mutant, copy: Path, tests: Sequence[str]) -> bool:
     """Whether all the tests pass with the mutant in its place; tests that do not come to an end have noticed it."""
-    path, asked = copy / mutant.path, copy / "asked.txt"
-    asked.write_text("\n".join(tests))
+    path = copy / mutant.path
     before = path.read_text()
     try:
         path.write_text(mutant.text)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{asked}"],
-            cwd=copy,
-            env=_environment(copy),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=3 * _LONGEST + 60,
-        )
-    except subprocess.TimeoutExpired:
-        return False
+        return passes(copy, tests)
     finally:
         path.write_text(before)
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink()  # which is told from the next one's by size and second only
-    return done.returncode == 0
+
+
+def preload() -> None:
+    """Imports what most tests would each import anew, and nothing that is mutated."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in ("torch.export", "torch.distributed.checkpoint", "safetensors.torch", "pytest", "typer"):
+        import_module(name)
+
+
+def passes(copy: Path, tests: Sequence[str]) -> bool:
+    """Whether all the tests of the copy pass, in a process that is forked from this one."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(_run(copy, tests))
+        finally:
+            os._exit(2)
+    return _status(child) == 0
+
+
+def _run(copy: Path, tests: Sequence[str]) -> int:
+    """Runs the tests of the copy in this process, which was forked for it."""
+    import pytest
+
+    os.setpgid(0, 0)
+    os.chdir(copy)
+    os.environ.update(_environment(copy))
+    sys.path[:0] = [str(copy)]
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+
+
+def _status(child: int) -> int:
+    """The exit status of the process, which is ended where it takes too long."""
+    end = time.monotonic() + 3 * _LONGEST + 60
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _environment(*folders: Path) -> dict[str, str]:
@@ -264,11 +298,14 @@ def main(args: Sequence[str]) -> int:
     modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
     known, mutants = reach(mirrors(only)), drawn(modules, asked.seed)
     chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(asked.n))}.values())
+    preload()
     counts: Counter[bool] = Counter()
     with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder, ThreadPoolExecutor(asked.jobs) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(asked.jobs):
             copies.put(copied(Path(folder).resolve() / str(number)))
+
+        assert passes(Path(folder).resolve() / "0", known.tests(chosen[0])), "the tests fail without any change"
 
         def tried(mutant: Mutant) -> tuple[Mutant, bool, int]:
             copy, tests = copies.get(), known.tests(mutant)
