@@ -71,3 +71,4 @@ def test_a_call_variant_that_could_be_of_two_names_is_of_none() -> None:
     found = match([key], {name: name for name in ("module.x.f.w", "x._orig_mod.f.w")})
     assert (found.unmatched, found.variants, found.names) == ((key,), {}, {})
     assert match([key], {"x.f.w": "x.f.w"}).names == {key: "x.f.w"}
+    assert match([key], {"w": "w"}).unmatched == (key,)
