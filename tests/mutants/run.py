@@ -38,7 +38,7 @@ from coverage import CoverageData
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 LEAST = 0.95  # of the mutants are to be killed
-_LONGEST = 120.0  # seconds of tests for one mutant
+_LONGEST = 120.0  # seconds of tests for one mutant, if nothing else is asked for
 _ARGUMENTS_NEEDED = ("VariableReplacer", "VariableInserter")
 _IDENTITY = {"Is", "IsNot"}
 _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
@@ -65,9 +65,10 @@ class Reach:
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[int, Sequence[str]]]
 
-    def tests(self, mutant: Mutant) -> list[str]:
+    def tests(self, mutant: Mutant, longest: float = _LONGEST) -> list[str]:
         """What to try the mutant with: what reaches its line, where it is in a function, else what reaches the module.
 
+        The quickest of them, of `longest` seconds together.
         A line that is reached in other processes alone is known to no test: then it is all of them.
         """
         lines = self.lines.get(mutant.path, {})
@@ -79,7 +80,7 @@ class Reach:
         total = 0.0
         for test in sorted(found or self.seconds, key=lambda test: self.seconds[test]):
             total += self.seconds[test]
-            if total > _LONGEST and chosen:
+            if total > longest and chosen:
                 break
             chosen.append(test)
         return chosen
@@ -292,6 +293,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("-n", type=int, default=100, help="mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="modules and packages: ckpttool/edits")
+    parser.add_argument("--seconds", type=float, default=_LONGEST, help="of tests for a mutant, at most")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args(args)
     only = asked.only or ["ckpttool"]
@@ -305,10 +307,11 @@ def main(args: Sequence[str]) -> int:
         for number in range(asked.jobs):
             copies.put(copied(Path(folder).resolve() / str(number)))
 
-        assert passes(Path(folder).resolve() / "0", known.tests(chosen[0])), "the tests fail without any change"
+        unchanged = Path(folder).resolve() / "0"
+        assert passes(unchanged, known.tests(chosen[0], asked.seconds)), "the tests fail without any change"
 
         def tried(mutant: Mutant) -> tuple[Mutant, bool, int]:
-            copy, tests = copies.get(), known.tests(mutant)
+            copy, tests = copies.get(), known.tests(mutant, asked.seconds)
             try:
                 return mutant, survives(mutant, copy, tests), len(tests)
             finally:
