@@ -51,7 +51,7 @@ class _Entry:
 def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
     """Changes files of the folder, all of them or none; what takes the last edit back does so to the byte.
 
-    Raises OSError where all is as it was, with one of `switch.NOT_HERE` where the file system cannot; `CkptError` where
+    Raises OSError where all is as it was, with one of `kernel.NOT_HERE` where the file system cannot; `CkptError` where
     another process was faster, and where not even going back was possible: the journal then stays.
     """
     last = folder / list(changes)[-1]
