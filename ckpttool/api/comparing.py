@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.checks import Checks
     from ckpttool.queries.diff.result import Diff
     from ckpttool.queries.diff.since import Since
+    from ckpttool.queries.diff.steps import Steps
 
 
 @takes(DiffOptions)
@@ -57,6 +58,27 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     from ckpttool.edits.mend.run import answered
 
     return _judged(answered(Question(first, second, options, model), found), options)
+
+
+@takes(DiffOptions)
+def steps(run: str | Sequence[str], **options: Any) -> Steps:
+    """What each checkpoint of a run changed since the one before: keys, dtypes, shapes, the optimizer's groups.
+
+    `run` is a folder, or the checkpoints; both in the order of the numbers in their names. With `values` the bytes and
+    hyperparameters too. Raises `CkptError` where there are not two that can be read.
+    """
+    return steps_by(run, DiffOptions(**options))
+
+
+def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
+    """`steps`, with its options as a value."""
+    from ckpttool.operands.steps import natural, steps_in
+    from ckpttool.queries.diff.steps import compare_steps
+
+    only_first()
+    if isinstance(run, str):
+        return compare_steps(steps_in(run), run, options)
+    return compare_steps(natural(run), "", options)
 
 
 @takes(DiffOptions)

@@ -15,7 +15,7 @@ from ckpttool.dtypes import PLAIN
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem, sizes, unfit
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
-from ckpttool.io.ranges import read_span
+from ckpttool.io.ranges import read_all, read_span
 from ckpttool.limits import limits
 from ckpttool.words import a, human_bytes
 
@@ -299,7 +299,7 @@ def load(entry: TensorEntry) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=dtype)
     data = entry.storage.data
     if isinstance(data, Lazy):
-        whole = bytearray().join(data.produce())
+        whole = read_all(data)
         return torch.frombuffer(whole, dtype=dtype).as_strided(entry.shape, entry.stride, entry.offset)
     count = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride))
     size = dtype.itemsize

@@ -225,7 +225,7 @@ class _Task:
         found = hashlib.blake2b() if self.asked.verify else None
         descriptor = os.open(self.staging / NEW / unit.name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
-            fill(descriptor, unit.pieces, None, found, unit.offset)
+            fill(descriptor, unit.pieces, None, found, unit.offset, flush=self.asked.fsync)
             read = sorted(sources.streamed)
             if self.asked.fsync:
                 os.fsync(descriptor)

@@ -21,6 +21,7 @@ from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.sections import same_model
 from ckpttool.optimizer_state import GROUPS, ID
+from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
@@ -111,7 +112,7 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     names, verdict = model.names(), None
     if model.is_definition:
         verdict = _verdict(model, checkpoint, section)
-    entries = compare_load(names, section, verdict)
+    entries = computed.explained(compare_load(names, section, verdict))
     if verdict is None and loads(entries):
         _of_known_kinds(model, checkpoint, section)
     fits = loads(entries) if verdict is None else verdict.ok
@@ -297,7 +298,7 @@ def _checkpoints(
     if saved[0] is not None and saved[1] is not None:
         return _optimizers(left, right, (saved[0], saved[1]), model, None if model is None else model.names(), values)
     mine, theirs, names = _read(left, right, model)
-    entries = explained(_by_key(mine, theirs, names, values), mine, theirs)
+    entries = computed.explained(explained(_by_key(mine, theirs, names, values), mine, theirs))
     entries = (*entries, *compare_outside(left, right, values))
     harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
