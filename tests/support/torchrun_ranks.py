@@ -137,9 +137,9 @@ def before_each_unit(call: Callable[[], object]) -> None:
 
     fill = vars(make)["fill"]
 
-    def called(*args: Any) -> None:
+    def called(*args: Any, **options: Any) -> None:
         call()
-        fill(*args)
+        fill(*args, **options)
 
     vars(make)["fill"] = called
 
