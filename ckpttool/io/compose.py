@@ -20,7 +20,7 @@ from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces, Progress
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import filesystem, stat
+from ckpttool.io.remote.read import check_assumed, filesystem, stat
 from ckpttool.io.sources import note_streamed
 
 LEAST = 5 << 20  # bytes of any part but the last
@@ -171,7 +171,7 @@ def begun(out: str, *, replace: bool) -> Iterator[Upload]:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A multipart upload to `url` that has been begun at `place`; `parts` is what the store said of each part so far."""
+    """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far."""
 
     url: str
     place: Mapping[str, str]
@@ -238,6 +238,7 @@ class Upload:
 
     def _range(self, span: Span) -> dict[str, Any]:
         """The span as the store is asked for it: of the object that was read, or of none."""
+        check_assumed(span.path)
         note_streamed(span.path)
         bucket, key, version = self.fs.split_path(filesystem(span.path)[1])
         found = stat(span.path)

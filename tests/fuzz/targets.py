@@ -23,11 +23,11 @@ from safetensors.torch import save
 from torch import nn
 
 import in_folders
-from ckpttool import expression as ex
 from ckpttool.cli.app import main
 from ckpttool.edits.rules import file as rules_file
 from ckpttool.edits.rules.patterns import matches, parse
 from ckpttool.errors import CkptError
+from ckpttool.expression import ARGUMENT
 from ckpttool.formats.containers import json_text, pickle_tree
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.dcp.metadata import parse as parse_metadata
@@ -36,6 +36,7 @@ from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.formats.manifest import read as read_manifest
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.io import sources
+from ckpttool.json_schema import check
 from ckpttool.limits import Limits, limited, raised
 from ckpttool.names import Names
 from ckpttool.naming.wrappers import chain
@@ -223,6 +224,11 @@ def _json(*values: object) -> Callable[[], list[bytes]]:
     return lambda: [json.dumps(value).encode() for value in values]
 
 
+def _expression(value: Any) -> object:
+    check(ARGUMENT, value, "not an expression", "write one")
+    return ARGUMENT.read(value)
+
+
 def _names() -> list[bytes]:
     return [json.dumps(ModelOperand(lambda: nn.Sequential(nn.Linear(1, 1))).names().to_json()).encode()]
 
@@ -299,7 +305,7 @@ _STATES = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 TARGETS: dict[str, Target] = {
     "json": Target(_strict_json, _json(_PLAN, [1, 2.5, None]), _JSON_WORDS),
-    "expression": Target(_of_json(ex.from_json), _json(_PLAN["outputs"][0]["from"]), _JSON_WORDS),
+    "expression": Target(_of_json(_expression), _json(_PLAN["outputs"][0]["from"]), _JSON_WORDS),
     "plan": Target(_of_json(Plan.from_json), _json(_PLAN), _JSON_WORDS),
     "names": Target(_of_json(lambda value: Names.from_json(value, "f")), _names, _JSON_WORDS),
     "index": Target(_of_file(read_index, "x.index.json"), _json(_INDEX), _JSON_WORDS),
