@@ -47,24 +47,38 @@ MAX_DEPTH = 200  # operators and lists inside each other that are read from JSON
 _SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")
 
 
+def parts(expression: Argument) -> Iterator[Expression]:
+    """Every tensor in the expression, what it is made of before itself, with repeats."""
+    if isinstance(expression, tuple):
+        for item in expression:
+            yield from parts(item)
+    elif isinstance(expression, Op):
+        yield from parts(expression.args)
+        for _, value in expression.kwargs:
+            yield from parts(value)
+        yield expression
+    elif isinstance(expression, Ref):
+        yield expression
+
+
 def refs(expression: Argument) -> Iterator[str]:
     """Every key the expression reads, in order of appearance, with repeats."""
-    if isinstance(expression, Ref):
-        yield expression.key
-    elif isinstance(expression, Op):
-        yield from refs(expression.args)
-        for _, value in expression.kwargs:
-            yield from refs(value)
-    elif isinstance(expression, tuple):
-        for item in expression:
-            yield from refs(item)
+    return (part.key for part in parts(expression) if isinstance(part, Ref))
+
+
+def is_constant(expression: Argument) -> bool:
+    """Whether no key is read."""
+    return next(refs(expression), None) is None
+
+
+def operators(expression: Argument) -> Iterator[str]:
+    """The operator of every part, the innermost first, with repeats."""
+    return (part.op for part in parts(expression) if isinstance(part, Op))
 
 
 def is_opaque(expression: Argument) -> bool:
     """True where some part of the value was computed by code that cannot be written down as operators."""
-    if isinstance(expression, Op):
-        return expression.op == OPAQUE or is_opaque(expression.args) or any(is_opaque(v) for _, v in expression.kwargs)
-    return isinstance(expression, tuple) and any(is_opaque(item) for item in expression)
+    return OPAQUE in operators(expression)
 
 
 def by_code(way: str, name: str, source: Expression) -> Op:

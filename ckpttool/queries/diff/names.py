@@ -72,7 +72,8 @@ def _transformed(tables: NameTables, hooks: Mapping[str, Hook | None]) -> list[E
 def _computed(source: Expression) -> str:
     if ex.is_opaque(source):
         return "computed by code that is no tensor operator"
-    return f"computed: {_operators(source)}"
+    names = (op.removeprefix("aten.").partition(".")[0] for op in ex.operators(source))
+    return f"computed: {', '.join(dict.fromkeys(name for name in names if name != 'getitem'))}"
 
 
 def _components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
@@ -87,23 +88,6 @@ def _components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], lis
         groups.append(group)
         home.update(dict.fromkeys(group[1], group))
     return groups
-
-
-def _operators(source: ex.Argument) -> str:
-    """The operators of an expression, innermost first: ``split, transpose``."""
-    names: list[str] = []
-
-    def walk(node: ex.Argument) -> None:
-        if isinstance(node, Op):
-            for arg in node.args:
-                walk(arg)
-            names.append(node.op.removeprefix("aten.").partition(".")[0])
-        elif isinstance(node, tuple):
-            for item in node:
-                walk(item)
-
-    walk(source)
-    return ", ".join(dict.fromkeys(name for name in names if name != "getitem"))
 
 
 def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, str], carried: bool) -> Entry:
