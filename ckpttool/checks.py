@@ -11,6 +11,7 @@ from ckpttool.edits.mend import contract
 from ckpttool.edits.rules import file as rules
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
+from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, record
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.names_file import is_names_file, read_names
@@ -48,19 +49,11 @@ class Checks:
 
     def to_json(self) -> dict[str, Any]:
         """The `check` object of the contract."""
-        return {
-            "schema": SCHEMA,
-            "ok": self.ok,
-            "files": [
-                {
-                    "path": file.path,
-                    "kind": file.kind,
-                    "problems": [{"problem": one.problem, "key": one.key} for one in file.problems],
-                    "notes": list(file.notes),
-                }
-                for file in self.files
-            ],
-        }
+        return {"schema": SCHEMA, **CHECKS.write(self)}
+
+
+_CHECKED = record(Checked, {"path": TEXT, "kind": TEXT, "problems": list_of(PROBLEM), "notes": TEXTS})
+CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)})
 
 
 def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ()) -> Checks:
@@ -89,12 +82,8 @@ def _checked(path: str, options: DiffOptions, allow: Sequence[str]) -> Checked:
             foreign = [name for name in open_operand(path).globals if not any(fnmatchcase(name, one) for one in allow)]
             return Checked(path, kind, tuple(Problem(_CALLED, name) for name in foreign))
     except CkptError as error:
-        return Checked(path, kind, _problems(error, path))
+        return Checked(path, kind, error.problems or (Problem(error.message, path),))
     return Checked(path, kind)
-
-
-def _problems(error: CkptError, path: str) -> tuple[Problem, ...]:
-    return error.problems or (Problem(error.message, path),)
 
 
 def _names(path: str, options: DiffOptions) -> Checked:

@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any, Union, overload
 
 from ckpttool.errors import Problem
+from ckpttool.json_schema import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,38 +163,6 @@ def _read(value: Any) -> Argument:
     return Ref(name) if kind == "ref" else float(name) if kind == "float" else Special(kind, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _InJson:
-    """The JSON of an argument, or with `whole` of an expression: a ref or an op. A `Kind` of `json_schema`."""
-
-    whole: bool
-
-    def read(self, value: Any) -> Argument:
-        """What `to_json` wrote."""
-        return _read(value)
-
-    def write(self, made: Argument) -> Any:
-        """See `to_json`."""
-        return to_json(made)
-
-    def fits(self, value: Any) -> bool:
-        return next(self.problems(value, "$"), None) is None
-
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """A reference to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
-        return {"$ref": f"#/$defs/{'expression' if self.whole else 'argument'}"}
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, part by part."""
-        if self.whole and not (isinstance(value, dict) and value.keys() & {"op", "ref"}):
-            yield Problem("not an expression", path)
-        else:
-            yield from _problems(value, path, 0)
-
-
-EXPRESSION, ARGUMENT = _InJson(whole=True), _InJson(whole=False)
-
-
 def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {kind: value}, "required": [kind], "additionalProperties": False}
 
@@ -224,7 +193,7 @@ DEFINITIONS: dict[str, Any] = {
 }
 
 
-def _problems(value: Any, path: str, depth: int) -> Iterator[Problem]:
+def _problems(value: Any, path: str, depth: int = 0) -> Iterator[Problem]:
     if depth > MAX_DEPTH:
         yield Problem(f"an expression is nested more than {MAX_DEPTH} deep", path)
     elif isinstance(value, list):
@@ -259,3 +228,18 @@ def _is_leaf(value: dict[str, Any]) -> bool:
     if kind == "float":
         return isinstance(name, str) and name in ("inf", "-inf", "nan")
     return isinstance(name, str) and kind in ("ref", *_SPECIAL_KINDS)
+
+
+def _problems_of_whole(value: Any, path: str) -> Iterator[Problem]:
+    if isinstance(value, dict) and value.keys() & {"op", "ref"}:
+        return _problems(value, path)
+    return iter([Problem("not an expression", path)])
+
+
+def _in_json(problems: Callable[[Any, str], Iterator[Problem]], name: str) -> Kind:
+    """The JSON of it; its schema refers to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
+    ref = {"$ref": f"#/$defs/{name}"}
+    return Kind(lambda value: next(problems(value, "$"), None) is None, problems, lambda closed: ref, _read, to_json)
+
+
+ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_of_whole, "expression")

@@ -199,8 +199,7 @@ def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
         ("nothing but zeros", [at for at, own in found.items() if _is_zero(own)]),
     ):
         if hits:
-            keys = [".".join(filter(None, at)) for at in hits]
-            yield f"{plural(len(keys), 'tensor')} with {what}: {some(keys)}"
+            yield f"{plural(len(hits), 'tensor')} with {what}: {some(['.'.join(filter(None, at)) for at in hits])}"
 
 
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:

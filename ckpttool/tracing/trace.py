@@ -42,10 +42,9 @@ def trace(model: LoadedModel) -> Names:
     saved = _with_hidden(model, _saved(model))
     verdict = on_meta_or_real(model, lambda real: _load(model, saved, real))
     sources = {s.key: s.source for s in saved.serialized}
-    unstable = (
-        [Problem("which keys are saved depends on the values of the tensors", "(root)")] if saved.unstable else []
-    )
-    found = [*unstable, *_lost(model, saved), *_given_back(model, saved, verdict)]
+    found = [*_lost(model, saved), *_given_back(model, saved, verdict)]
+    if saved.unstable:
+        found.insert(0, Problem("which keys are saved depends on the values of the tensors", "(root)"))
     wrong = [problem for problem in found if problem.kind != "unknown"]
     metadata, fed = metadata_of(saved.state), saved.fed
     return Names(

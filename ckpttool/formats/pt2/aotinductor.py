@@ -17,7 +17,7 @@ from ckpttool.formats.containers.zip_archive import Archive, read_record
 from ckpttool.formats.pt2.program import CONSTANTS, Home, Payload, Program, damaged, program_sections, read_json
 from ckpttool.formats.pt2.until_2_8 import open_record, payload_of
 from ckpttool.formats.torch.tensors import entry_of, is_tensor
-from ckpttool.json_schema import COUNT, SHAPE, TEXT, Items, MapOf
+from ckpttool.json_schema import COUNT, SHAPE, TEXT, items, map_of
 from ckpttool.limits import limits
 
 FOLDER = "data/aotinductor/"
@@ -38,7 +38,7 @@ _CONFIG = "weights_config.json"
 _KIND = re.compile(r"constants_info_\[(\d+)\]\.type = [^;\n]*ConstantType::(\w+)\)")
 _FQN = re.compile(r'constants_info_\[(\d+)\]\.original_fqn = "([^"\n]*)"')
 _CONSTANTS = ("TensorConstant", "FoldedConstant")
-_WEIGHTS = MapOf(Items((TEXT, SHAPE, SHAPE, COUNT)))  # the record, sizes, strides, offset
+_WEIGHTS = map_of(items(TEXT, SHAPE, SHAPE, COUNT))  # the record, sizes, strides, offset
 
 
 def models(archive: Archive, root: str) -> list[str]:

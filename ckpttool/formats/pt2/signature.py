@@ -10,13 +10,13 @@ from ckpttool.checkpoint import Checkpoint, TensorEntry
 from ckpttool.expression import Ref
 from ckpttool.formats.pt2.archive import read_program
 from ckpttool.formats.pt2.program import Payload, Program, damaged, read_json
-from ckpttool.json_schema import TEXT, ListOf, ObjectOf
+from ckpttool.json_schema import TEXT, list_of, object_of
 from ckpttool.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 
 _KINDS = {"parameter": "parameter", "buffer": "buffer", "tensor_constant": "constant"}
-_INPUT = ObjectOf({}, {kind: ObjectOf({f"{kind}_name": TEXT}) for kind in _KINDS})
-_MODEL = ObjectOf(
-    {"torch_version": TEXT, "graph_module": ObjectOf({"signature": ObjectOf({"input_specs": ListOf(_INPUT)})})}
+_INPUT = object_of({}, {kind: object_of({f"{kind}_name": TEXT}) for kind in _KINDS})
+_MODEL = object_of(
+    {"torch_version": TEXT, "graph_module": object_of({"signature": object_of({"input_specs": list_of(_INPUT)})})}
 )
 _RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}
 

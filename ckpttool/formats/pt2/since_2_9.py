@@ -24,7 +24,7 @@ from ckpttool.formats.pt2.program import (
     program_sections,
     read_json,
 )
-from ckpttool.json_schema import COUNT, FLAG, TEXT, ListOf, MapOf, Nullable, ObjectOf
+from ckpttool.json_schema import COUNT, FLAG, TEXT, list_of, map_of, nullable, object_of
 
 LAYOUT = "torch>=2.9"
 
@@ -33,19 +33,19 @@ _LAYOUTS = dict(
 )
 
 
-_SIZE = ObjectOf({"as_int": COUNT})  # a weight has no symbolic sizes
-_TENSOR = ObjectOf(
+_SIZE = object_of({"as_int": COUNT})  # a weight has no symbolic sizes
+_TENSOR = object_of(
     {
         "dtype": COUNT,
-        "sizes": ListOf(_SIZE),
-        "strides": ListOf(_SIZE),
+        "sizes": list_of(_SIZE),
+        "strides": list_of(_SIZE),
         "storage_offset": _SIZE,
         "layout": COUNT,
         "requires_grad": FLAG,
     }
 )
-_PAYLOAD = ObjectOf({"path_name": TEXT, "is_param": FLAG, "use_pickle": FLAG, "tensor_meta": Nullable(_TENSOR)})
-_CONFIG = ObjectOf({"config": MapOf(_PAYLOAD)})
+_PAYLOAD = object_of({"path_name": TEXT, "is_param": FLAG, "use_pickle": FLAG, "tensor_meta": nullable(_TENSOR)})
+_CONFIG = object_of({"config": map_of(_PAYLOAD)})
 
 
 def read(archive: Archive, root: str, name: str) -> Program:

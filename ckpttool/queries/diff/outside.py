@@ -23,11 +23,11 @@ def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) 
     return (*entries, *_storages(left.unreached, right.unreached))
 
 
-def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section | None, Section | None]) -> tuple[str, ...]:
+def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section, Section]) -> tuple[str, ...]:
     """Sentences on what the comparison of the models left out: other state dicts, tensors that one side has."""
     notes = []
     for side, checkpoint, model, other in (("left", left, chosen[0], right), ("right", right, chosen[1], left)):
-        more = [s.path or "(root)" for s in checkpoint.sections if s.kind == "state_dict" and s.path != _path(model)]
+        more = [s.path or "(root)" for s in checkpoint.sections if s.kind == "state_dict" and s.path != model.path]
         if more:
             notes.append(f"not compared: {some(more)} of {side} ({checkpoint.source}::{more[0]} is one)")
         alone = [key for key in _loose(checkpoint) if key not in _loose(other)]
@@ -35,10 +35,6 @@ def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section | No
             what = plural(len(alone), "tensor")
             notes.append(f"not compared: {what} outside of state dicts that only {side} has: {some(alone)}")
     return tuple(notes)
-
-
-def _path(section: Section | None) -> str | None:
-    return None if section is None else section.path
 
 
 def _loose(checkpoint: Checkpoint) -> dict[str, TensorEntry]:

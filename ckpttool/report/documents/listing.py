@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf, prod
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import TensorEntry
 from ckpttool.dtypes import itemsize
-from ckpttool.queries.diff.result import Diff, Entry, Outline, Outlines
-from ckpttool.queries.inspection import Inspection
 from ckpttool.report.document import Finding, Named
 from ckpttool.words import shape_text
+
+if TYPE_CHECKING:
+    from ckpttool.queries.diff.result import Diff, Entry, Outline, Outlines
+    from ckpttool.queries.inspection import Inspection
 
 
 def of_diff(diff: Diff) -> Iterator[Finding]:
