@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.dtypes import itemsize
 
@@ -24,14 +24,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """`length` bytes that do not exist yet: `produce()` computes them, in one or more buffers, when written.
+    """`length` bytes that do not exist yet: `produce()` says them when they are written, one part after the other.
 
-    `sha256` is their digest where that is all that is known of them: `produce` then raises `CkptError`.
+    A buffer among them is valid until the next part is asked for. `sha256` is their digest where that is all that is
+    known of them: `produce` then raises `CkptError`.
     """
 
     length: int
-    produce: Callable[[], Iterable[bytes | memoryview]]
+    produce: Callable[[], Iterable[Part]]
     sha256: str | None = None
+
+
+Part = Union[bytes, memoryview, Span, Lazy]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,13 +11,14 @@ from ckpttool.edits.mend import contract
 from ckpttool.edits.rules import file as rules
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
-from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, record
+from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.names_file import is_names_file, read_names
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.words import shell
 
 SCHEMA = "ckpttool.check/1"
 _CALLED = "a class or function that a pickle calls for when it is loaded"
@@ -28,11 +29,12 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A file, what it is taken for, all that is wrong with it, and what was not looked at."""
+    """A file, what it is taken for, all that is wrong with it, what mends that, and what was not looked at."""
 
     path: str
     kind: str
     problems: tuple[Problem, ...] = ()
+    hint: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -52,7 +54,10 @@ class Checks:
         return {"schema": SCHEMA, **CHECKS.write(self)}
 
 
-_CHECKED = record(Checked, {"path": TEXT, "kind": TEXT, "problems": list_of(PROBLEM), "notes": TEXTS})
+_HINT = replace(TEXT, write=lambda hint: hint or None)
+_CHECKED = record(
+    Checked, {"path": TEXT, "kind": TEXT, "problems": list_of(PROBLEM), "hint": nullable(_HINT), "notes": TEXTS}
+)
 CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)})
 
 
@@ -82,8 +87,13 @@ def _checked(path: str, options: DiffOptions, allow: Sequence[str]) -> Checked:
             foreign = [name for name in open_operand(path).globals if not any(fnmatchcase(name, one) for one in allow)]
             return Checked(path, kind, tuple(Problem(_CALLED, name) for name in foreign))
     except CkptError as error:
-        return Checked(path, kind, error.problems or (Problem(error.message, path),))
+        return Checked(path, kind, error.problems or (_of_the_file(error, path),), error.hint)
     return Checked(path, kind)
+
+
+def _of_the_file(error: CkptError, path: str) -> Problem:
+    """What is wrong with the file as a whole, which the problem's key names already."""
+    return Problem(error.message.removeprefix(path).lstrip(": "), path)
 
 
 def _names(path: str, options: DiffOptions) -> Checked:
@@ -98,4 +108,8 @@ def _names(path: str, options: DiffOptions) -> Checked:
     )
     if not diff.identical and not problems:
         problems = (Problem("; ".join(diff.notes), path),)
-    return Checked(path, "names", problems, () if diff.identical else diff.notes)
+    if diff.identical:
+        return Checked(path, "names", problems)
+    optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
+    asked = shell("ckpttool", "diff", path, *model.words, *optimizer)
+    return Checked(path, "names", problems, f"{asked} (with --update it takes the model's names over)", diff.notes)

@@ -34,7 +34,8 @@ SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
 AS_A_PART = "as a part of another model"  # begins the notes on keys that depend on where a model stands
-FSDP_FLAT = "fsdp-flat"  # the form of FSDP1's rank files
+FSDP_FLAT, FSDP_SHARDED = "fsdp-flat", "fsdp-sharded"  # the forms of FSDP1's rank files
+RANK_FORMS = (FSDP_FLAT, FSDP_SHARDED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from ckpttool.checks import CHECKS
 from ckpttool.checks import SCHEMA as CHECK
 from ckpttool.edits.remap.result import SCHEMA as REMAP
+from ckpttool.edits.rules.ready import SCHEMA as RULES
 from ckpttool.edits.swap.swap import SCHEMA as SWAP
 from ckpttool.errors import CkptError
 from ckpttool.expression import DEFINITIONS
@@ -42,6 +43,9 @@ from ckpttool.queries.diff.result import SCHEMA as DIFF
 from ckpttool.queries.diff.since import BY
 from ckpttool.queries.diff.since import CHANGES as SINCE_STATUSES
 from ckpttool.queries.diff.since import SCHEMA as SINCE
+from ckpttool.queries.diff.steps import CHANGES as STEP_STATUSES
+from ckpttool.queries.diff.steps import KINDS as STEP_KINDS
+from ckpttool.queries.diff.steps import SCHEMA as STEPS
 from ckpttool.queries.explanation import SCHEMA as EXPLAIN
 from ckpttool.queries.inspection import SCHEMA as INSPECT
 
@@ -151,6 +155,33 @@ _SINCE = object_of(
         "notes": TEXTS,
     }
 )
+_STEP = object_of(
+    {
+        "source": TEXT,
+        **dict.fromkeys(("since", "error"), nullable(TEXT)),
+        "tensors": COUNT,
+        "changes": list_of(
+            object_of(
+                {
+                    "section": TEXT,
+                    "status": one_of(*STATUSES, *STEP_STATUSES.values(), *STEP_KINDS),
+                    **dict.fromkeys(("before", "after"), TEXTS),
+                    "reason": TEXT,
+                },
+                {"detail": TEXT},
+            )
+        ),
+        "suggested": list_of(object_of({**dict.fromkeys(("before", "after"), TEXTS), "evidence": TEXT})),
+    }
+)
+_STEPS = object_of(
+    {
+        "run": nullable(TEXT),
+        "identical": FLAG,
+        "steps": list_of(_STEP),
+        "notes": TEXTS,
+    }
+)
 _EXPLAIN = object_of(
     {
         "name": TEXT,
@@ -213,16 +244,19 @@ _ERROR = object_of(
         "hint": TEXT,
     }
 )
+_SET = object_of({"name": TEXT, "about": TEXT, "sizes": TEXTS})
 # Name -> what the object says that it is, and all that it has besides.
 OBJECTS: dict[str, tuple[str, Kind]] = {
     "inspect": (INSPECT, _INSPECT),
     "names": (NAMES_SCHEMA, NAMES),
     "diff": (DIFF, _DIFF),
     "since": (SINCE, _SINCE),
+    "steps": (STEPS, _STEPS),
     "explain": (EXPLAIN, _EXPLAIN),
     "remap": (REMAP, _REMAP),
     "swap": (SWAP, _SWAP),
     "plan": (PLAN_SCHEMA, PLAN),
+    "rules": (RULES, object_of({"sets": list_of(_SET)})),
     "check": (CHECK, CHECKS),
     "error": (ERROR, _ERROR),
     "manifest": (STATEMENT, MANIFEST_KIND),

@@ -10,6 +10,7 @@ from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
+from ckpttool.io.together.job import only_first
 from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions
 from ckpttool.queries.diff.options import DiffOptions
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.checks import Checks
     from ckpttool.queries.diff.result import Diff
     from ckpttool.queries.diff.since import Since
+    from ckpttool.queries.diff.steps import Steps
 
 
 @takes(DiffOptions)
@@ -37,6 +39,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.queries.diff.run import run
 
+    if options.comparison is None:
+        only_first()
     if is_names_file(left):
         from ckpttool.edits.mend import contract
 
@@ -57,6 +61,26 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
 
 
 @takes(DiffOptions)
+def steps(run: str | Sequence[str], **options: Any) -> Steps:
+    """What each checkpoint of a run changed since the one before: keys, dtypes, shapes, the optimizer's groups.
+
+    `run` is a folder, or the checkpoints; both in the order of the numbers in their names. With `values` the bytes and
+    hyperparameters too. Raises `CkptError` where there are not two that can be read.
+    """
+    return steps_by(run, DiffOptions(**options))
+
+
+def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
+    """`steps`, with its options as a value."""
+    from ckpttool.operands.steps import natural, steps_in
+    from ckpttool.queries.diff.steps import compare_steps
+
+    if isinstance(run, str):
+        return compare_steps(steps_in(run), run, options)
+    return compare_steps(natural(run), "", options)
+
+
+@takes(DiffOptions)
 def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Any) -> Since:
     """What two checkpoints each changed since the one that both came from, and whether they agree where both did."""
     return since_by(base, left, right, DiffOptions(**options))
@@ -66,6 +90,8 @@ def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since
     """`since`, with its options as a value."""
     from ckpttool.queries.diff.since import compare_since
 
+    if options.comparison is None:
+        only_first()
     return compare_since(open_checkpoint(base), open_checkpoint(left), open_checkpoint(right), options)
 
 

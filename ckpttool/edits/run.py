@@ -242,7 +242,7 @@ def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, name
     """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
     from ckpttool.edits.ranks.scatter import scatter
 
-    ranks = scatter(done.result, names, options.units or (), options.world_size or 0)
+    ranks = scatter(done.result, options.to or "", names, options.units or (), options.world_size or 0)
     if options.out is not None and not options.dry_run:
         writer.ranks(ranks, options.out)
     return replace(done, form=options.to, notes=(*source.notes, *done.notes))

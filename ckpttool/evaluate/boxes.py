@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from ckpttool.checkpoint import Span
-from ckpttool.io.ranges import SpanReader, read_span
+from ckpttool.checkpoint import Part, Span
+from ckpttool.io.ranges import read_span
 
 SLAB = 1 << 24  # bytes that are put together before they are handed on
 
@@ -33,20 +33,20 @@ class Box:
         return self.data[begin : begin + length]
 
 
-def assembled(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[bytes]:
-    """The bytes of the tensor that the boxes cover without overlapping; none of them is empty."""
+def assembled(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[Part]:
+    """The parts of the tensor that the boxes cover without overlapping; none of them is empty."""
     if len(boxes) == 1:
-        yield from _bytes(boxes[0].data)
+        yield boxes[0].data
     elif boxes:
         yield from _in_rows(shape, itemsize, boxes)
 
 
-def _in_rows(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[bytes]:
+def _in_rows(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[Part]:
     """The tensor, rows of its first dimension at a time."""
     row = prod(shape[1:]) * itemsize
     for first, last, members in _bands(boxes):
         if len(members) == 1:
-            yield from _bytes(members[0].rows(first, last, itemsize))
+            yield members[0].rows(first, last, itemsize)
             continue
         step = max(1, SLAB // row)
         for start in range(first, last, step):
@@ -77,7 +77,7 @@ def _bottom(box: Box) -> int:
     return box.offsets[0] + box.sizes[0]
 
 
-def _slab(shape: tuple[int, ...], itemsize: int, first: int, last: int, members: Sequence[Box]) -> bytes:
+def _slab(shape: tuple[int, ...], itemsize: int, first: int, last: int, members: Sequence[Box]) -> memoryview:
     row = prod(shape[1:]) * itemsize
     slab = bytearray((last - first) * row)
     for box in members:
@@ -90,7 +90,7 @@ def _slab(shape: tuple[int, ...], itemsize: int, first: int, last: int, members:
                 target = base + start * itemsize
                 slab[target : target + length] = data[at : at + length]
                 at += length
-    return bytes(slab)
+    return memoryview(slab)
 
 
 def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[list[int], int]:
@@ -104,15 +104,3 @@ def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
             starts = [(offset + index) * step + start for index in range(size) for start in starts]
         step *= extent
     return starts, run
-
-
-def _bytes(data: Span | bytes) -> Iterator[bytes]:
-    if isinstance(data, bytes):
-        yield data
-        return
-    reader = SpanReader(data.length)
-    try:
-        for chunk in reader.chunks(data):
-            yield bytes(chunk)
-    finally:
-        reader.close()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Union
 
-from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
+from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.expression import Op, Ref, Special
-from ckpttool.io.pieces import Piece
-from ckpttool.io.ranges import stream
 
 _ROW_MAJOR = Special("memory_format", "contiguous_format")
-
-Part = Union[Span, Lazy, bytes]
 
 
 def row_major(entry: TensorEntry) -> TensorEntry:
@@ -31,11 +26,7 @@ def window(entry: TensorEntry, start: int, count: int) -> Part:
     assert entry.storage is not None
     assert entry.is_contiguous
     size = itemsize(entry.dtype)
-    data = entry.storage.data
-    first, nbytes = (entry.offset + start) * size, count * size
-    if isinstance(data, Span):
-        return Span(data.path, data.offset + first, nbytes)
-    return Lazy(nbytes, lambda: _cut(data.produce(), first, nbytes))
+    return _within(entry.storage.data, (entry.offset + start) * size, count * size)
 
 
 def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]:
@@ -51,27 +42,32 @@ def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]
 
 def concatenated(parts: Sequence[Part]) -> Storage:
     """One storage of these bytes; a span of a file where they lie in one piece, else read when it is written."""
-    if len(parts) == 1 and not isinstance(parts[0], bytes):
+    if len(parts) == 1 and isinstance(parts[0], (Span, Lazy)):
         return Storage(parts[0])
-    return Storage(Lazy(sum(map(_nbytes, parts)), lambda: _read(parts)))
+    return Storage(Lazy(sum(map(_nbytes, parts)), lambda: parts))
 
 
 def _nbytes(part: Part) -> int:
-    return len(part) if isinstance(part, bytes) else part.length
+    return part.length if isinstance(part, (Span, Lazy)) else len(part)
 
 
-def _read(parts: Sequence[Part]) -> Iterator[bytes]:
-    """The bytes of the parts. Chunks are copies: whoever collects them must not see the reader's buffer change."""
-    return map(bytes, stream([Piece(part) for part in parts]))
+def _within(part: Part, start: int, nbytes: int) -> Part:
+    """Bytes `start` to `start + nbytes` of the part."""
+    if isinstance(part, Span):
+        return Span(part.path, part.offset + start, nbytes)
+    if isinstance(part, Lazy):
+        return Lazy(nbytes, lambda: _cut(part.produce(), start, nbytes))
+    return part[start : start + nbytes]
 
 
-def _cut(chunks: Iterable[bytes | memoryview], start: int, nbytes: int) -> Iterator[memoryview]:
-    """Bytes `start` to `start + nbytes` of the chunks."""
-    for chunk in chunks:
-        view = memoryview(chunk)[start : start + nbytes]
-        if view:
-            yield view
-        start = max(0, start - len(chunk))
-        nbytes -= len(view)
+def _cut(parts: Iterable[Part], start: int, nbytes: int) -> Iterator[Part]:
+    """Bytes `start` to `start + nbytes` of the parts, of which those before them are not read."""
+    for part in parts:
+        length = _nbytes(part)
+        count = min(length - start, nbytes)
+        if count > 0:
+            yield _within(part, start, count)
+            nbytes -= count
+        start = max(0, start - length)
         if not nbytes:
             return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.checkpoint import Lazy, Span, TensorEntry
 from ckpttool.dtypes import itemsize
-from ckpttool.io.ranges import read_span
+from ckpttool.io.ranges import read_all, read_span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +63,7 @@ def gathered(entry: TensorEntry) -> memoryview:
         return memoryview(b"")
     data, size, offset = entry.storage.data, itemsize(entry.dtype), 0
     if isinstance(data, Lazy):
-        read, offset = bytearray().join(data.produce()), entry.offset * size
+        read, offset = read_all(data), entry.offset * size
     else:
         count = 1 + sum((length - 1) * stride for length, stride in zip(entry.shape, entry.stride))
         read = read_span(Span(data.path, data.offset + entry.offset * size, count * size))

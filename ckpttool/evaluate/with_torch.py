@@ -15,7 +15,7 @@ from ckpttool.dtypes import PLAIN
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem, sizes, unfit
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, parts, refs
-from ckpttool.io.ranges import read_span
+from ckpttool.io.ranges import read_all, read_span
 from ckpttool.limits import limits
 from ckpttool.words import a, human_bytes
 
@@ -289,7 +289,7 @@ def load(entry: TensorEntry) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=dtype)
     data = entry.storage.data
     if isinstance(data, Lazy):
-        whole = bytearray().join(data.produce())
+        whole = read_all(data)
         return torch.frombuffer(whole, dtype=dtype).as_strided(entry.shape, entry.stride, entry.offset)
     size = dtype.itemsize
     read = read_span(Span(data.path, data.offset + entry.offset * size, (entry.end - entry.offset) * size))

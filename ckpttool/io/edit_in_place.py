@@ -14,10 +14,10 @@ from ckpttool.errors import CkptError
 from ckpttool.io import edit_journal
 from ckpttool.io.edit_journal import Change
 from ckpttool.io.journal import settle
+from ckpttool.io.kernel import NOT_HERE
 from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Edited
-from ckpttool.io.switch import NOT_HERE
 from ckpttool.io.write_file import failing
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"
@@ -41,9 +41,10 @@ class Written:
         return {"way": self.way, "bytes": self.nbytes, "reason": self.reason or None}
 
     def __str__(self) -> str:
-        return _WORDS[self.way].format(own=self)
+        return _WORDS[self.way].format(own=self) if self.nbytes or self.way != "edited" else _UNCHANGED
 
 
+_UNCHANGED = "not at all: nothing of it changes"
 _WORDS = {
     "edited": "in place, {own.nbytes:,} bytes of it; --undo takes it back",
     "undone": "as it was before the last edit in place",

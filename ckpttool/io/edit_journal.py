@@ -21,6 +21,7 @@ from ckpttool.io import patch as patches
 from ckpttool.io import sources, temporary
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.patch import Patch
+from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.temporary import EDIT, PATIENCE, is_edit, staged_file
 
@@ -50,7 +51,7 @@ class _Entry:
 def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
     """Changes files of the folder, all of them or none; what takes the last edit back does so to the byte.
 
-    Raises OSError where all is as it was, with one of `switch.NOT_HERE` where the file system cannot; `CkptError` where
+    Raises OSError where all is as it was, with one of `kernel.NOT_HERE` where the file system cannot; `CkptError` where
     another process was faster, and where not even going back was possible: the journal then stays.
     """
     last = folder / list(changes)[-1]
@@ -293,4 +294,4 @@ def _is_sound(entry: _Entry) -> bool:
     numbers = (patch.before, patch.start, patch.length, patch.start + patch.shift)
     whole = len(patch.head) == patch.start + patch.shift and not (patch.shift and patch.tail)
     whole = whole and patch.start + patch.length <= patch.before
-    return whole and min(numbers) >= 0 and entry.name == os.path.basename(entry.name) not in ("", ".", "..")
+    return whole and min(numbers) >= 0 and "/" not in entry.name and is_nameable(entry.name)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Span
+from ckpttool.io import kernel
 from ckpttool.io.pieces import Pieces
 
 _MOST = 1 << 28  # bytes that a patch writes; a file of which more changes is written anew
@@ -77,7 +77,7 @@ def inverse(descriptor: int, patch: Patch) -> Patch:
 def apply(descriptor: int, patch: Patch, *, fsync: bool) -> None:
     """Changes the open file, also one in which some of it was done before. Raises OSError.
 
-    What a file system cannot move, or not by so much, it refuses with one of `switch.NOT_HERE`: nothing is changed.
+    What a file system cannot move, or not by so much, it refuses with one of `kernel.NOT_HERE`: nothing is changed.
     """
     size = os.fstat(descriptor).st_size
     if patch.shift and size == patch.before:
@@ -150,10 +150,10 @@ def _read(descriptor: int, offset: int, count: int) -> bytes:
 def _move(descriptor: int, patch: Patch) -> None:
     """Moves the whole content, by whole blocks: up, or down over what lies there."""
     if patch.shift > 0:
-        _fallocate(descriptor, _INSERT, 0, patch.shift)
+        kernel.fallocate(descriptor, _INSERT, 0, patch.shift)
     else:
         at = _torn_at(descriptor, -patch.shift) if patch.dense else 0
-        _fallocate(descriptor, _COLLAPSE, at, -patch.shift)
+        kernel.fallocate(descriptor, _COLLAPSE, at, -patch.shift)
 
 
 def _torn_at(descriptor: int, length: int) -> int:
@@ -173,16 +173,3 @@ def _hole_at(descriptor: int, offset: int) -> tuple[int, int]:
         return start, size if start >= size else os.lseek(descriptor, start, os.SEEK_DATA)
     except (OSError, AttributeError):  # nothing but a hole follows, or the platform has no such call
         return size, size
-
-
-def _fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
-    """Raises OSError, with one of `switch.NOT_HERE` where the platform or the file system has no such call."""
-    if not sys.platform.startswith("linux"):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    import ctypes
-
-    library = ctypes.CDLL(None, use_errno=True)
-    call = getattr(library, "fallocate64", None) or library.fallocate
-    if call(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpttool.checkpoint import Lazy, Span
+from ckpttool.checkpoint import Lazy, Part, Span
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.io.crc import crc32
@@ -42,6 +42,11 @@ class SpanReader:
             chunk = view[: min(len(view), span.length - start)]
             self._fill(chunk, span, span.offset + start, until)
             yield chunk
+
+    def read_into(self, whole: memoryview, span: Span) -> None:
+        """Reads the span into memory of its length. Raises `CkptError` as `chunks` does."""
+        self._open(span.path)
+        self._fill(whole, span, span.offset, 0)
 
     def _fill(self, chunk: memoryview, span: Span, offset: int, until: int) -> None:
         filled = 0
@@ -91,14 +96,22 @@ class SpanReader:
 
 def read_span(span: Span) -> bytearray:
     """All bytes of the span. Raises `CkptError` where they cannot be read."""
-    whole, at = bytearray(span.length), 0
-    reader = SpanReader(span.length)
+    whole, reader = bytearray(span.length), SpanReader(0)
     try:
-        for chunk in reader.chunks(span):
-            whole[at : at + len(chunk)] = chunk
-            at += len(chunk)
+        reader.read_into(memoryview(whole), span)
     finally:
         reader.close()
+    return whole
+
+
+def read_all(data: Span | Lazy) -> bytearray:
+    """All bytes, also where they are still to be computed. Raises `CkptError` where they cannot be read."""
+    if isinstance(data, Span):
+        return read_span(data)
+    whole, at = bytearray(data.length), 0
+    for chunk in stream([Piece(data)]):
+        whole[at : at + len(chunk)] = chunk
+        at += len(chunk)
     return whole
 
 
@@ -166,7 +179,7 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
     ends = _remote_ends(pieces)
     try:
         for number, piece in enumerate(pieces):
-            for data in _data(piece, reader, ends.get(number, 0)):
+            for data in _data(piece.data, reader, ends.get(number, 0)):
                 if piece.crc is not None:
                     piece.crc.value = crc32(data, piece.crc.value)
                 yield data
@@ -191,20 +204,21 @@ def _remote_ends(pieces: Pieces) -> dict[int, int]:
     return ends
 
 
-def _data(piece: Piece, reader: SpanReader, until: int) -> Iterator[bytes | memoryview]:
-    if isinstance(piece.data, bytes):
-        yield piece.data
-    elif isinstance(piece.data, Span):
-        yield from reader.chunks(piece.data, until)
+def _data(part: Part, reader: SpanReader, until: int = 0) -> Iterator[bytes | memoryview]:
+    if isinstance(part, Span):
+        yield from reader.chunks(part, until)
+    elif isinstance(part, Lazy):
+        yield from _computed(part, reader)
     else:
-        yield from _computed(piece.data)
+        yield part
 
 
-def _computed(lazy: Lazy) -> Iterator[bytes | memoryview]:
+def _computed(lazy: Lazy, reader: SpanReader) -> Iterator[bytes | memoryview]:
     written = 0
-    for data in lazy.produce():
-        written += len(data)
-        yield data
+    for part in lazy.produce():
+        for data in _data(part, reader):
+            written += len(data)
+            yield data
     if written != lazy.length:
         raise CkptError(
             f"computed {written:,} bytes where {lazy.length:,} were planned", hint="this is a bug: report it"

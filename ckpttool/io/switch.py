@@ -8,11 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpttool.errors import CkptError
+from ckpttool.io import kernel
 
-# What a file system or platform says of a call that it does not have.
-NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EMLINK})
-
-_AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # linux/fs.h
 
 
@@ -29,7 +26,7 @@ def put(staged: Path, place: Path, *, replace: bool) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        if error.errno not in NOT_HERE:
+        if error.errno not in kernel.NOT_HERE:
             raise
         _rename_new(staged, place)
         return
@@ -40,9 +37,9 @@ def put(staged: Path, place: Path, *, replace: bool) -> None:
 def _rename_new(staged: Path, place: Path) -> None:
     """A rename that replaces nothing, on file systems without hard links."""
     try:
-        _renameat2(staged, place, _RENAME_NOREPLACE)
+        kernel.renameat2(staged, place, _RENAME_NOREPLACE)
     except OSError as error:
-        if error.errno not in NOT_HERE:
+        if error.errno not in kernel.NOT_HERE:
             raise
         if os.path.lexists(place):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(place)) from error
@@ -50,19 +47,8 @@ def _rename_new(staged: Path, place: Path) -> None:
 
 
 def exchange(left: Path, right: Path) -> None:
-    """Lets two files or folders change places at once. Raises OSError, with one of `NOT_HERE` where that cannot be."""
-    _renameat2(left, right, _RENAME_EXCHANGE)
-
-
-def _renameat2(old: Path, new: Path, flags: int) -> None:
-    import ctypes
-
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), os.fspath(old))
-    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), os.fspath(old), None, os.fspath(new))
+    """Lets two files or folders change places at once. Raises OSError, of `kernel.NOT_HERE` where that cannot be."""
+    kernel.renameat2(left, right, _RENAME_EXCHANGE)
 
 
 def sync_folder(folder: Path) -> None:
@@ -74,7 +60,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in NOT_HERE:
+        if error.errno not in kernel.NOT_HERE:
             raise
     finally:
         os.close(descriptor)

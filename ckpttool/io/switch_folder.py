@@ -17,7 +17,8 @@ from ckpttool.errors import CkptError
 from ckpttool.io import journal
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import NEW, Journal
-from ckpttool.io.switch import NOT_HERE, confirm, exchange, sync_folder
+from ckpttool.io.kernel import NOT_HERE
+from ckpttool.io.switch import confirm, exchange, sync_folder
 from ckpttool.io.temporary import staged_folder
 
 _STAYS = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}

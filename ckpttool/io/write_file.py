@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpttool.errors import CkptError
-from ckpttool.io import modes, sources
+from ckpttool.io import kernel, modes, sources
 from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Pieces, Progress, Ready
+from ckpttool.io.pieces import LEAST, Pieces, Progress, Ready
 from ckpttool.io.ranges import stream
 from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
@@ -27,6 +27,7 @@ from ckpttool.io.temporary import staged_file
 # make the kernel look for larger pages, which took two to five times as long on a machine whose free memory is split up
 # or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
+FLUSHED = 1 << 23  # bytes that are written before the disk is asked to begin with them
 
 
 class Digest(Protocol):
@@ -116,12 +117,12 @@ def write(
 
         return write_remote.write(pieces, out, progress, replace=replace)
     path = Path(os.path.realpath(out))
-    nbytes = sum(piece.nbytes for piece in pieces)
+    nbytes = _nbytes(pieces)
     with failing(out):
         check_space(out, path.parent, nbytes)
         settle(path.parent)
         with staged_file(path) as (descriptor, staged):
-            fill(descriptor, pieces, progress, digest)
+            fill(descriptor, pieces, progress, digest, flush=fsync)
             read = tuple(sources.streamed)
             if not in_place and is_one_of(out, read):
                 raise CkptError(f"{out} is a source itself", hint="name another file")
@@ -185,20 +186,27 @@ def _put(staged: Path, path: Path, out: str, *, replace: bool) -> None:
         ) from error
 
 
-def fill(descriptor: int, pieces: Pieces, progress: Progress | None, digest: Digest | None = None, at: int = 0) -> None:
+def fill(
+    descriptor: int,
+    pieces: Pieces,
+    progress: Progress | None,
+    digest: Digest | None = None,
+    at: int = 0,
+    *,
+    flush: bool = False,
+) -> None:
     """Makes the open file, empty from byte `at` on, of the pieces; blocks are shared with sources where that can be.
 
-    Raises OSError, and `CkptError` on a source that changed meanwhile. A `digest` is of bytes that were read.
+    With `flush` the disk writes meanwhile, so that an `os.fsync` that follows has little to wait for. A `digest` is of
+    bytes that were read. Raises OSError, and `CkptError` on a source that changed meanwhile.
     """
-    size = sum(piece.nbytes for piece in pieces)
+    size = _nbytes(pieces)
     with sources_stay():
         segments = share(descriptor, pieces, at) if digest is None else [(at, pieces)]
         if progress is not None:
-            progress(size - sum(piece.nbytes for _, own in segments for piece in own))
+            progress(size - sum(_nbytes(own) for _, own in segments))
         for offset, own in segments:
-            if offset:
-                os.lseek(descriptor, offset, os.SEEK_SET)
-            blocks = _Blocks(descriptor)
+            blocks = _Blocks(descriptor, offset, _nbytes(own), flush)
             for data in stream(own):
                 blocks.write(data)
                 if digest is not None:
@@ -210,13 +218,22 @@ def fill(descriptor: int, pieces: Pieces, progress: Progress | None, digest: Dig
         os.ftruncate(descriptor, at + size)
 
 
-class _Blocks:
-    """Writes a file block by block; what is less than a block waits for more."""
+def _nbytes(pieces: Pieces) -> int:
+    return sum(piece.nbytes for piece in pieces)
 
-    def __init__(self, descriptor: int) -> None:
+
+class _Blocks:
+    """Writes `length` bytes of a file from byte `at` on, block by block; what is less than a block waits for more."""
+
+    def __init__(self, descriptor: int, at: int, length: int, flush: bool) -> None:
         self._descriptor = descriptor
         self._waiting = bytearray(BLOCK)
         self._count = 0  # bytes that wait
+        self._at, self._flushed = at, at if flush else at + length
+        if length >= LEAST:
+            kernel.reserve(descriptor, at, length)
+        if at:
+            os.lseek(descriptor, at, os.SEEK_SET)
 
     def write(self, data: bytes | memoryview) -> None:
         """Takes the next bytes of the file. Raises OSError."""
@@ -243,4 +260,8 @@ class _Blocks:
 
     def _put(self, view: memoryview) -> None:
         while view:  # a call may take less than it was given
-            view = view[os.write(self._descriptor, view) :]
+            count = os.write(self._descriptor, view)
+            view, self._at = view[count:], self._at + count
+        if self._at - self._flushed >= FLUSHED:
+            kernel.write_back(self._descriptor, self._flushed, self._at - self._flushed)
+            self._flushed = self._at

@@ -193,7 +193,7 @@ class _Writer:
     def _write(self, pieces: Pieces, place: Path, replaced: Path, digest: Digest | None) -> None:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
         try:
-            fill(descriptor, pieces, self.progress, digest)
+            fill(descriptor, pieces, self.progress, digest, flush=self.fsync)
             read = set(sources.streamed)
             self.read |= read
             # what is made of no tensors, an index, says as much as all of them

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers.pickle_tree import ABSENT, ByteString, Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.tensors import Carried, Storages, typed_storage
-from ckpttool.io.ranges import read_span
+from ckpttool.io.ranges import read_all
 from ckpttool.tracing.once import logs_as_warnings
 
 _DEEPEST = 200  # containers and calls inside each other
@@ -132,7 +132,7 @@ class _Maker:
             device = "cpu" if self.real else "meta"
             return torch.empty(storage.nbytes, dtype=torch.uint8, device=device).untyped_storage()
         data = storage.data
-        whole = bytearray().join(data.produce()) if isinstance(data, Lazy) else read_span(data)
+        whole = read_all(data)
         return torch.frombuffer(whole, dtype=torch.uint8).untyped_storage()
 
     def node(self, node: Any, storages: Storages, depth: int) -> Any:

@@ -12,6 +12,7 @@ from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate import with_torch
 from ckpttool.expression import Op, Ref, Special
+from files import content
 
 torch.set_num_threads(1)
 DTYPES = [
@@ -166,7 +167,7 @@ def test_arranged_values_leave_gaps_as_they_were(tmp_path: Path) -> None:
     assert isinstance(arranged.data, Lazy)
     expected = whole.clone()
     expected[:, 1:3] = torch.tensor([[-1.0, -4], [-2, -5], [-3, -6]])
-    assert b"".join(arranged.data.produce()) == bytes(with_torch.to_bytes(expected))
+    assert b"".join(content(arranged.data)) == bytes(with_torch.to_bytes(expected))
 
 
 def test_overlapping_places_with_other_values_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import edit_in_place, edit_journal, patch
+from ckpttool.io import edit_in_place, edit_journal, kernel, patch
 from command import Run
 from places import DATA
 
@@ -48,7 +48,7 @@ def moves(folder: Path) -> bool:
         file.write(bytes(8192))
         file.flush()
         try:
-            patch._fallocate(file.fileno(), patch._INSERT, 0, 4096)
+            kernel.fallocate(file.fileno(), patch._INSERT, 0, 4096)
         except OSError:
             return False
         finally:
@@ -230,8 +230,8 @@ def test_a_machine_that_died_while_the_data_was_moved(source: Path) -> None:
         dies_at("_move", ["remap", str(source), "--rule", f"a.{{x}} => {LONG}{{x}}", "--in-place"])
         with open(source, "r+b") as file:
             added = source.stat().st_size - len(old)
-            patch._fallocate(file.fileno(), patch._COLLAPSE, 0, added)
-            patch._fallocate(file.fileno(), patch._INSERT, at, added)
+            kernel.fallocate(file.fileno(), patch._COLLAPSE, 0, added)
+            kernel.fallocate(file.fileno(), patch._INSERT, at, added)
         assert source.read_bytes() != old
         assert main(["inspect", str(source)]) == 0
         assert source.read_bytes() == old
@@ -250,7 +250,7 @@ def test_a_file_that_took_its_place_is_left_alone(source: Path, run: Run) -> Non
     assert run("inspect", source)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["../out", "/etc/hosts", "in.safetensors/x", "", ".."])
+@pytest.mark.parametrize("name", ["../out", "/etc/hosts", "in.safetensors/x", "", "..", "a\0", "\ud800", "a" * 300])
 def test_a_journal_that_leads_out_of_its_folder(source: Path, run: Run, name: str) -> None:
     dies_at("apply", ["remap", str(source), "--rule", "a.{x} => z.{x}", "--in-place"])
     (journal,) = (Path(name) for name in records(Path()))
@@ -428,11 +428,16 @@ def test_torch_files_that_die_half_written(tmp_path: Path, run: Run) -> None:
         assert path.read_bytes() == old
 
 
-def test_an_edit_that_changes_nothing_keeps_the_way_back(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    save_file({"a": torch.ones(2)}, path)
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
+def test_an_edit_that_changes_nothing_keeps_the_way_back(tmp_path: Path, run: Run, name: str) -> None:
+    path = tmp_path / name
+    state = {"a": torch.ones(2)}
+    torch.save(state, path) if name.endswith(".pt") else save_file(state, path)
     before = path.read_bytes()
-    for rule in ("a => b", "b => b"):
-        assert main(["remap", str(path), "--in-place", "--rule", rule]) == 0
+    assert way(run, path, "a => b")["way"] == "edited"
+    changed, inode = path.read_bytes(), path.stat().st_ino
+    assert way(run, path, "b => b") == {"way": "edited", "bytes": 0, "reason": None}
+    assert "nothing of it changes" in run("remap", path, "--in-place", "--rule", "b => b").out
+    assert (path.read_bytes(), path.stat().st_ino) == (changed, inode)
     assert main(["remap", str(path), "--undo"]) == 0
     assert path.read_bytes() == before

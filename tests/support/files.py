@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from ckpttool.checkpoint import Span
+from ckpttool.checkpoint import Lazy, Part, Span
 from ckpttool.io.pieces import Pieces
 
 
@@ -15,21 +16,26 @@ def write_pieces(pieces: Pieces, path: str | Path) -> str:
     """Writes the pieces one after the other and returns the path as a string."""
     with open(path, "wb") as out:
         for piece in pieces:
-            data = piece.data
-            if isinstance(data, bytes):
-                chunks = [data]
-            elif isinstance(data, Span):
-                with open(data.path, "rb") as source:
-                    source.seek(data.offset)
-                    chunks = [source.read(data.length)]
-            else:
-                chunks = [bytes(chunk) for chunk in data.produce()]
+            chunks = list(content(piece.data))
             written = sum(out.write(chunk) for chunk in chunks)
             assert written == piece.nbytes
             if piece.crc is not None:
                 for chunk in chunks:
                     piece.crc.value = zlib.crc32(chunk, piece.crc.value)
     return str(path)
+
+
+def content(part: Part) -> Iterator[bytes]:
+    """The bytes that the part stands for."""
+    if isinstance(part, Lazy):
+        for inner in part.produce():
+            yield from content(inner)
+    elif isinstance(part, Span):
+        with open(part.path, "rb") as source:
+            source.seek(part.offset)
+            yield source.read(part.length)
+    else:
+        yield bytes(part)
 
 
 _PEAK = """

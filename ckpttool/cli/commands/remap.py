@@ -18,8 +18,8 @@ from ckpttool.options import Argument
 
 @with_options(RemapOptions)
 def command(
-    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     options: RemapOptions,
+    ckpt: Annotated[str | None, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")] = None,
     format: Format = "text",
     manifest: Manifest = None,
     report: Reports = None,
@@ -35,7 +35,11 @@ def command(
       ckpttool remap train.pt -o runtime.pt --model model.py:build --to runtime
       ckpttool remap train.pt -o ema.safetensors --like other.safetensors --dry-run
       ckpttool remap train.pt --in-place --drop 'head.*'
+      ckpttool remap --rules list
     """
+    if ckpt is None:
+        _list_sets(options, format, report)
+        return
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json
 
@@ -51,3 +55,16 @@ def command(
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
     shown = partial(document, done, ckpt, out, dry_run=options.dry_run, verified=options.verify)
     emit(shown, lambda: data, format, report, force=options.force)
+
+
+def _list_sets(options: RemapOptions, format: str, report: list[str] | None) -> None:
+    """Names the ready sets of rules. Raises `CkptError` where something else is asked for, without a checkpoint."""
+    from ckpttool.edits.rules.ready import LIST, SCHEMA, ready
+    from ckpttool.report.documents.remap import ready_sets
+
+    if options.rules != LIST:
+        raise CkptError("no checkpoint named", hint="ckpttool remap CKPT -o OUT; ckpttool remap --rules list: the sets")
+    found = ready()
+    data = {"schema": SCHEMA, "sets": [one.to_json() for one in found]}
+    check_texts(report or (), (), force=options.force)
+    emit(lambda: ready_sets(found), lambda: data, format, report, force=options.force)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from ckpttool import dtypes
-from ckpttool.checkpoint import Checkpoint, Lazy, Span
+from ckpttool.checkpoint import Checkpoint, Lazy, Part, Span
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.boxes import Box, assembled
 from ckpttool.formats.containers.zip_archive import read_archive
@@ -21,10 +21,10 @@ def tensor_data(folder: str, key: str, item: TensorItem) -> Lazy:
     return Lazy(item.nbytes, lambda: _produce(folder, key, item))
 
 
-def _produce(folder: str, key: str, item: TensorItem) -> Iterator[bytes]:
+def _produce(folder: str, key: str, item: TensorItem) -> Iterator[Part]:
     chunks = [chunk for chunk in item.chunks if prod(chunk.sizes)]
     boxes = [Box(chunk.offsets, chunk.sizes, _located(folder, key, item.dtype, chunk)) for chunk in chunks]
-    yield from assembled(item.shape, dtypes.itemsize(item.dtype), boxes)
+    return assembled(item.shape, dtypes.itemsize(item.dtype), boxes)
 
 
 # Finding a chunk in its file

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckpttool.checkpoint import TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Part, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.parts import Part, across, concatenated
+from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, sequence, shape_of, zero_stage
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -19,6 +19,7 @@ from ckpttool.checkpoint import (
     Checkpoint,
     ExtraEntry,
     Lazy,
+    Part,
     Section,
     Span,
     Storage,
@@ -351,7 +352,7 @@ def _in_boxes(shape: tuple[int, ...], dtype: str, boxes: Mapping[tuple[int, ...]
     if len(spans) == 1 and spans[0] is not None:
         return Storage(spans[0])
 
-    def produce() -> Iterator[bytes]:
+    def produce() -> Iterator[Part]:
         parts = [Box(corner, entry.shape, _data(entry)) for corner, entry in boxes.items()]
         return assembled(shape, itemsize(dtype), parts)
 

@@ -22,7 +22,7 @@ from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
 from ckpttool.formats.torch.tree import Tree, find_sections
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
-from ckpttool.io.pieces import Edited, Pieces
+from ckpttool.io.pieces import Edited, Piece, Pieces
 from ckpttool.limits import limits
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
@@ -179,7 +179,8 @@ def tree_to_write(checkpoint: Checkpoint) -> tuple[Any, int, Rebuilder]:
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     """The file that was read as it is, with a new pickle and a new directory behind it; what these replace stays, dead.
 
-    None where the file is none of its own, or storages are new. Raises as `layout`.
+    None where the file is none of its own, or storages are new; where nothing changes, the file itself. Raises as
+    `layout`.
     """
     container = checkpoint.container
     if not isinstance(container, Container) or container.archive is None:
@@ -187,7 +188,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     archive = container.archive
     made = _changed_records(checkpoint, container, archive, keep_numbers=True)
     if made is None:
-        return None
+        return Edited([Piece(Span(archive.path, archive.base, archive.length))], b"", b"")
     new = [entry.data for entry in made[0] if isinstance(entry, NewRecord)]
     written = [data for data in new if isinstance(data, bytes)]
     if len(written) < len(new):

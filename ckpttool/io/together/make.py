@@ -62,7 +62,8 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
     if asked.link == "copy":
         files = {name: _copied(content) for name, content in files.items()}
     units = cut(files)
-    plan = _agreed(job, digest(files, job.command, asked.plan, sources.states()))
+    plan = digest(files, job.command, asked.plan, sources.states())
+    job.agree(plan)
     with failing(out), _begun(job, units, plan, out, home, asked) as (staging, known):
         task = _Task(job, units, staging, plan, asked, known)
         job.tell(f"made/{job.rank}", task.run())
@@ -75,22 +76,6 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
 
 def _copied(content: Pieces | Link) -> Pieces:
     return [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
-
-
-def _agreed(job: Job, plan: str) -> str:
-    """The digest of the plan, that all ranks made. Raises `CkptError` where they made different ones."""
-    job.tell(f"plan/{job.rank}", plan)
-    if job.is_first:
-        others = [rank for rank, other in enumerate(job.heard_of_all("plan")) if other != plan]
-        if others:
-            raise CkptError(
-                "the ranks do not mean the same output",
-                hint="give all of them the same command, files and model; a model's code must not draw lots",
-                problems=[Problem("another plan than rank 0", f"rank {rank}") for rank in others],
-            )
-        job.tell("agreed", plan)
-    job.hear("agreed")
-    return plan
 
 
 def _all(job: Job) -> list[list[Record]]:
@@ -240,7 +225,7 @@ class _Task:
         found = hashlib.blake2b() if self.asked.verify else None
         descriptor = os.open(self.staging / NEW / unit.name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
-            fill(descriptor, unit.pieces, None, found, unit.offset)
+            fill(descriptor, unit.pieces, None, found, unit.offset, flush=self.asked.fsync)
             read = sorted(sources.streamed)
             if self.asked.fsync:
                 os.fsync(descriptor)

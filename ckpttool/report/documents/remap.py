@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.expression import BY_CODE, Ref, refs
@@ -13,6 +14,7 @@ from ckpttool.words import number, plural
 if TYPE_CHECKING:
     from ckpttool.edits.remap.optimizer import OptimizerRemap
     from ckpttool.edits.remap.result import Remap
+    from ckpttool.edits.rules.ready import Ready
     from ckpttool.edits.swap.swap import Swap
 
 _ROWS = 20
@@ -73,6 +75,13 @@ def swapped(done: Swap, program: str, new: str, out: str | None, *, dry_run: boo
         blocks.append(Note("dry run: nothing was written"))
     verdict = f"{plural(len(done.sources), 'weight')} {'fit' if dry_run else 'swapped'}"
     return Document("swap-weights", verdict, True, filled(blocks))
+
+
+def ready_sets(sets: Sequence[Ready]) -> Document:
+    """A row for each ready set of rules."""
+    rows = tuple((one.name, one.about, " ".join(f"--size {name}=N" for name in one.sizes)) for one in sets)
+    columns = (Column("set", "key"), Column("from, to"), Column("sizes"))
+    return Document("remap --rules SET", plural(len(sets), "ready set"), True, (Table("Sets", columns, rows),))
 
 
 def _optimizer(one: OptimizerRemap) -> str:

@@ -16,6 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.evaluate import boxes as in_boxes
 from ckpttool.formats.dcp.chunks import tensor_data
 from ckpttool.formats.dcp.metadata import Chunk, Place, TensorItem, cover_problem
+from files import content
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -52,7 +53,7 @@ def saved(folder: Path, whole: torch.Tensor, boxes: list[Box], transposed: bool 
 
 
 def data(folder: Path, item: TensorItem) -> bytes:
-    return b"".join(tensor_data(str(folder), "w", item).produce())
+    return b"".join(content(tensor_data(str(folder), "w", item)))
 
 
 @settings(max_examples=60, deadline=None)
