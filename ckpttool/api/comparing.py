@@ -38,6 +38,7 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
     from ckpttool.operands.model import ModelOperand, operand_of
+    from ckpttool.operands.settled import settled
     from ckpttool.queries.diff.run import run
 
     if options.comparison is None:
@@ -49,8 +50,9 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
         if right is not None and other is None:
             raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
         return _judged(contract.run(str(left), other or operand_of(options), options), options)
-    first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
+    opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
+    first, second = (None if ckpt is None else settled(ckpt, model) for ckpt in opened)
     with options.comparing(first, second):
         found = run(first, second, options, model)
     if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):

@@ -17,7 +17,7 @@ from ckpttool.io.pieces import Piece, Pieces
 if TYPE_CHECKING:
     from ckpttool.io.remote.read import Stream
 
-CHUNK = 1 << 20  # bytes a read; larger ones were no faster, and memory stays flat
+CHUNK = 1 << 18  # bytes a read, which a processor's cache holds until they are written, hashed or compared
 _GAP = 1 << 16  # bytes between two spans of a remote file that are fetched along rather than asked for apart
 
 
@@ -140,11 +140,8 @@ def same_bytes(left: Span, right: Span) -> bool:
         return False
     a, b = SpanReader(left.length), SpanReader(right.length)
     try:
-        # Full buffers are compared themselves: comparing views of them is a hundred times slower.
-        return all(
-            a.buffer == b.buffer if len(mine) == len(a.buffer) else bytes(mine) == bytes(theirs)
-            for mine, theirs in zip(a.chunks(left), b.chunks(right))
-        )
+        # Comparing two views is a hundred times slower.
+        return all(a.buffer.startswith(theirs) for _, theirs in zip(a.chunks(left), b.chunks(right)))
     finally:
         a.close()
         b.close()

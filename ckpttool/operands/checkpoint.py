@@ -29,6 +29,8 @@ def open_operand(operand: str) -> Checkpoint:
         checkpoint = read_form(open_checkpoint(path))
     if picked is None:
         return checkpoint
+    if all(section.path != picked for section in checkpoint.sections):
+        checkpoint = checkpoint.read_as([picked])
     try:
         section = checkpoint.section(picked)
     except KeyError:

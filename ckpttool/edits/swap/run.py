@@ -15,6 +15,7 @@ from ckpttool.formats.table import FORMATS
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import as_read, operand_of
+from ckpttool.operands.settled import settled
 from ckpttool.words import shell
 
 
@@ -32,7 +33,8 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     if target is not None:
         writer.check_file(target, split(weights.source)[0])
     deployed = _read(path, name, weights, options.out)
-    new, model = model_section(weights), operand_of(options)
+    model = operand_of(options)
+    new = model_section(settled(weights, model))
     if model is not None and options.source_form is ModelForm.PRETRAINED:
         model = model.by_pretrained
     elif model is not None and options.source_form is None:

@@ -19,11 +19,16 @@ class Question:
 
     what: str
     nbytes: int
-    answer: Callable[[], Any]
+    find: Callable[[], Any]
+
+    def answer(self) -> Any:
+        """Finds it, as a part of the work at hand."""
+        with work.part(self.nbytes):
+            return self.find()
 
 
-def answers(questions: Mapping[Key, Question], title: str) -> dict[Key, Any]:
-    """The answer to each question, by one process or by all ranks of the job that it is one of; work of that title.
+def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
+    """The answer to each question, by one process or by all ranks of the job that it is one of: a piece of work.
 
     Each rank takes the next question that nobody has, the largest first. Raises `CkptError` where the ranks do not ask
     the same of the same files, and what an answer raises; `FailedElsewhere` where it did so on another rank.
@@ -31,14 +36,8 @@ def answers(questions: Mapping[Key, Question], title: str) -> dict[Key, Any]:
     job = current()
     with work.doing(title, sum(question.nbytes for question in questions.values())):
         if job is None:
-            return {key: _answer(question) for key, question in questions.items()}
-        found = _of_all(job, list(questions.values()))
-    return dict(zip(questions, found))
-
-
-def _answer(question: Question) -> Any:
-    with work.part(question.nbytes):
-        return question.answer()
+            return {key: question.answer() for key, question in questions.items()}
+        return dict(zip(questions, _of_all(job, list(questions.values()))))
 
 
 def _of_all(job: Job, questions: Sequence[Question]) -> list[Any]:
@@ -60,11 +59,11 @@ def _of_all(job: Job, questions: Sequence[Question]) -> list[Any]:
 def _own(job: Job, counter: str, questions: Sequence[Question]) -> list[tuple[int, Any]]:
     """The answers that this rank found, by the numbers of their questions."""
     order = sorted(range(len(questions)), key=lambda number: -questions[number].nbytes)
-    found: list[tuple[int, Any]] = []
+    found = []
     told = 0
     while (at := job.next(counter)) < len(order):
         job.check()
-        work.advance(sum(questions[number].nbytes for number in order[told:at]))  # taken by others
+        work.advance(sum(questions[number].nbytes for number in order[told:at]))  # what others took
         told = at + 1
-        found.append((order[at], _answer(questions[order[at]])))
+        found.append((order[at], questions[order[at]].answer()))
     return found
