@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpttool.api.comparing import check, diff, since
+    from ckpttool.api.comparing import check, diff, since, steps
     from ckpttool.api.making import remap, swap_weights, write
     from ckpttool.api.reading import explain, inspect, manifest, open_checkpoint, trace
     from ckpttool.checkpoint import Checkpoint
@@ -31,6 +31,7 @@ __all__ = [
     "open_checkpoint",
     "remap",
     "since",
+    "steps",
     "swap_weights",
     "trace",
     "write",
@@ -45,7 +46,7 @@ _HOMES = {
     "Plan": "plan",
     "Problem": "errors",
     "Refused": "errors",
-    **dict.fromkeys(("check", "diff", "since"), "api.comparing"),
+    **dict.fromkeys(("check", "diff", "since", "steps"), "api.comparing"),
     **dict.fromkeys(("remap", "swap_weights", "write"), "api.making"),
     **dict.fromkeys(("explain", "inspect", "manifest", "open_checkpoint", "trace"), "api.reading"),
 }

@@ -17,6 +17,7 @@ from ckpttool.operands.names_file import is_names_file, read_names
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.words import shell
 
 SCHEMA = "ckpttool.check/1"
 _CALLED = "a class or function that a pickle calls for when it is loaded"
@@ -27,11 +28,12 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A file, what it is taken for, all that is wrong with it, and what was not looked at."""
+    """A file, what it is taken for, all that is wrong with it, what mends that, and what was not looked at."""
 
     path: str
     kind: str
     problems: tuple[Problem, ...] = ()
+    hint: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -56,6 +58,7 @@ class Checks:
                     "path": file.path,
                     "kind": file.kind,
                     "problems": [{"problem": one.problem, "key": one.key} for one in file.problems],
+                    "hint": file.hint or None,
                     "notes": list(file.notes),
                 }
                 for file in self.files
@@ -89,12 +92,13 @@ def _checked(path: str, options: DiffOptions, allow: Sequence[str]) -> Checked:
             foreign = [name for name in open_operand(path).globals if not any(fnmatchcase(name, one) for one in allow)]
             return Checked(path, kind, tuple(Problem(_CALLED, name) for name in foreign))
     except CkptError as error:
-        return Checked(path, kind, _problems(error, path))
+        return Checked(path, kind, error.problems or (_of_the_file(error, path),), error.hint)
     return Checked(path, kind)
 
 
-def _problems(error: CkptError, path: str) -> tuple[Problem, ...]:
-    return error.problems or (Problem(error.message, path),)
+def _of_the_file(error: CkptError, path: str) -> Problem:
+    """What is wrong with the file as a whole, which the problem's key names already."""
+    return Problem(error.message.removeprefix(path).lstrip(": "), path)
 
 
 def _names(path: str, options: DiffOptions) -> Checked:
@@ -109,4 +113,8 @@ def _names(path: str, options: DiffOptions) -> Checked:
     )
     if not diff.identical and not problems:
         problems = (Problem("; ".join(diff.notes), path),)
-    return Checked(path, "names", problems, () if diff.identical else diff.notes)
+    if diff.identical:
+        return Checked(path, "names", problems)
+    optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
+    asked = shell("ckpttool", "diff", path, *model.words, *optimizer)
+    return Checked(path, "names", problems, f"{asked} (with --update it takes the model's names over)", diff.notes)

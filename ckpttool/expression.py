@@ -11,7 +11,6 @@ from math import isfinite
 from typing import Any, Union, overload
 
 from ckpttool.errors import Problem
-from ckpttool.json_schema import check
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +136,6 @@ def to_json(expression: Argument) -> Any:
     return expression
 
 
-def from_json(value: Any) -> Argument:
-    """Reads what `to_json` wrote. Raises `CkptError`, with every problem at its JSON path, on anything else."""
-    check(_ARGUMENT, value, "not an expression", _FORM)
-    return _read(value)
-
-
-def whole_from_json(value: Any) -> Expression:
-    """As `from_json`, for a value that has been found to be an `EXPRESSION`."""
-    found = _read(value)
-    assert isinstance(found, (Ref, Op))
-    return found
-
-
 def _read(value: Any) -> Argument:
     if isinstance(value, list):
         return tuple(map(_read, value))
@@ -162,14 +148,19 @@ def _read(value: Any) -> Argument:
     return Ref(name) if kind == "ref" else float(name) if kind == "float" else Special(kind, name)
 
 
-_FORM = 'an expression is {"ref": KEY} or {"op": "aten.cat.default", "args": [...], "kwargs": {...}}'
-
-
 @dataclass(frozen=True, slots=True)
 class _InJson:
     """The JSON of an argument, or with `whole` of an expression: a ref or an op. A `Kind` of `json_schema`."""
 
     whole: bool
+
+    def read(self, value: Any) -> Argument:
+        """What `to_json` wrote."""
+        return _read(value)
+
+    def write(self, made: Argument) -> Any:
+        """See `to_json`."""
+        return to_json(made)
 
     def fits(self, value: Any) -> bool:
         return next(self.problems(value, "$"), None) is None
@@ -186,7 +177,7 @@ class _InJson:
             yield from _problems(value, path, 0)
 
 
-EXPRESSION, _ARGUMENT = _InJson(whole=True), _InJson(whole=False)
+EXPRESSION, ARGUMENT = _InJson(whole=True), _InJson(whole=False)
 
 
 def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:

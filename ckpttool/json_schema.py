@@ -1,7 +1,8 @@
 """What a JSON value has to be, said once as data: every fault of a file is found, each with its place in the file.
 
 A `Kind` answers twice: `fits` quickly, for files of 100,000 tensors, and `problems` in words, only where it does not.
-Members that a kind does not name are let through: a later version may have added them.
+Members that a kind does not name are let through: a later version may have added them. What fits is `read` to the value
+that it stands for, and what that value is in JSON `write` says.
 """
 
 from __future__ import annotations
@@ -32,6 +33,30 @@ class AnyKind(Protocol):
     def schema(self, closed: bool) -> dict[str, Any]:
         """The same as JSON Schema 2020-12; where it is `closed`, objects have no other members than those it names."""
 
+    def read(self, value: Any, /) -> Any:
+        """What a value that `fits` stands for."""
+
+    def write(self, made: Any, /) -> Any:
+        """The JSON of what `read` gives."""
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _AsItIs:
+    """What stands for itself."""
+
+    __slots__ = ()
+
+    def read(self, value: Any) -> Any:
+        """The value."""
+        return value
+
+    def write(self, made: Any) -> Any:
+        """The value."""
+        return made
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -40,6 +65,8 @@ class Kind:
     said: str
     fits: Callable[[Any], bool]
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Any], Any] = _itself
+    write: Callable[[Any], Any] = _itself
 
     def schema(self, closed: bool) -> dict[str, Any]:
         """The same as JSON Schema."""
@@ -56,6 +83,14 @@ class Nullable:
     """The kind, or null."""
 
     kind: AnyKind
+
+    def read(self, value: Any) -> Any:
+        """None, or what it stands for."""
+        return None if value is None else self.kind.read(value)
+
+    def write(self, made: Any) -> Any:
+        """The JSON of that."""
+        return None if made is None else self.kind.write(made)
 
     def fits(self, value: Any) -> bool:
         """Whether the value is that."""
@@ -77,6 +112,14 @@ class ListOf:
 
     kind: AnyKind
     unique: str = ""
+
+    def read(self, value: Any) -> tuple[Any, ...]:
+        """What each item stands for."""
+        return tuple(map(self.kind.read, value))
+
+    def write(self, made: Any) -> list[Any]:
+        """The JSON of these."""
+        return list(map(self.kind.write, made))
 
     def fits(self, value: Any) -> bool:
         """Whether the value is that."""
@@ -108,7 +151,7 @@ class ListOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class Items(_AsItIs):
     """A list of as many items as there are kinds, each of its own."""
 
     kinds: tuple[AnyKind, ...]
@@ -138,6 +181,14 @@ class MapOf:
 
     kind: AnyKind
 
+    def read(self, value: Any) -> dict[str, Any]:
+        """What each member stands for."""
+        return {name: self.kind.read(member) for name, member in value.items()}
+
+    def write(self, made: Any) -> dict[str, Any]:
+        """The JSON of these."""
+        return {name: self.kind.write(member) for name, member in made.items()}
+
     def fits(self, value: Any) -> bool:
         """Whether the value is that."""
         return isinstance(value, dict) and all(map(self.kind.fits, value.values()))
@@ -157,11 +208,15 @@ class MapOf:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectOf:
+class ObjectOf(_AsItIs):
     """An object with these members; those in `may` can be left out."""
 
     needs: Mapping[str, AnyKind]
     may: Mapping[str, AnyKind] = field(default_factory=dict)
+    members: Mapping[str, AnyKind] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", {**self.needs, **self.may})
 
     def fits(self, value: Any) -> bool:
         """Whether the value is that."""
@@ -173,7 +228,7 @@ class ObjectOf:
 
     def schema(self, closed: bool) -> dict[str, Any]:
         """The same as JSON Schema."""
-        members = {name: kind.schema(closed) for name, kind in {**self.needs, **self.may}.items()}
+        members = {name: kind.schema(closed) for name, kind in self.members.items()}
         only = {"additionalProperties": False} if closed else {}
         return {"type": "object", "properties": members, "required": list(self.needs), **only}
 
@@ -182,7 +237,7 @@ class ObjectOf:
         if not isinstance(value, dict):
             yield Problem(f"{_shown(value)} is not an object", path)
             return
-        for name, kind in {**self.needs, **self.may}.items():
+        for name, kind in self.members.items():
             if name in value:
                 yield from kind.problems(value[name], _under(path, name))
             elif name in self.needs:
@@ -190,7 +245,25 @@ class ObjectOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
+class Record(ObjectOf):
+    """An object that stands for a value of the class `of`: its members are the fields, unless they are `called` so."""
+
+    of: Callable[..., Any] = dict
+    called: Mapping[str, str] = field(default_factory=dict)  # member -> field
+
+    def read(self, value: Any) -> Any:
+        """The value; a field of a member that is left out has its default."""
+        found = ((name, kind) for name, kind in self.members.items() if name in value)
+        return self.of(**{self.called.get(name, name): kind.read(value[name]) for name, kind in found})
+
+    def write(self, made: Any) -> dict[str, Any]:
+        """All members."""
+        called = self.called
+        return {name: kind.write(getattr(made, called.get(name, name))) for name, kind in self.members.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Either(_AsItIs):
     """A value of one of two kinds."""
 
     one: AnyKind
@@ -224,7 +297,7 @@ DTYPE = Kind(
     lambda value: isinstance(value, str) and value in BY_NAME,
     {"enum": sorted(BY_NAME)},
 )
-OBJECT = Kind("an object", lambda value: isinstance(value, dict), {"type": "object"})
+OBJECT = Kind("an object", lambda value: isinstance(value, dict), {"type": "object"}, dict, dict)
 
 
 def one_of(*words: str) -> Kind:

@@ -6,7 +6,7 @@ Needs no torch: a names file written where the model's code lives is read where 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -23,7 +23,7 @@ from ckpttool.json_schema import (
     AnyKind,
     ListOf,
     Nullable,
-    ObjectOf,
+    Record,
     check,
     check_schema,
     faults,
@@ -34,7 +34,8 @@ SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
 AS_A_PART = "as a part of another model"  # begins the notes on keys that depend on where a model stands
-FSDP_FLAT = "fsdp-flat"  # the form of FSDP1's rank files
+FSDP_FLAT, FSDP_SHARDED = "fsdp-flat", "fsdp-sharded"  # the forms of FSDP1's rank files
+RANK_FORMS = (FSDP_FLAT, FSDP_SHARDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,44 +135,7 @@ class Names:
 
     def to_json(self) -> dict[str, Any]:
         """The `trace` object of the contract, and the content of a names file."""
-        return {
-            "schema": SCHEMA,
-            "model": self.model,
-            "torch": self.torch,
-            "runtime": [
-                {
-                    "fqn": r.fqn,
-                    "canonical": r.canonical,
-                    "kind": r.kind,
-                    "persistent": r.persistent,
-                    "trainable": r.trainable,
-                    "dtype": r.dtype,
-                    "shape": _list(r.shape),
-                    "alias_of": r.alias_of,
-                }
-                for r in self.runtime
-            ],
-            "serialized": [
-                {
-                    "key": s.key,
-                    "dtype": s.dtype,
-                    "shape": _list(s.shape),
-                    "from": None if s.source is None else ex.to_json(s.source),
-                    "hook": None if s.hook is None else hook_json(s.hook),
-                }
-                for s in self.serialized
-            ],
-            "load": [{"fqn": r.fqn, "from": None if r.source is None else ex.to_json(r.source)} for r in self.load],
-            "not_serialized": list(self.not_serialized),
-            "extra_state": list(self.extra_state),
-            "roundtrips": self.roundtrips,
-            "roundtrip_problems": list(map(str, self.roundtrip_problems)),
-            "optimizer": [{"id": p.id, "fqn": p.fqn, "group": p.group, "state": list(p.state)} for p in self.ids],
-            "modules": None if self.modules is None else list(self.modules),
-            "optimizer_class": self.optimizer_class,
-            "notes": list(self.notes),
-            "optimizer_groups": [dict(group) for group in self.optimizer_groups],
-        }
+        return {"schema": SCHEMA, **NAMES.write(replace(self, optimizer=self.ids))}
 
     @staticmethod
     def from_json(value: Any, source: str) -> Names:
@@ -180,105 +144,44 @@ class Names:
         check(NAMES, value, f"{source} is not a names file", _HINT)
         if next(_unknown_names(value), None) is not None:
             raise faults(_unknown_names(value), f"{source} is not a names file", _HINT)
-        return Names(
-            model=value["model"],
-            torch=value["torch"],
-            runtime=tuple(_runtime(r) for r in value["runtime"]),
-            serialized=tuple(_serialized(s) for s in value["serialized"]),
-            load=tuple(LoadedTensor(r["fqn"], _source(r["from"])) for r in value["load"]),
-            not_serialized=tuple(value["not_serialized"]),
-            extra_state=tuple(value["extra_state"]),
-            roundtrips=value["roundtrips"],
-            roundtrip_problems=tuple(map(Problem.parse, value["roundtrip_problems"])),
-            optimizer=tuple(
-                OptimizerParam(p["id"], p["fqn"], p["group"], tuple(p.get("state", ())))
-                for p in value["optimizer"]
-                if value.get("optimizer_class") is not None  # else it is the order of the model's parameters
-            ),
-            modules=None if value.get("modules") is None else tuple(value["modules"]),
-            optimizer_class=value.get("optimizer_class"),
-            optimizer_groups=tuple(dict(group) for group in value.get("optimizer_groups", ())),
-            notes=tuple(value.get("notes", ())),
-        )
-
-
-def hook_json(hook: Hook) -> dict[str, Any]:
-    """The `hook` object of the contract."""
-    return {"function": hook.function, "file": hook.file, "line": hook.line, "module": hook.module}
-
-
-def _list(shape: tuple[int, ...] | None) -> list[int] | None:
-    return None if shape is None else list(shape)
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
-
-
-def _source(value: Any) -> Expression | None:
-    return None if value is None else ex.whole_from_json(value)
-
-
-def _hook(value: Any) -> Hook | None:
-    return None if value is None else Hook(value["function"], value["file"], value["line"], value["module"])
-
-
-def _serialized(s: Mapping[str, Any]) -> SerializedKey:
-    return SerializedKey(s["key"], s["dtype"], _shape(s["shape"]), _source(s["from"]), _hook(s["hook"]))
-
-
-def _runtime(r: Mapping[str, Any]) -> RuntimeTensor:
-    return RuntimeTensor(
-        r["fqn"],
-        r["canonical"],
-        r["kind"],
-        r["persistent"],
-        r["trainable"],
-        r["dtype"],
-        _shape(r["shape"]),
-        r["alias_of"],
-    )
+        found: Names = NAMES.read(value)
+        # Without an optimizer the ids that are written are the order of the model's parameters.
+        return found if found.optimizer_class is not None else replace(found, optimizer=())
 
 
 _TENSOR: Mapping[str, AnyKind] = {"dtype": DTYPE, "shape": Nullable(SHAPE)}
-HOOK = ObjectOf({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})
-NAMES = ObjectOf(
+_FROM: Mapping[str, AnyKind] = {"from": Nullable(EXPRESSION)}
+_SOURCE = {"from": "source"}
+HOOK = Record({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT}, of=Hook)
+_RUNTIME = Record(
+    {
+        "fqn": TEXT,
+        "canonical": TEXT,
+        "kind": one_of("parameter", "buffer"),
+        "persistent": FLAG,
+        "trainable": FLAG,
+        **_TENSOR,
+        "alias_of": Nullable(TEXT),
+    },
+    of=RuntimeTensor,
+)
+_SERIALIZED = Record({"key": TEXT, **_TENSOR, **_FROM, "hook": Nullable(HOOK)}, of=SerializedKey, called=_SOURCE)
+_PARAM = Record({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}, OptimizerParam)
+NAMES = Record(
     {
         "model": TEXT,
         "torch": TEXT,
-        "runtime": ListOf(
-            ObjectOf(
-                {
-                    "fqn": TEXT,
-                    "canonical": TEXT,
-                    "kind": one_of("parameter", "buffer"),
-                    "persistent": FLAG,
-                    "trainable": FLAG,
-                    "alias_of": Nullable(TEXT),
-                    **_TENSOR,
-                }
-            ),
-            unique="fqn",
-        ),
-        "serialized": ListOf(
-            ObjectOf(
-                {
-                    "key": TEXT,
-                    "from": Nullable(EXPRESSION),
-                    "hook": Nullable(HOOK),
-                    **_TENSOR,
-                }
-            ),
-            unique="key",
-        ),
-        "load": ListOf(ObjectOf({"fqn": TEXT, "from": Nullable(EXPRESSION)}), unique="fqn"),
+        "runtime": ListOf(_RUNTIME, unique="fqn"),
+        "serialized": ListOf(_SERIALIZED, unique="key"),
+        "load": ListOf(Record({"fqn": TEXT, **_FROM}, of=LoadedTensor, called=_SOURCE), unique="fqn"),
         "not_serialized": TEXTS,
         "extra_state": TEXTS,
         "roundtrips": FLAG,
-        "roundtrip_problems": TEXTS,
-        "optimizer": ListOf(ObjectOf({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}), unique="id"),
+        "roundtrip_problems": ListOf(replace(TEXT, read=Problem.parse, write=str)),
+        "optimizer": ListOf(_PARAM, unique="id"),
     },
-    {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "optimizer_groups": ListOf(OBJECT), "notes": TEXTS},
+    {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "notes": TEXTS, "optimizer_groups": ListOf(OBJECT)},
+    Names,
 )
 
 
@@ -307,4 +210,4 @@ def _unknown_names(value: Any) -> Iterator[Problem]:
 
 
 def _refs(value: Any) -> Iterator[str]:
-    return iter(()) if value is None else ex.refs(ex.whole_from_json(value))
+    return iter(()) if value is None else ex.refs(EXPRESSION.read(value))

@@ -19,10 +19,12 @@ from ckpttool.json_schema import (
     SHAPE,
     TEXT,
     TEXTS,
+    AnyKind,
     ListOf,
     MapOf,
     Nullable,
     ObjectOf,
+    Record,
     check,
     check_schema,
     one_of,
@@ -80,7 +82,7 @@ class OptimizerMove:
     form: str
     groups: tuple[GroupMove, ...]
     sources: Mapping[str, Expression]
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class ModelRun:
     way: str
     model: str
     kwargs: Mapping[str, Any]
-    given: tuple[tuple[str, Expression], ...]
+    given: Mapping[str, Expression]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,12 @@ class Plan:
     def computed(self) -> tuple[Output, ...]:
         """The outputs that are no renames. A plan without any moves bytes only and needs no torch."""
         return tuple(output for output in self.outputs if not isinstance(output.source, Ref))
+
+    @property
+    def reads(self) -> set[tuple[str, str]]:
+        """The section and the key of everything that it moves, computes with, or leaves out."""
+        moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
+        return moved | {(gone.section, gone.key) for gone in self.dropped}
 
     @property
     def by_code(self) -> list[tuple[ModelRun, list[str]]]:
@@ -150,27 +158,8 @@ class Plan:
 
         ``modules`` is added where ``_metadata`` follows the renames, ``runs`` where a model's own code computes.
         """
-        plan: dict[str, Any] = {
-            "schema": SCHEMA,
-            "outputs": [{"section": o.section, "key": o.key, "from": ex.to_json(o.source)} for o in self.outputs],
-            "dropped": [{"section": d.section, "key": d.key, "reason": d.reason} for d in self.dropped],
-        }
-        if self.modules:
-            plan["modules"] = [{"section": m.section, "old": m.old, "new": m.new} for m in self.modules]
-        if self.runs:
-            plan["runs"] = [
-                {
-                    "section": r.section,
-                    "way": r.way,
-                    "model": r.model,
-                    "kwargs": dict(r.kwargs),
-                    "given": [{"name": name, "from": ex.to_json(source)} for name, source in r.given],
-                }
-                for r in self.runs
-            ]
-        if self.optimizers:
-            plan["optimizers"] = [_move_to_json(move) for move in self.optimizers]
-        return plan
+        written = PLAN.write(self)
+        return {"schema": SCHEMA, **{name: value for name, value in written.items() if value or name in PLAN.needs}}
 
     @staticmethod
     def from_json(value: Any, source: str = "the plan") -> Plan:
@@ -180,84 +169,44 @@ class Plan:
         """
         check_schema(value, SCHEMA, source, "a plan", _HINT)
         check(PLAN, value, f"{source} is not a plan", _HINT)
-        return Plan(
-            tuple(Output(o["section"], o["key"], ex.whole_from_json(o["from"])) for o in value["outputs"]),
-            tuple(Dropped(d["section"], d["key"], d["reason"]) for d in value["dropped"]),
-            tuple(ModuleRename(m["section"], m["old"], m["new"]) for m in value.get("modules", ())),
-            tuple(map(_run, value.get("runs", ()))),
-            tuple(map(_move_from_json, value.get("optimizers", ()))),
-        )
+        made: Plan = PLAN.read(value)
+        return made
 
 
-def _run(value: Any) -> ModelRun:
-    given = tuple((one["name"], ex.whole_from_json(one["from"])) for one in value["given"])
-    return ModelRun(value["section"], value["way"], value["model"], value["kwargs"], given)
+@dataclass(frozen=True, slots=True)
+class _MadeOf(ListOf):
+    """Names, each with the expression that it is; here a mapping."""
+
+    def read(self, value: Any) -> Any:
+        return {one["name"]: EXPRESSION.read(one["from"]) for one in value}
+
+    def write(self, made: Mapping[str, Expression]) -> list[Any]:
+        return [{"name": name, "from": EXPRESSION.write(source)} for name, source in made.items()]
 
 
-def _move_to_json(move: OptimizerMove) -> dict[str, Any]:
-    return {
-        "section": move.section,
-        "form": move.form,
-        "groups": [
-            {
-                "params": list(group.params),
-                "like": group.like,
-                "options": {name: ex.to_json(value) for name, value in group.options.items()},
-            }
-            for group in move.groups
-        ],
-        "params": [{"name": name, "from": ex.to_json(source)} for name, source in move.sources.items()],
-        "shapes": {name: list(shape) for name, shape in move.shapes.items()},
-    }
-
-
-def _move_from_json(value: Mapping[str, Any]) -> OptimizerMove:
-    return OptimizerMove(
-        value["section"],
-        value["form"],
-        tuple(
-            GroupMove(
-                tuple(group["params"]),
-                group["like"],
-                {name: ex.from_json(option) for name, option in group.get("options", {}).items()},
-            )
-            for group in value["groups"]
-        ),
-        {param["name"]: ex.whole_from_json(param["from"]) for param in value["params"]},
-        {name: tuple(shape) for name, shape in value.get("shapes", {}).items()},
-    )
-
-
-_GROUP = ObjectOf({"params": TEXTS, "like": Nullable(COUNT)}, {"options": OBJECT})
-_MOVE = ObjectOf(
-    {
-        "section": TEXT,
-        "form": one_of("id", "fqn", "flat"),
-        "groups": ListOf(_GROUP),
-        "params": ListOf(ObjectOf({"name": TEXT, "from": EXPRESSION}), unique="name"),
-    },
+_PLACE: Mapping[str, AnyKind] = {"section": TEXT, "key": TEXT}
+_SOURCES = _MadeOf(ObjectOf({"name": TEXT, "from": EXPRESSION}), unique="name")
+_GROUP = Record({"params": TEXTS, "like": Nullable(COUNT)}, {"options": MapOf(ex.ARGUMENT)}, GroupMove)
+_MOVE = Record(
+    {"section": TEXT, "form": one_of("id", "fqn", "flat"), "groups": ListOf(_GROUP), "params": _SOURCES},
     {"shapes": MapOf(SHAPE)},
+    OptimizerMove,
+    {"params": "sources"},
 )
-PLAN = ObjectOf(
+_RUN = Record(
+    {"section": TEXT, "way": one_of(*ex.BY_CODE), "model": TEXT, "kwargs": OBJECT, "given": _SOURCES}, of=ModelRun
+)
+PLAN = Record(
     {
-        "outputs": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "from": EXPRESSION})),
-        "dropped": ListOf(ObjectOf({"section": TEXT, "key": TEXT, "reason": TEXT})),
+        "outputs": ListOf(Record({**_PLACE, "from": EXPRESSION}, of=Output, called={"from": "source"})),
+        "dropped": ListOf(Record({**_PLACE, "reason": TEXT}, of=Dropped)),
     },
     {
-        "modules": ListOf(ObjectOf({"section": TEXT, "old": TEXT, "new": TEXT})),
-        "runs": ListOf(
-            ObjectOf(
-                {
-                    "section": TEXT,
-                    "way": one_of(*ex.BY_CODE),
-                    "model": TEXT,
-                    "kwargs": OBJECT,
-                    "given": ListOf(ObjectOf({"name": TEXT, "from": EXPRESSION}), unique="name"),
-                }
-            )
-        ),
+        "modules": ListOf(Record({"section": TEXT, "old": TEXT, "new": TEXT}, of=ModuleRename)),
+        "runs": ListOf(_RUN),
         "optimizers": ListOf(_MOVE, unique="section"),
     },
+    Plan,
 )
 
 
@@ -316,8 +265,7 @@ def compose(first: Plan, second: Plan) -> Plan:
 
 
 def _after(run: ModelRun, made: Mapping[str, Expression]) -> ModelRun:
-    given = ((name, ex.substitute(source, made.__getitem__)) for name, source in run.given)
-    return replace(run, given=tuple(given))
+    return replace(run, given={name: ex.substitute(one, made.__getitem__) for name, one in run.given.items()})
 
 
 def in_turn(first: Iterable[ModuleRename], second: Iterable[ModuleRename]) -> tuple[ModuleRename, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpttool.checks import SCHEMA as CHECK
 from ckpttool.edits.remap.result import SCHEMA as REMAP
+from ckpttool.edits.rules.ready import SCHEMA as RULES
 from ckpttool.edits.swap.swap import SCHEMA as SWAP
 from ckpttool.errors import CkptError
 from ckpttool.expression import DEFINITIONS
@@ -40,6 +41,9 @@ from ckpttool.queries.diff.result import STATUSES
 from ckpttool.queries.diff.since import BY
 from ckpttool.queries.diff.since import CHANGES as SINCE_STATUSES
 from ckpttool.queries.diff.since import SCHEMA as SINCE
+from ckpttool.queries.diff.steps import CHANGES as STEP_STATUSES
+from ckpttool.queries.diff.steps import KINDS as STEP_KINDS
+from ckpttool.queries.diff.steps import SCHEMA as STEPS
 from ckpttool.queries.explanation import SCHEMA as EXPLAIN
 from ckpttool.queries.inspection import SCHEMA as INSPECT
 
@@ -102,6 +106,7 @@ _INSPECT: Mapping[str, AnyKind] = {
     "notes": TEXTS,
     "unreached": ListOf(ObjectOf({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
 }
+_SPREAD = ListOf(ObjectOf({"exponent": _NUMBER, "elements": COUNT}))
 _PAIR: Mapping[str, AnyKind] = {"left": TEXTS, "right": TEXTS}
 _DIFF = ObjectOf(
     {
@@ -111,7 +116,10 @@ _DIFF = ObjectOf(
         "identical": FLAG,
         "summary": _COUNTS,
         "entries": ListOf(
-            ObjectOf({"status": _STATUS, **_PAIR, "reason": TEXT}, {"hook": HOOK, "detail": TEXT, "ignored": TEXT})
+            ObjectOf(
+                {"status": _STATUS, **_PAIR, "reason": TEXT},
+                {"hook": HOOK, "detail": TEXT, "spread": _SPREAD, "ignored": TEXT},
+            )
         ),
         "fix": TEXTS,
         "notes": TEXTS,
@@ -132,6 +140,29 @@ _SINCE: Mapping[str, AnyKind] = {
     "conflicts": FLAG,
     "summary": ObjectOf({}, dict.fromkeys(BY, COUNT)),
     "entries": ListOf(ObjectOf({"by": one_of(*BY), "base": TEXTS, "left": _CHANGE, "right": _CHANGE})),
+    "notes": TEXTS,
+}
+_STEP: Mapping[str, AnyKind] = {
+    "source": TEXT,
+    **dict.fromkeys(("since", "error"), Nullable(TEXT)),
+    "tensors": COUNT,
+    "changes": ListOf(
+        ObjectOf(
+            {
+                "section": TEXT,
+                "status": one_of(*STATUSES, *STEP_STATUSES.values(), *STEP_KINDS),
+                **dict.fromkeys(("before", "after"), TEXTS),
+                "reason": TEXT,
+            },
+            {"detail": TEXT},
+        )
+    ),
+    "suggested": ListOf(ObjectOf({**dict.fromkeys(("before", "after"), TEXTS), "evidence": TEXT})),
+}
+_STEPS: Mapping[str, AnyKind] = {
+    "run": Nullable(TEXT),
+    "identical": FLAG,
+    "steps": ListOf(ObjectOf(_STEP)),
     "notes": TEXTS,
 }
 _EXPLAIN: Mapping[str, AnyKind] = {
@@ -195,18 +226,23 @@ _ERROR: Mapping[str, AnyKind] = {
 _PROBLEMS = ListOf(ObjectOf({"problem": TEXT, "key": TEXT}))
 _CHECK: Mapping[str, AnyKind] = {
     "ok": FLAG,
-    "files": ListOf(ObjectOf({"path": TEXT, "kind": TEXT, "problems": _PROBLEMS, "notes": TEXTS})),
+    "files": ListOf(
+        ObjectOf({"path": TEXT, "kind": TEXT, "problems": _PROBLEMS, "hint": Nullable(TEXT), "notes": TEXTS})
+    ),
 }
+_SET: Mapping[str, AnyKind] = {"name": TEXT, "about": TEXT, "sizes": TEXTS}
 # Name -> what the object says that it is, and all that it has.
 OBJECTS: dict[str, tuple[str, AnyKind]] = {
     "inspect": (INSPECT, ObjectOf({"schema": one_of(INSPECT), **_INSPECT})),
     "names": (NAMES_SCHEMA, ObjectOf({"schema": one_of(NAMES_SCHEMA), **NAMES.needs}, NAMES.may)),
     "diff": (DIFF, _DIFF),
     "since": (SINCE, ObjectOf({"schema": one_of(SINCE), **_SINCE})),
+    "steps": (STEPS, ObjectOf({"schema": one_of(STEPS), **_STEPS})),
     "explain": (EXPLAIN, ObjectOf({"schema": one_of(EXPLAIN), **_EXPLAIN})),
     "remap": (REMAP, _REMAP),
     "swap": (SWAP, ObjectOf({"schema": one_of(SWAP), **_SWAP})),
     "plan": (PLAN_SCHEMA, _PLAN),
+    "rules": (RULES, ObjectOf({"schema": one_of(RULES), "sets": ListOf(ObjectOf(_SET))})),
     "check": (CHECK, ObjectOf({"schema": one_of(CHECK), **_CHECK})),
     "error": (ERROR, ObjectOf({"schema": one_of(ERROR), **_ERROR})),
     "manifest": (STATEMENT, MANIFEST_KIND),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -10,7 +12,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import sysconfig
+import venv
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +89,24 @@ def test_what_is_wrong_is_said(run: Run, name: str, content: str, problem: str) 
     assert done.data["files"][0]["problems"] == []
 
 
+def test_a_mistake_has_its_file_once_and_its_hint(run: Run) -> None:
+    Path("bad.pt").write_text("no checkpoint")
+    Path("rules.toml").write_text('[[rule]]\nrenam = "a => b"\n')
+    done = run("check", "bad.pt", "rules.toml")
+    assert done.status == 1
+    assert "error: is not a checkpoint that ckpttool knows @ bad.pt\n" in done.out
+    assert re.search("error: rules.toml: .* @ rule 1 at line 1\n", done.out)
+    hints = [file["hint"] for file in run("check", "bad.pt", "rules.toml", "good.pt", "--format", "json").data["files"]]
+    assert hints[2] is None
+    assert all(f"hint: {path}: {hint}" in done.out for path, hint in zip(("bad.pt", "rules.toml"), hints))
+    rename()
+    (file,) = run("check", "names.json", "--format", "json").data["files"]
+    printed = shlex.split(file["hint"].partition(" (")[0])
+    assert run(*printed[1:]).status == 1
+    assert run(*printed[1:], "--update").status == 0
+    assert run("check", "names.json").status == 0
+
+
 def test_pickles_call_for_nothing_but_what_is_allowed(run: Run) -> None:
     done = run("check", "args.pt", "--format", "json")
     assert (done.status, done.data["files"][0]["problems"][0]["key"]) == (1, "argparse.Namespace")
@@ -131,7 +153,12 @@ def test_the_hooks_of_pre_commit(renames: Callable[[], None]) -> None:
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 
 
-def job(tmp: Path, **inputs: str) -> tuple[int, dict[str, str], str, str]:
+THIS = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def job(
+    tmp: Path, action: Path = ROOT, around: Mapping[str, str] = THIS, /, **inputs: str
+) -> tuple[int, dict[str, str], str, str]:
     """The steps of the action, by bash as a runner calls it: status, outputs, the job's summary, the log."""
     given = {name: one.get("default", "") for name, one in ACTION["inputs"].items()} | inputs
     assert set(inputs) <= set(ACTION["inputs"])
@@ -141,17 +168,11 @@ def job(tmp: Path, **inputs: str) -> tuple[int, dict[str, str], str, str]:
     for step in ACTION["runs"]["steps"]:
         if step.get("if") == "inputs.install != ''" and not given["install"]:
             continue
-        env = {name: filled(value, given) for name, value in step["env"].items()}
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "GITHUB_ACTIONS": "true",
-            **env,
-            **{n: str(p) for n, p in written.items()},
-        }
+        env = {name: filled(value, given, action) for name, value in step["env"].items()}
+        env = {**around, "GITHUB_ACTIONS": "true", **env, **{name: str(path) for name, path in written.items()}}
         for path in written.values():
             path.touch()
-        where = filled(step.get("working-directory", "."), given)
+        where = filled(step.get("working-directory", "."), given, action)
         bash = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
         done = subprocess.run(bash, env=env, cwd=where, capture_output=True, text=True, check=False)
         log += done.stdout + done.stderr
@@ -163,10 +184,11 @@ def job(tmp: Path, **inputs: str) -> tuple[int, dict[str, str], str, str]:
     return done.returncode, outputs, written["GITHUB_STEP_SUMMARY"].read_text(), log
 
 
-def filled(text: str, given: dict[str, Any]) -> str:
+def filled(text: str, given: dict[str, Any], action: Path) -> str:
     install = "${{ inputs.install == '.' && github.action_path || inputs.install }}"
     values = {f"${{{{ inputs.{name} }}}}": value for name, value in given.items()}
-    values |= {"${{ github.action_path }}": str(ROOT), install: given["install"]}
+    asked = str(action) if given["install"] == "." else given["install"]
+    values |= {"${{ github.action_path }}": str(action), install: asked}
     return values.get(text, text)
 
 
@@ -203,38 +225,80 @@ def snippets() -> dict[str, Any]:
     return {title: yaml.safe_load(text) for title, text in found}
 
 
-def shell(script: str, tmp: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the script where `ckpttool` and the agent of Buildkite are on the path, and pip installs nothing."""
-    programs = {
-        "ckpttool": f'exec {sys.executable} -m ckpttool "$@"',
-        "pip": "exit 0",
-        "buildkite-agent": 'echo "$@" > ../annotated; cat >> ../annotated',
-    }
-    (tmp / "bin").mkdir(exist_ok=True)
-    for name, text in programs.items():
-        (tmp / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp / "bin" / name).chmod(0o755)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp / 'bin'}:{os.environ['PATH']}"}
+@pytest.fixture(scope="module")
+def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a submodule of this repository would be: `vendor/ckpttool` of the folder."""
+    place = tmp_path_factory.mktemp("with") / "vendor" / "ckpttool"
+    place.mkdir(parents=True)
+    for name in ("ckpttool", "action"):
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("action.yml", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, place)
+    return place.parents[1]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a job: another Python that has the dependencies and not ckpttool, and no package index.
+
+    Its tools are this Python's, so that nothing has to be fetched; what pip installs, goes into the new one.
+    """
+    wanted = importlib.util.find_spec("setuptools")
+    if wanted is None or int(importlib.metadata.version("setuptools").partition(".")[0]) < 77:
+        pytest.skip("building the package takes setuptools 77")
+    home = tmp_path_factory.mktemp("python")
+    venv.create(home, with_pip=False, symlinks=True)
+    (found,) = home.glob("lib/python*/site-packages")
+    (found / "deps.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = home / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec {home}/bin/python -m pip "$@"\n')
+    pip.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return {**kept, **offline, "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HOME": str(home)}
+
+
+def shell(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs the script as the shell of a pipeline does."""
     return subprocess.run(["bash", "-e", "-c", script], env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_snippets_of_the_page(tmp_path: Path, renames: Callable[[], None]) -> None:
+def test_the_snippets_of_the_page(
+    tmp_path: Path, renames: Callable[[], None], vendored: Path, fresh: dict[str, str]
+) -> None:
+    """From the action's own installation on: each as its runner does it, in an environment that has no ckpttool."""
+    Path("vendor").symlink_to(vendored / "vendor")
+    assert "No module named 'ckpttool'" in shell("python -c 'import ckpttool'", fresh).stderr
     found = snippets()
     assert set(found) == {"GitHub", "Before a commit", "GitLab", "Buildkite"}
-    assert set(found["GitHub"][0]["with"]) <= set(ACTION["inputs"])
+    checkout, github, *_ = found["GitHub"]
+    assert (checkout["with"], github["uses"]) == ({"submodules": True}, "./vendor/ckpttool")
+    assert set(github["with"]) <= set(ACTION["inputs"])
+    status, outputs, _, log = job(tmp_path / "job", Path("vendor/ckpttool").absolute(), fresh, **github["with"])
+    assert (status, outputs.get("identical")) == (0, "true"), log
+    where = shell("python -c 'import ckpttool; print(ckpttool.__file__)'", fresh).stdout
+    assert where.startswith(fresh["HOME"])
     hooks = found["Before a commit"][0]["hooks"]
     assert [one["id"] for one in hooks] == [one["id"] for one in HOOKS]
-    gitlab = "\n".join(found["GitLab"]["names"]["script"])
-    (buildkite,) = [step["command"] for step in found["Buildkite"]["steps"]]
-    assert shell(gitlab, tmp_path).returncode == 0
+    gitlab, (buildkite,) = found["GitLab"]["names"], found["Buildkite"]["steps"]
+    assert gitlab["variables"]["CKPTTOOL"] == buildkite["env"]["CKPTTOOL"] == "vendor/ckpttool"
+    env = {**fresh, "CKPTTOOL": "--no-deps"}  # it is there already: only the project itself is installed
+    assert shell("\n".join(gitlab["script"]), env).returncode == 0
     assert Path("names.html").exists()
-    Path("names.html").unlink()
-    assert shell(buildkite, tmp_path).returncode == 0
-    assert "--style success" in (tmp_path / "annotated").read_text()
-    Path("names.md").unlink()
+    agent = Path(fresh["HOME"], "bin", "buildkite-agent")
+    agent.write_text('#!/bin/sh\necho "$@" > annotated; cat >> annotated\n')
+    agent.chmod(0o755)
+    script = buildkite["command"]
+    assert not re.search(r"(?<!\$)\$(?!\$)", script.replace("$$", ""))  # nothing that Buildkite would fill in
+    script = "\n".join(script.replace("$$", "$").splitlines()[1:])
+    assert script != buildkite["command"]
+    assert shell(script, fresh).returncode == 0
+    assert "--style success" in Path("annotated").read_text()
     renames()
-    assert shell(gitlab, tmp_path).returncode == 1
+    Path("names.html").unlink()
+    Path("names.md").unlink()
+    assert shell(gitlab["script"][1], fresh).returncode == 1
     assert Path("names.html").exists()
-    assert shell(buildkite, tmp_path).returncode == 1
-    assert "--style error" in (tmp_path / "annotated").read_text()
-    assert "head.weight" in (tmp_path / "annotated").read_text()
+    assert shell(script, fresh).returncode == 1
+    assert "--style error" in Path("annotated").read_text()
+    assert "head.weight" in Path("annotated").read_text()

@@ -15,7 +15,7 @@ from ckpttool.errors import Problem
 from ckpttool.io.together import job as together
 from ckpttool.io.together.job import FailedElsewhere, Job, Left
 
-SHARED = frozenset(("remap", "swap-weights"))
+SHARED = frozenset(("diff", "inspect", "remap", "swap-weights"))
 _HEARD = Failure(2)  # of a rank that stopped since another one failed: nothing of its own
 
 

@@ -78,12 +78,12 @@ def run_code(
         return ex.with_calls(expression, lambda call: Ref(keys[call.op, str(call.args[0])]))
 
     for number, run in enumerate(runs):
-        later = [source for other in runs[number + 1 :] for _, source in other.given]
+        later = [source for other in runs[number + 1 :] for source in other.given.values()]
         found = (call for source in (*sources, *later) for call in ex.calls(source) if call.op == run.way)
         names = list(dict.fromkeys(str(call.args[0]) for call in found))
         if not names:
             continue
-        given = [Output(section.path, name, known(source)) for name, source in run.given]
+        given = [Output(section.path, name, known(source)) for name, source in run.given.items()]
         values = _runner(run, names, runners)(run, _given(section, given, have), names)
         for name, entry in values.items():
             key = keys[run.way, name] = _free(f"{run.way}({name})", have)

@@ -39,10 +39,8 @@ class Statistics:
         return {"min": found.pop("minimum"), "max": found.pop("maximum"), **found}
 
 
-def statistics(entry: TensorEntry) -> Statistics | None:
-    """Those of a dense tensor, read in chunks; None for another layout. Raises `CkptError` where it cannot be read."""
-    if entry.storage is None:
-        return None
+def statistics(entry: TensorEntry) -> Statistics:
+    """Those of a dense tensor, read in chunks. Raises `CkptError` where it cannot be read."""
     import hashlib  # loads OpenSSL
 
     read, digest, sums = reader(entry.dtype), hashlib.sha256(), _Sums()

@@ -8,7 +8,7 @@ of the statement is that of in-toto's attestation framework (github.com/in-toto/
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from ckpttool.evaluate.compare import sha256, sha256_of
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.torch.tensors import kind
 from ckpttool.io import files, paths
+from ckpttool.io.together.deal import Question, answers
 from ckpttool.json_schema import (
     COUNT,
     DTYPE,
@@ -49,6 +50,7 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:ckpttool:manifest:1"
 _AGAIN = "write it again: ckpttool inspect CKPT --manifest FILE"
 _DENSE = "strided"
+_FILE, _TENSORS, _EXTRAS, _UNREACHED = "file", "tensors", "extras", "unreached"
 
 _SHA256 = Kind(
     "a SHA-256 in hexadecimal",
@@ -98,29 +100,42 @@ def statement(checkpoint: Checkpoint, path: str, leave_out: Iterable[str] = ()) 
     Files in `leave_out` are no part of it. Raises `CkptError` where something cannot be read.
     """
     without = set(map(os.path.realpath, leave_out))
+    names = {name: file for name, file in _files(path).items() if os.path.realpath(file) not in without}
+    digests = answers(f"hashing {path}", dict(_digests(checkpoint, names)))
     return {
         "_type": STATEMENT,
-        "subject": [
-            {"name": name, "digest": {"sha256": _of_file(file)}}
-            for name, file in _files(path).items()
-            if os.path.realpath(file) not in without
-        ],
+        "subject": [{"name": name, "digest": {"sha256": digests[_FILE, name]}} for name in names],
         "predicateType": PREDICATE,
         "predicate": {
             "format": checkpoint.format,
-            "sections": [_section_json(section) for section in checkpoint.sections],
+            "sections": [_section_json(section, digests) for section in checkpoint.sections],
             "others": list(checkpoint.others),
             "unreached": [
-                {"path": found.path, "bytes": found.storage.nbytes, "sha256": sha256_of(found.storage.data)}
+                {"path": found.path, "bytes": found.storage.nbytes, "sha256": digests[_UNREACHED, found.path]}
                 for found in checkpoint.unreached
             ],
         },
     }
 
 
-def _section_json(section: Section) -> dict[str, Any]:
+def _digests(checkpoint: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[tuple[str, ...], Question]]:
+    """What is hashed: each file, tensor, other object and unreached storage, by what it is and its name."""
+    for name, file in names.items():
+        yield (_FILE, name), Question(name, files.size(file), partial(_of_file, file))
+    for section in checkpoint.sections:
+        aliases = section.aliases()
+        for entry in section.tensors:
+            if entry.key not in aliases:
+                yield (_TENSORS, section.path, entry.key), Question(entry.key, entry.nbytes, partial(sha256, entry))
+        for extra in all_extras(section):
+            yield (_EXTRAS, section.path, extra.key), Question(extra.key, 0, partial(sha256, extra))
+    for found in checkpoint.unreached:
+        data = found.storage.data
+        yield (_UNREACHED, found.path), Question(found.path, data.length, partial(sha256_of, data))
+
+
+def _section_json(section: Section, digests: Mapping[tuple[str, ...], str | None]) -> dict[str, Any]:
     aliases = section.aliases()
-    known = {entry.key: sha256(entry) for entry in section.tensors if entry.key not in aliases}
     tensors = [
         {
             "key": entry.key,
@@ -128,12 +143,12 @@ def _section_json(section: Section) -> dict[str, Any]:
             "shape": list(entry.shape),
             "bytes": entry.nbytes,
             "kind": kind(entry),
-            "sha256": known[aliases.get(entry.key, entry.key)],
+            "sha256": digests[_TENSORS, section.path, aliases.get(entry.key, entry.key)],
             **({"alias_of": aliases[entry.key]} if entry.key in aliases else {}),
         }
         for entry in section.tensors
     ]
-    extras = [{"key": extra.key, "sha256": sha256(extra)} for extra in all_extras(section)]
+    extras = [{"key": e.key, "sha256": digests[_EXTRAS, section.path, e.key]} for e in all_extras(section)]
     return {"path": section.path, "kind": section.kind, "tensors": tensors, "extras": extras}
 
 
@@ -229,4 +244,7 @@ def other_files(manifest: Checkpoint, path: str) -> list[str]:
     """The names of the manifest's files that are not there at `path` with the same bytes; reads them whole."""
     subjects, have = manifest.container, _files(path)
     assert isinstance(subjects, dict)
-    return [name for name, digest in subjects.items() if name not in have or _of_file(have[name]) != digest]
+    both = [name for name in subjects if name in have]
+    asked = {name: Question(name, files.size(have[name]), partial(_of_file, have[name])) for name in both}
+    digests = answers("hashing files", asked)
+    return [name for name, digest in subjects.items() if digests.get(name) != digest]

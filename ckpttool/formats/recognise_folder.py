@@ -26,6 +26,7 @@ _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
 # What a trainer saves beside the weights; never meant where there is anything else.
 _BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
+_OPTIMIZER = re.compile(r"optimizer\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
 _STEP = re.compile(r"global_step\d+(_universal)?")  # DeepSpeed's folder of a step, whose tag one of these files names
@@ -70,13 +71,29 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
     shards = {shard for index in found for shard in _shards_of(index.path)}
     single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
     weights = [name for name in single if not _BESIDE.fullmatch(name)]
-    single = weights if weights or found or _parts(folder, names) else single
+    single = weights if weights or found or parts_in(folder, names) else single
     return found + [Found("", join(folder, name)) for name in single]
 
 
-def _parts(folder: str, names: list[str]) -> list[str]:
+def parts_in(folder: str, names: list[str]) -> list[str]:
     """The folders inside that are checkpoints of their own, by torch.distributed.checkpoint."""
     return [name for name in names if is_file(join(join(folder, name), DCP_METADATA))]
+
+
+def is_part(folder: str, names: list[str]) -> bool:
+    """Whether files of these names in the folder are parts of one checkpoint, and no checkpoints of their own."""
+    shards = any(INDEX.fullmatch(name) or _SHARD.fullmatch(name) or HF_SHARD.fullmatch(name) for name in names)
+    return shards or DCP_METADATA in names or _is_deepspeed(folder, names)
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name is a checkpoint, and none of those that a trainer saves beside one."""
+    return name.endswith(_ENDINGS) and not _BESIDE.fullmatch(name)
+
+
+def optimizers_in(names: list[str]) -> list[str]:
+    """The files that a trainer saves an optimizer in, beside the weights."""
+    return [name for name in names if _OPTIMIZER.fullmatch(name)]
 
 
 def _shards_of(index: str) -> set[str]:
@@ -117,7 +134,7 @@ def _step_of(folder: str, names: list[str]) -> str:
 
 
 def _nothing(folder: str, names: list[str]) -> CkptError:
-    parts = _parts(folder, names)
+    parts = parts_in(folder, names)
     if parts:
         first = next((name for name in parts if not name.startswith("optim")), parts[0])
         return CkptError(

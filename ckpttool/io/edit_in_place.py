@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpttool.errors import CkptError
-from ckpttool.io import edit_journal
+from ckpttool.io import edit_journal, work
 from ckpttool.io.edit_journal import Change
 from ckpttool.io.journal import settle
 from ckpttool.io.kernel import NOT_HERE
@@ -41,9 +41,10 @@ class Written:
         return {"way": self.way, "bytes": self.nbytes, "reason": self.reason or None}
 
     def __str__(self) -> str:
-        return _WORDS[self.way].format(own=self)
+        return _WORDS[self.way].format(own=self) if self.nbytes or self.way != "edited" else _UNCHANGED
 
 
+_UNCHANGED = "not at all: nothing of it changes"
 _WORDS = {
     "edited": "in place, {own.nbytes:,} bytes of it; --undo takes it back",
     "undone": "as it was before the last edit in place",
@@ -74,7 +75,9 @@ def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Wri
             if error.errno in NOT_HERE and any(change.patch.shift for change in changes.values()):
                 return Written("copied", reason=_NO_ROOM)
             raise
-    return Written("edited", sum(change.patch.nbytes for change in changes.values()))
+    nbytes = sum(change.patch.nbytes for change in changes.values())
+    work.has_written(nbytes)
+    return Written("edited", nbytes)
 
 
 def undo(path: str, *, fsync: bool) -> None:

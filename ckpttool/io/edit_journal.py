@@ -21,6 +21,7 @@ from ckpttool.io import patch as patches
 from ckpttool.io import sources, temporary
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.patch import Patch
+from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.temporary import EDIT, PATIENCE, is_edit, staged_file
 
@@ -293,4 +294,4 @@ def _is_sound(entry: _Entry) -> bool:
     numbers = (patch.before, patch.start, patch.length, patch.start + patch.shift)
     whole = len(patch.head) == patch.start + patch.shift and not (patch.shift and patch.tail)
     whole = whole and patch.start + patch.length <= patch.before
-    return whole and min(numbers) >= 0 and entry.name == os.path.basename(entry.name) not in ("", ".", "..")
+    return whole and min(numbers) >= 0 and "/" not in entry.name and is_nameable(entry.name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpttool.errors import CkptError
 from ckpttool.io import temporary
 from ckpttool.io.interrupts import uninterrupted
-from ckpttool.io.safe_path import is_inside
+from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import sync_folder
 from ckpttool.io.temporary import JOURNAL, PATIENCE
 
@@ -45,7 +45,7 @@ def parse(data: bytes, name: str, home: object) -> Journal:
         found = Journal(tuple(value["put"]), tuple(value["remove"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CkptError(f"{name} cannot be read: {error}", hint=f"look at it, and remove {home}") from error
-    if not all(isinstance(own, str) and is_inside(own) for own in found.put + found.remove):
+    if not all(isinstance(own, str) and is_nameable(own) for own in found.put + found.remove):
         raise CkptError(f"{name} leads out of its folder", hint=f"it is none of ours: remove {home}")
     return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Lazy, Part, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.crc import crc32
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
@@ -54,6 +54,7 @@ class SpanReader:
             try:
                 if self._remote is None:
                     count = os.preadv(self._descriptor, [chunk[filled:]], offset + filled)
+                    work.has_read(count)
                 else:
                     end = max(until, span.offset + span.length)
                     data = self._remote.read_at(offset + filled, len(chunk) - filled, end)
@@ -86,6 +87,7 @@ class SpanReader:
         self._path = path
         sources.note_streamed(path)
         sources.check_open(path, self._descriptor)
+        work.has_opened(path)
 
     def close(self) -> None:
         """Closes the file that is open."""
@@ -126,6 +128,7 @@ def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> byt
         while left and (chunk := file.read(min(left, CHUNK))):
             left -= len(chunk)
             digest.update(chunk)
+            work.has_read(len(chunk))
     return digest.digest()
 
 

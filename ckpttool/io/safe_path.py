@@ -9,13 +9,27 @@ from pathlib import Path, PurePosixPath
 from ckpttool.io.paths import is_url, join
 
 _IN_URLS = re.compile(r"[%?#*\[\]]|::|://")
+_LONGEST = 255  # bytes of a name, on every file system that is in use
 
 
 def is_inside(name: str) -> bool:
     """Whether the name, as a path, stays in the folder that it is put into, and is spelled in the one usual way."""
     pure = PurePosixPath(name)
     strange = "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) != name
-    return bool(name) and name != "." and not strange
+    return bool(name) and name != "." and not strange and bool(_encoded(name))
+
+
+def is_nameable(name: str) -> bool:
+    """Whether a file on this machine, inside the folder, can have the name."""
+    return is_inside(name) and all(len(part) <= _LONGEST for part in _encoded(name).split(b"/"))
+
+
+def _encoded(name: str) -> bytes:
+    """What the system calls the file; nothing for what it cannot spell: half of a pair of surrogates."""
+    try:
+        return os.fsencode(name)
+    except UnicodeEncodeError:
+        return b""
 
 
 def safe_path(folder: str | Path, name: str) -> str | None:

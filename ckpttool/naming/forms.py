@@ -124,7 +124,7 @@ def left_to_code(
     outputs = (
         replace(o, source=ex.by_code(way, o.key, o.source)) if ex.is_opaque(o.source) else o for o in plan.outputs
     )
-    run = ModelRun(section.path, way, tables.names.model, kwargs, tuple(given.items()))
+    run = ModelRun(section.path, way, tables.names.model, kwargs, given)
     return replace(plan, outputs=tuple(outputs), runs=(run,))
 
 

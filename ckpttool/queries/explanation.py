@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
-from ckpttool.names import Hook, Names, OptimizerParam, RuntimeTensor, hook_json
+from ckpttool.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.name_tables import NameTables
 
 SCHEMA = "ckpttool.explain/1"
@@ -45,7 +45,7 @@ class Explanation:
             "optimizer_id": None if self.optimizer is None else self.optimizer.id,
             "optimizer_group": None if self.optimizer is None else self.optimizer.group,
             "optimizer_state": list(self.states),
-            "hook": None if self.hook is None else hook_json(self.hook),
+            "hook": None if self.hook is None else HOOK.write(self.hook),
             "dtype": self.tensor.dtype,
             "shape": None if self.tensor.shape is None else list(self.tensor.shape),
         }

@@ -6,15 +6,22 @@ import random
 import struct
 import zipfile
 from collections.abc import Sequence
+from functools import cache
 from io import BytesIO
 
 _LONGEST = 1 << 16
+_SHORT = 200
 _ZIP = b"PK\3\4"
+_AT = 42  # where an entry of a directory says at which byte its member begins
+_END = struct.Struct("<4s4xHHLLH")
 
 
 def mutated(seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
-    """One of the seeds, changed in one place or several; of an archive rather what is in it than its own bytes."""
-    seed = chance.choice(seeds)
+    """One of the seeds, changed in one place or several; of an archive rather what is in it than its own bytes.
+
+    A seed is drawn the less often the longer it is, so that none takes most of the time.
+    """
+    [seed] = chance.choices(seeds, [1 / (_SHORT + len(seed)) for seed in seeds])
     if seed.startswith(_ZIP) and chance.random() < 0.8:
         return _in_archive(seed, words, chance)
     return _changed(seed, seeds, words, chance)
@@ -28,19 +35,44 @@ def _changed(data: bytes, seeds: Sequence[bytes], words: Sequence[bytes], chance
 
 
 def _in_archive(seed: bytes, words: Sequence[bytes], chance: random.Random) -> bytes:
+    members = _members(seed)
+    small = [name for name, data in members.items() if len(data) < _LONGEST]
+    picked = chance.choice(small)
+    changed = _changed(members[picked], [members[chance.choice(small)]], words, chance)
+    records = [_record(name, data) for name, data in members.items() if name != picked]
+    if chance.random() < 0.98:
+        records.insert(list(members).index(picked), _made_record(picked, changed))
+    return _archive(records)
+
+
+@cache
+def _members(archive: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(BytesIO(archive)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def _made_record(name: str, data: bytes) -> tuple[bytes, bytes]:
+    """A member as it lies in an archive, and its entry in the directory (of an archive that begins with it)."""
     out = BytesIO()
-    with zipfile.ZipFile(BytesIO(seed)) as old, zipfile.ZipFile(out, "w") as new:
-        names = old.namelist()
-        small = [info.filename for info in old.infolist() if info.file_size < _LONGEST]
-        picked = chance.choice(small)
-        others = [old.read(chance.choice(small))]
-        for name in names:
-            data = old.read(name)
-            if name == picked:
-                data = _changed(data, others, words, chance)
-            if name != picked or chance.random() < 0.98:
-                new.writestr(name, data)
-    return out.getvalue()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr(zipfile.ZipInfo(name), data)
+        start = file.start_dir
+    return out.getvalue()[:start], out.getvalue()[start : -_END.size]
+
+
+_record = cache(_made_record)  # most members are those of a seed
+
+
+def _archive(records: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """What zipfile would make of the members, without its time for each."""
+    parts, entries, at = [], [], 0
+    for member, entry in records:
+        parts.append(member)
+        entries.append(entry[:_AT] + at.to_bytes(4, "little") + entry[_AT + 4 :])
+        at += len(member)
+    directory = b"".join(entries)
+    end = _END.pack(b"PK\5\6", len(records), len(records), len(directory), at, 0)
+    return b"".join([*parts, directory, end])
 
 
 def _bit(data: bytearray, _: Sequence[bytes], __: Sequence[bytes], chance: random.Random) -> None:

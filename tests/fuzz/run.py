@@ -7,6 +7,7 @@ input that a reader does not answer is kept in the folder ``found``: make a test
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import subprocess
 import sys
@@ -37,13 +38,14 @@ class Tally:
     faults: set[str] = field(default_factory=set)
 
 
-def fuzz(name: str, target: Target, seconds: float, seed: int) -> Tally:
-    """Mutates the target's inputs for so many seconds."""
+def fuzz(name: str, target: Target, seconds: float, most: int, seed: int) -> Tally:
+    """Mutates the target's inputs for so many seconds, or until it was given the `most`."""
     chance, tally, seeds = random.Random(seed), Tally(), target.seeds()
     for data in seeds:
         target.run(data)
+    gc.freeze()  # torch is many objects, none of which is looked at again
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end and tally.inputs < most:
         try_one(name, target, mutated(seeds, target.words, chance), tally)
     return tally
 
@@ -99,6 +101,7 @@ def main(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--time", type=float, default=600, help="seconds in all")
     parser.add_argument("--target", action="append", choices=sorted(TARGETS))
+    parser.add_argument("--inputs", type=int, default=sys.maxsize, help="of a target, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guided", action="store_true", help="one target, by atheris")
     asked = parser.parse_args(args)
@@ -108,7 +111,7 @@ def main(args: Sequence[str]) -> int:
     faults = 0
     print(f"{'reader':<18}{'inputs':>12}{'taken':>10}{'slowest':>11}{'memory':>12}{'faults':>8}")
     for name in names:
-        tally = fuzz(name, TARGETS[name], asked.time / (len(names) + 1), asked.seed)
+        tally = fuzz(name, TARGETS[name], asked.time / (len(names) + 1), asked.inputs, asked.seed)
         faults += len(tally.faults)
         memory = f"{tally.largest / 2**20:.1f} MiB"
         times = f"{tally.slowest * 1000:.1f} ms"

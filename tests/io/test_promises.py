@@ -247,7 +247,7 @@ def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, source: Path) -> 
     assert names(tmp_path) == {alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors"}
 
 
-@pytest.mark.parametrize("put", ["../out", "/etc/x", "a/../../b"])
+@pytest.mark.parametrize("put", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300])
 def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, put: str) -> None:
     dead = tmp_path / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
     (dead / "new").mkdir(parents=True)

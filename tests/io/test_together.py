@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpttool
 import torchrun_ranks
 from command import Run
 from places import ROOT
@@ -68,6 +69,81 @@ def test_the_ranks_write_what_one_process_writes(
     assert [*tmp_path.glob(".*")] == []
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a training checkpoint and a later one, other in some of everything."""
+    folder = tmp_path_factory.mktemp("pair")
+    torch.manual_seed(1)
+    model = {f"layers.{number}.weight": torch.randn(64, 64) for number in range(6)} | {"empty": torch.ones(0)}
+    model |= {
+        "bits": torch.tensor([True, False]),
+        "double": torch.tensor([1e-300, float("nan"), float("inf")]).double(),
+    }
+    model["turned"], model["tied"] = torch.randn(32, 64).t(), model["layers.0.weight"]
+    state = {number: {"exp_avg": torch.randn(4), "step": torch.tensor(3.0)} for number in range(2)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save({"model": model, "optimizer": optimizer, "rng": torch.arange(9)}, folder / "base.pt")
+    model["layers.1.weight"] = model["layers.1.weight"] + 0.25
+    model["layers.2.weight"], model["layers.3.weight"] = model["layers.3.weight"], model["layers.2.weight"]
+    torch.save({"model": model, "optimizer": optimizer, "rng": torch.arange(9) * 2}, folder / "new.pt")
+    state[1]["exp_avg"] = torch.ones(4)
+    model["double"] = -model["double"]
+    torch.save(
+        {"model": {f"module.{key}": value for key, value in model.items()}, "optimizer": optimizer}, folder / "other.pt"
+    )
+    save_file({key: value.contiguous() for key, value in model.items() if key != "tied"}, folder / "other.safetensors")
+    (folder / "base.json").write_text(json.dumps(ckpttool.manifest(str(folder / "base.pt"))))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "shared"),
+    [
+        ("inspect new.pt --stats --all", True),
+        ("inspect new.pt --stats --format json --manifest OUT.json --report OUT.md", True),
+        ("inspect new.pt --manifest OUT.json", True),
+        ("diff base.pt new.pt --values --all", True),
+        ("diff base.pt new.pt --rtol 1e-3 --atol 1e-9 --format json", True),
+        ("diff new.pt other.safetensors --values --format json", True),
+        ("diff base.pt::optimizer other.pt::optimizer --values", True),
+        ("diff new.pt other.pt --base base.pt --values --format json", True),
+        ("diff base.pt base.json --values", False),
+        ("diff new.pt base.json --values --format json", True),
+        ("diff new.pt other.pt --format json", False),
+    ],
+)
+def test_the_ranks_read_what_one_process_reads_and_say_what_it_says(
+    pair: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str, shared: bool
+) -> None:
+    """To the byte, the files that are written too; others than the first have a share, and say nothing."""
+    alone, together = (tmp_path / name for name in ("alone", "together"))
+    for folder in (alone, together):
+        folder.mkdir()
+        for path in pair.iterdir():
+            os.symlink(path, folder / path.name)
+    monkeypatch.chdir(alone)
+    expected = run(*command.replace("OUT", "out").split())
+    first, *others = run_ranks(together, 3, *command.replace("OUT", "out").split())
+    assert first.said == (expected.status, expected.out + expected.err)
+    assert [other.said for other in others] == [(expected.status, "")] * 2
+    assert any(other.read for other in others) == shared
+    assert {name: data for name, (_, data) in files_in(together).items()} == {
+        name: data for name, (_, data) in files_in(alone).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "command", ["diff base.pt other.safetensors --values", "inspect base.pt --stats --report out.md"]
+)
+def test_a_rank_that_cannot_read_fails_all_of_them(pair: Path, tmp_path: Path, command: str) -> None:
+    for path in pair.iterdir():
+        os.symlink(path, tmp_path / path.name)
+    first, second = run_ranks(tmp_path, 2, *command.split(), fault=Fault(1))
+    assert first.said == (2, "error: base.pt: Input/output error\nhint: check the disk it is on\n")
+    assert second.said == (2, "")
+    assert not [*tmp_path.glob("out.*")]
+
+
 def test_what_fails_on_any_rank_fails_on_all_and_is_said_once(source: Path, tmp_path: Path) -> None:
     """Whether all of them fail or one; what is not shared, a report file among it, is the first rank's alone."""
     refused = run_ranks(tmp_path, 2, "remap", source / "model.pt", "-o", "out.pt", "--rule", "no.such => thing")
@@ -92,7 +168,7 @@ def test_ranks_that_do_not_mean_the_same_write_nothing(source: Path, tmp_path: P
     command = ("remap", source / "model.safetensors", "-o", "out/", *RULE)
     first, second = run_ranks(tmp_path, 2, *command, last={"CKPTTOOL_MAX_SHARD_SIZE": "3MB"})
     assert first.status == second.status == 2
-    assert "error: the ranks do not mean the same output\n  another plan than rank 0 @ rank 1\n" in first.err
+    assert "error: the ranks do not mean the same\n  another plan than rank 0 @ rank 1\n" in first.err
     assert [*tmp_path.iterdir()] == []
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -92,6 +93,7 @@ class Judge:
         self.work = scratch / "work"
         self.problems: list[str] = []
         self.points: Counter[str] = Counter()
+        self.slowest = 0.0
         self._warm_up()
         self.old = self._fresh()
         status, said, self.calls = run(self.work, scenario.argv, scenario.cwd, Injector())
@@ -119,7 +121,9 @@ class Judge:
         """One run with one fault, and all that has to be true after it."""
         self._fresh()
         self.points[mode] += 1
+        start = time.monotonic()
         status, said, _ = run(self.work, self.scenario.argv, self.scenario.cwd, Injector(mode, at))
+        self.slowest = max(self.slowest, time.monotonic() - start)
         where = f"{mode} at {at} ({self.calls[at]}): "
 
         def expect(true: bool, what: str) -> None:
@@ -202,7 +206,13 @@ def _main() -> None:
 
             torch.set_num_threads(1)
         judge = drive(scenario, Path(asked["scratch"]), asked["points"], lambda at, row: at + row)
-        seen = {"name": name, "problems": judge.problems, "points": judge.points, "calls": judge.calls}
+        seen = {
+            "name": name,
+            "problems": judge.problems,
+            "points": judge.points,
+            "calls": judge.calls,
+            "slowest": judge.slowest,
+        }
         print(f"{name}: {judge.points.total()} points", *judge.problems, sep="\n  ", file=sys.stderr)
         print(json.dumps(seen), flush=True)
 

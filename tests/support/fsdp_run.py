@@ -73,13 +73,24 @@ def _wrapped(seed: int, original: bool):
     return FSDP(Net(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=original)
 
 
-def _optimizer(model: nn.Module, world_size: int) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, world_size: int, inside: str = "layers", named: bool = True) -> torch.optim.Optimizer:
+    """Of two groups where there are ranks enough: the parameters with `inside` in their names, and all others."""
     if world_size < GROUPS:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
-    named = list(model.named_parameters())
-    inside, outside = ([pair for pair in named if ("layers" in pair[0]) == layer] for layer in (True, False))
-    groups: list[dict[str, Any]] = [{"params": inside}, {"params": outside, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        groups[inside not in name]["params"].append((name, parameter) if named else parameter)
     return torch.optim.AdamW(groups, lr=0.01)
+
+
+def by_layers(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer, made of the model before it is wrapped."""
+    return _optimizer(model, GROUPS)
+
+
+def by_first_layer(model: nn.Module) -> torch.optim.Optimizer:
+    """One of whose groups the sizes of parameters do not tell."""
+    return _optimizer(model, GROUPS, "layers.0")
 
 
 def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -112,16 +123,17 @@ def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
 
 
-def _train(rank: int, world_size: int, folder: str, original: bool) -> None:
+def _train(rank: int, world_size: int, folder: str, original: bool, inside: str = "") -> None:
+    """With `inside` the optimizer has no names."""
     model = _wrapped(0, original)
-    optimizer = _optimizer(model, world_size)
+    optimizer = _optimizer(model, world_size, inside or "layers", named=not inside)
     for step in range(2):
         optimizer.zero_grad()
         model(torch.arange(4) + (rank + step) % 3).square().sum().backward()
         optimizer.step()
-    kind = "original" if original else "flat"
+    kind = ("original" if original else "flat") + inside
     torch.save(_saved(model, optimizer), f"{folder}/{kind}_rank_{rank}.pt")
-    if not original:
+    if not original and not inside:
         torch.save(_sharded(model, optimizer), f"{folder}/sharded_rank_{rank}.pt")
     full = _full(model, optimizer)
     if rank == 0:
@@ -132,22 +144,31 @@ def _load_again(rank: int, world_size: int, folder: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import StateDictType
 
+    units = ["--units", "layers.*", "--units", "layers.*.mlp"]
+    if rank == 0:
+        _written(f"{folder}/flat_rank_*.pt", "flat", world_size, f"{folder}/again_{{rank}}.pt", *units)
+        _written(f"{folder}/original_rank_*.pt", "sharded", world_size, f"{folder}/again_sharded_{{rank}}.pt")
+    dist.barrier()
+    for name, original in (("again", False), ("again_sharded", True), ("again_sharded", False)):
+        model = _wrapped(1, original)
+        optimizer = _optimizer(model, world_size)
+        saved = torch.load(f"{folder}/{name}_{rank}.pt", weights_only=False)
+        kind = StateDictType.LOCAL_STATE_DICT if name == "again" else StateDictType.SHARDED_STATE_DICT
+        with FSDP.state_dict_type(model, kind):
+            model.load_state_dict(saved["model"])
+            if name != "again":
+                saved["optimizer"] = FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"])
+        optimizer.load_state_dict(saved["optimizer"])
+        full = _full(model, optimizer)
+        if rank == 0:
+            torch.save(full, f"{folder}/{name}_{'original' if original else 'flat'}_full.pt")
+
+
+def _written(source: str, form: str, world_size: int, out: str, *units: str) -> None:
     from ckpttool.cli.app import main
 
-    if rank == 0:
-        model = ["--model", f"{__file__}:Net", "--units", "layers.*", "--units", "layers.*.mlp"]
-        out = ["--to", "fsdp-flat", "--world-size", str(world_size), "-o", f"{folder}/again_{{rank}}.pt"]
-        assert main(["remap", f"{folder}/flat_rank_*.pt", *model, *out]) == 0
-    dist.barrier()
-    model = _wrapped(1, original=False)
-    optimizer = _optimizer(model, world_size)
-    saved = torch.load(f"{folder}/again_{rank}.pt", weights_only=False)
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    full = _full(model, optimizer)
-    if rank == 0:
-        torch.save(full, f"{folder}/again_full.pt")
+    words = ["--model", f"{__file__}:Net", "--to", f"fsdp-{form}", "--world-size", str(world_size), *units]
+    assert main(["remap", source, *words, "-o", out]) == 0
 
 
 def _run(rank: int, world_size: int, folder: str) -> None:
@@ -156,6 +177,8 @@ def _run(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     for original in (False, True):
         _train(rank, world_size, folder, original)
+        for inside in ("layers", "layers.0") if world_size >= GROUPS else ():
+            _train(rank, world_size, folder, original, inside)
     _load_again(rank, world_size, folder)
     dist.destroy_process_group()
 

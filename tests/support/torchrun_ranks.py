@@ -5,6 +5,8 @@ Run as a program under torchrun, it is the command line, but that the second ran
 
 from __future__ import annotations
 
+import errno
+import json
 import multiprocessing
 import os
 import signal
@@ -17,23 +19,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from command import Done
+from ckpttool.io import ranges, write_file
 
 _PRELOADED = ["torch.distributed.rendezvous", "ckpttool.cli.app", "ckpttool.evaluate.with_torch", __name__]
 
 
 @dataclass(frozen=True)
+class Rank:
+    """What a rank said, its exit status, and how many bytes of tensors it has `read` and `written` (None: it died)."""
+
+    status: int | None
+    out: str
+    err: str
+    read: int | None
+    written: int | None
+
+    @property
+    def said(self) -> tuple[int | None, str]:
+        """The status, and all that was said."""
+        return self.status, self.out + self.err
+
+
+@dataclass(frozen=True)
 class Fault:
-    """Rank `rank` dies by SIGKILL when it is to write its unit number `at` (from 0); the others take their time."""
+    """Rank `rank` dies by SIGKILL when it is to write its unit number `at` (from 0); the others take their time.
+
+    Without `at` it lives, and no disk of it can be read.
+    """
 
     rank: int
-    at: int
+    at: int | None = None
 
 
 def run_ranks(
     folder: Path, size: int, *args: object, fault: Fault | None = None, last: Mapping[str, str] | None = None
-) -> list[Done]:
-    """What each of `size` ranks said to the command line, run in `folder`. Where one dies the others are ended.
+) -> list[Rank]:
+    """What each of `size` ranks said and did at the command line, run in `folder`. Where one dies the others are ended.
 
     `last` is the environment of the last rank beside that of all.
     """
@@ -56,10 +77,11 @@ def run_ranks(
         if rank.exitcode == -signal.SIGKILL:  # as torchrun does it
             for other in ranks:
                 other.terminate()
-    said = [[(folder / f"{name}.{rank}").read_text() for name in ("out", "err")] for rank in range(size)]
-    for path in [*folder.glob("out.[0-9]"), *folder.glob("err.[0-9]")]:
+    told = [{path.name[:-2]: path.read_text() for path in folder.glob(f"*.{rank}")} for rank in range(size)]
+    for path in folder.glob("*.[0-9]"):
         path.unlink()
-    return [Done(process.exitcode, out, err) for process, (out, err) in zip(ranks, said)]
+    moved = [json.loads(own.get("moved", "[null, null]")) for own in told]
+    return [Rank(process.exitcode, own["out"], own["err"], *counts) for process, own, counts in zip(ranks, told, moved)]
 
 
 def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fault | None) -> None:
@@ -69,11 +91,32 @@ def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fau
     os.environ.update(environment)
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{name}.{environment['RANK']}", os.O_WRONLY | os.O_CREAT), descriptor)
-    if fault is not None:
+    if fault is not None and fault.at is None and str(fault.rank) == environment["RANK"]:
+        vars(os)["preadv"] = _unreadable
+    elif fault is not None and fault.at is not None:
         before_each_unit(_Death(fault.at) if str(fault.rank) == environment["RANK"] else partial(time.sleep, 0.1))
+    read, written = _counted(ranges.SpanReader, "_fill", 1), _counted(vars(write_file)["_Blocks"], "_put", 1, 0)
     status = main(argv)
     sys.stdout.flush()
+    Path(folder, f"moved.{environment['RANK']}").write_text(json.dumps([sum(read), sum(written)]))
     os._exit(status)
+
+
+def _unreadable(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _counted(kind: type, name: str, at: int, pause: float = 0.03) -> list[int]:
+    """Bytes of the argument number `at` of each call of the method from now on, which pauses: all ranks get a share."""
+    counts, method = list[int](), getattr(kind, name)
+
+    def called(*args: Any) -> None:
+        counts.append(len(args[at]))
+        time.sleep(pause)
+        method(*args)
+
+    setattr(kind, name, called)
+    return counts
 
 
 @dataclass
@@ -94,9 +137,9 @@ def before_each_unit(call: Callable[[], object]) -> None:
 
     fill = vars(make)["fill"]
 
-    def called(*args: Any) -> None:
+    def called(*args: Any, **options: Any) -> None:
         call()
-        fill(*args)
+        fill(*args, **options)
 
     vars(make)["fill"] = called
 

@@ -12,7 +12,7 @@ from ckpttool.api import comparing, reading
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
 from ckpttool.errors import CkptError
-from ckpttool.io.files import files_of
+from ckpttool.io.files import files_of, is_dir
 from ckpttool.operands.checkpoint import split
 from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import Argument, option
@@ -21,13 +21,16 @@ from ckpttool.queries.diff.result import Diff
 
 if TYPE_CHECKING:
     from ckpttool.queries.diff.since import Since
+    from ckpttool.queries.diff.steps import Steps
     from ckpttool.report.document import Document
 
 
 @with_options(DiffOptions)
 def command(
     options: DiffOptions,
-    operands: Annotated[list[str] | None, Argument("[LEFT RIGHT | CKPT]", "Checkpoints.")] = None,
+    operands: Annotated[
+        list[str] | None, Argument("[LEFT RIGHT | CKPT | RUN]", "Checkpoints, or the folder of a run.")
+    ] = None,
     suggest: Annotated[
         str | None, option("--suggest", metavar="FILE", help="Write the rules that would mend it to FILE (TOML).")
     ] = None,
@@ -51,6 +54,7 @@ def command(
     With --model and a names file: what the model's code has changed since that was written.
     CKPT::optimizer, or --optimizer: the state of optimizers, by the names of their parameters where these are known.
     With --base: what LEFT and RIGHT each changed since BASE; status 1 where two changes are in each other's way.
+    The folder of a run, or more than two checkpoints of one: which step changed the keys, the dtypes, the optimizer.
 
     \b
     Examples:
@@ -59,17 +63,27 @@ def command(
       ckpttool diff names.json --model model.py:build
       ckpttool diff old.pt new.pt --suggest rules.toml
       ckpttool diff ours.pt theirs.pt --base pretrained.pt --values
+      ckpttool diff runs/7/step-*.pt
     """
-    left, right = _two(operands or [])
-    read = [path for operand in filter(None, (left, right, base)) for path in files_of(split(operand)[0])]
+    named = operands or []
+    read = [path for operand in filter(None, (*named, base)) for path in files_of(split(operand)[0])]
     check_texts(report or (), read, force=force)
-    if base is not None:
-        three, shown = _since(base, _sides(options, left, right, bool(suggest or update)), options)
-        emit(lambda: shown(three, all=all), three.to_json, format, report, force=force)
-        return 0 if three.passes or exit_zero else 1
-    result, document = _answered(options, left, right, suggest, update)
+    result, document = _asked(options, named, base, suggest, update)
     emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
     return 0 if result.passes or exit_zero or update else 1
+
+
+def _asked(
+    options: DiffOptions, operands: list[str], base: str | None, suggest: str | None, update: bool
+) -> tuple[Diff | Since | Steps, Callable[..., Document]]:
+    """The answer to the question that the operands put, and what shows it."""
+    run = _run_of(operands, options.model, base)
+    if run is not None:
+        return _steps(run, options, bool(suggest or update))
+    left, right = _two(operands)
+    if base is not None:
+        return _since(base, _sides(options, left, right, bool(suggest or update)), options)
+    return _answered(options, left, right, suggest, update)
 
 
 def _check(options: DiffOptions, left: str | None, right: str | None, suggest: str | None, update: bool) -> None:
@@ -105,6 +119,25 @@ def _two(operands: list[str]) -> tuple[str | None, str | None]:
         hint = "ckpttool diff LEFT RIGHT; with --base BASE what both changed since a third"
         raise CkptError("nothing to compare: these are more than two checkpoints", hint=hint)
     return left, right
+
+
+def _run_of(operands: list[str], model: object, base: str | None) -> str | list[str] | None:
+    """The folder of a run, or its checkpoints; None where something else is asked."""
+    if model is not None or base is not None or len(operands) == 2:
+        return None
+    if len(operands) > 2:
+        return operands
+    return operands[0] if operands and is_dir(operands[0]) else None
+
+
+def _steps(run: str | list[str], options: DiffOptions, of_two: bool) -> tuple[Steps, Callable[..., Document]]:
+    """What each step changed, and what shows it. Raises `CkptError` where options do not go with it."""
+    from ckpttool.report.documents.steps import document  # asked for by few
+
+    if of_two or options.optimizer is not None or options.says_what_fails:
+        hint = "leave --suggest, --update, --optimizer, --fail-on and --ignore out"
+        raise CkptError("these are the steps of a run, and no option of a diff of two goes with them", hint=hint)
+    return comparing.steps_by(run, options), document
 
 
 def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bool) -> tuple[str, str]:

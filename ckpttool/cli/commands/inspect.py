@@ -9,6 +9,7 @@ from ckpttool.api import reading
 from ckpttool.cli.output import Force, Format, Manifest, Reports, check_texts, emit, write_manifest
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
+from ckpttool.io.together.job import only_first
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument, option
 
@@ -52,6 +53,8 @@ def command(
     """
     from ckpttool.report.documents.inspection import document
 
+    if not stats and manifest is None:
+        only_first()
     check_texts((manifest, *(report or ())), files_of(split(ckpt)[0]), force=force)
     inspection = reading.inspect(ckpt, stats=stats, filter=filter)
     write_manifest(manifest, ckpt, force=force)

@@ -8,7 +8,6 @@ from typing import Annotated
 from ckpttool.api import making
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest, write_text
-from ckpttool.cli.progress import bar
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
@@ -18,8 +17,8 @@ from ckpttool.options import Argument
 
 @with_options(RemapOptions)
 def command(
-    ckpt: Annotated[str, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")],
     options: RemapOptions,
+    ckpt: Annotated[str | None, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")] = None,
     format: Format = "text",
     manifest: Manifest = None,
     report: Reports = None,
@@ -35,7 +34,11 @@ def command(
       ckpttool remap train.pt -o runtime.pt --model model.py:build --to runtime
       ckpttool remap train.pt -o ema.safetensors --like other.safetensors --dry-run
       ckpttool remap train.pt --in-place --drop 'head.*'
+      ckpttool remap --rules list
     """
+    if ckpt is None:
+        _list_sets(options, format, report)
+        return
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json
 
@@ -43,7 +46,7 @@ def command(
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     check_texts((options.save_plan, manifest, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)
-    done = making.remap_by(ckpt, options, bar)
+    done = making.remap_by(ckpt, options)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     if options.save_plan is not None:
@@ -51,3 +54,16 @@ def command(
     shown = partial(document, done, ckpt, out, dry_run=options.dry_run, verified=options.verify)
     plan = done.plan if options.dry_run else None
     emit(shown, lambda: done.to_json(ckpt, out or "", plan), format, report, force=options.force)
+
+
+def _list_sets(options: RemapOptions, format: str, report: list[str] | None) -> None:
+    """Names the ready sets of rules. Raises `CkptError` where something else is asked for, without a checkpoint."""
+    from ckpttool.edits.rules.ready import LIST, SCHEMA, ready
+    from ckpttool.report.documents.remap import ready_sets
+
+    if options.rules != LIST:
+        raise CkptError("no checkpoint named", hint="ckpttool remap CKPT -o OUT; ckpttool remap --rules list: the sets")
+    found = ready()
+    data = {"schema": SCHEMA, "sets": [one.to_json() for one in found]}
+    check_texts(report or (), (), force=options.force)
+    emit(lambda: ready_sets(found), lambda: data, format, report, force=options.force)

@@ -10,6 +10,7 @@ from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.remarks import PLACEHOLDER
 from ckpttool.naming.wrappers.chain import ADAPTERS
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.queries.diff.computed import COMPUTED, MENDED
 from ckpttool.queries.diff.elsewhere import MENDED_BY
 from ckpttool.queries.diff.result import KIND, Diff, Entry
 from ckpttool.words import plural
@@ -51,6 +52,7 @@ _SAID: dict[str, tuple[str, str, str]] = {
         "of a tensor, on one side only",
         "remap --model MODEL writes all names that the model ties, remap --drop takes one out",
     ),
+    COMPUTED: ("key", *MENDED),
 }
 
 
@@ -72,7 +74,9 @@ def _by_cause(diff: Diff) -> Iterator[tuple[str, Sequence[Entry]]]:
 
 
 def _cause(entry: Entry) -> str:
-    """The status, or what is so with values that are there in another place or order."""
+    """The status, or what is so with values that are there in another place or order, or as others."""
+    if COMPUTED in entry.reason:
+        return COMPUTED
     found = (words for words in MENDED_BY if entry.status == "value" and words in entry.reason)
     return next(found, entry.status)
 

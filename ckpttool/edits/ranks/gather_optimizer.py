@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
@@ -14,10 +15,10 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import concatenated, window
 from ckpttool.formats.ranks.files import is_of_ranks, parts_of
 from ckpttool.keys import is_flat
-from ckpttool.names import Names
+from ckpttool.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.flat_param import unit_paths
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import assign, resolve
+from ckpttool.naming.optimizers.ids import Owners, assign, resolve
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.words import plural
@@ -50,7 +51,7 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     where = section.path or "(root)"
     state = forms.read(section)
     problems: list[Problem] = []
-    of_unit = _units_of(state, units, where) if units else {}
+    of_unit = _units_of(state, units, names, where) if units else {}
     made = _of_flat(state, of_unit, names, problems) if of_unit else _of_slices(state, names, where, problems)
     if problems:
         raise Refused(f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems)
@@ -64,7 +65,7 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
 # State with the shapes of flat parameters
 
 
-def _units_of(state: OptimizerState, units: Mapping[str, Unit], where: str) -> dict[Param, Unit]:
+def _units_of(state: OptimizerState, units: Mapping[str, Unit], names: Names, where: str) -> dict[Param, Unit]:
     """The unit whose flat parameter each parameter of the optimizer is; empty where none of them is one."""
     listed = {p: str(n) for g in state.groups for p, n in zip(g.params, g.param_names or ())}
     called = listed or {param: str(param) for param in state.params if isinstance(param, str)}
@@ -76,14 +77,36 @@ def _units_of(state: OptimizerState, units: Mapping[str, Unit], where: str) -> d
         if flat and problems:
             raise Refused(f"{where}: not all of its parameters are known", hint=_LEAVE_OUT, problems=problems)
         return {param: units[paths[name]] for param, name in called.items()} if flat else {}
-    if len(state.params) != len(units) or len([g for g in state.groups if g.params]) > 1:
-        groups = plural(len(state.groups), "group")
+    if len(state.params) != len(units):
         raise Refused(
-            f"{where} has {plural(len(state.params), 'parameter')} in {groups}, and the model section "
+            f"{where} has {plural(len(state.params), 'parameter')}, and the model section "
             f"{plural(len(units), 'flat parameter')}: which is which?",
             hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and later); or " + _LEAVE_OUT,
         )
-    return dict(zip(state.params, units.values()))
+    by_key = {unit.key: unit for unit in units.values()}
+    return {p: by_key[key] for p, key in assign(state, _as_parameters(units, names), where).names.items()}
+
+
+def _as_parameters(units: Mapping[str, Unit], names: Names) -> Names:
+    """The units as the parameters of a model, each as long as the part of it that a rank steps.
+
+    A group of the model's optimizer holds the units of whose parameters it has any.
+    """
+    flat = [
+        RuntimeTensor(u.key, u.key, "parameter", True, True, u.entry.dtype, (_chunk(u),), None) for u in units.values()
+    ]
+    canonical = Parameters(names).canonical
+    groups = [
+        [u.key for u in units.values() if any(canonical[slot.fqns[0]] in own for slot in u.slots)]
+        for own in map(set, Parameters(names).groups)
+    ]
+    pairs = [(key, index) for index, keys in enumerate(groups) for key in keys]
+    ids = tuple(OptimizerParam(at, key, group) for at, (key, group) in enumerate(pairs))
+    return replace(names, runtime=tuple(flat), serialized=(), load=(), optimizer=ids)
+
+
+def _chunk(unit: Unit) -> int:
+    return -(-unit.entry.numel // len(unit.parts))
 
 
 def _of_flat(
@@ -114,7 +137,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
         return [value] * len(unit.slots)
     parts = parts_of(value)
     have = [part for part in parts if part is not None]
-    chunk = -(-unit.entry.numel // len(unit.parts))
+    chunk = _chunk(unit)
     if len(have) == len(unit.parts) and all(part.shape == (chunk,) and part.is_contiguous for part in have):
         return [cut_out(value.dtype, parts, slot) for slot in unit.slots]
     if any(part.numel > 1 or part.storage is None for part in have):
@@ -134,11 +157,33 @@ def _own(entry: TensorEntry) -> TensorEntry:
 
 def _of_slices(state: OptimizerState, names: Names, where: str, problems: list[Problem]) -> OptimizerState:
     """``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it."""
-    bare = replace(state, state={})  # the shapes are not the parameters' yet
-    found = (assign if state.form == ID else resolve)(bare, names, where).names
+    found = (_of_ids(state, names, where) if state.form == ID else resolve(_bare(state), names, where)).names
     shapes = Parameters(names).shapes
     made = {param: _joined(own, shapes[found[param]], problems) for param, own in state.state.items()}
     return renamed(replace(state, state=made), found)
+
+
+def _bare(state: OptimizerState) -> OptimizerState:
+    """Without the shapes of slices, which are not the parameters'."""
+    return replace(state, state={})
+
+
+def _of_ids(state: OptimizerState, names: Names, where: str) -> Owners:
+    """Whose slices each id's are: of several groups, of which nobody says it, by how many elements all ranks hold."""
+    named = all(group.param_names for group in state.groups if group.params)
+    if named or names.optimizer or len([group for group in state.groups if group.params]) < 2:
+        return assign(_bare(state), names, where)
+    counted = {
+        param: {name: _counted(value) if isinstance(value, TensorEntry) else value for name, value in own.items()}
+        for param, own in state.state.items()
+    }
+    flat = replace(names, runtime=tuple(replace(t, shape=t.shape and (prod(t.shape),)) for t in names.runtime))
+    return assign(replace(state, state=counted), flat, where)
+
+
+def _counted(entry: TensorEntry) -> TensorEntry:
+    held = [part.numel for part in parts_of(entry) if part is not None]
+    return replace(entry, shape=(sum(held),)) if entry.shape else entry
 
 
 def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: list[Problem]) -> dict[Any, Any]:

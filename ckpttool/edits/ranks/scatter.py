@@ -1,229 +1,54 @@
-"""An ordinary checkpoint becomes the files that the ranks of an FSDP1 run load with ``LOCAL_STATE_DICT``.
-
-Each rank's file holds its part of every unit's flat parameter, of the optimizer's state the same part with its padding,
-and all else whole, as FSDP1 with ``use_orig_params=False`` saves it.
-"""
+"""An ordinary checkpoint becomes the files that the ranks of an FSDP1 run load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
-from ckpttool.checkpoint import Checkpoint, Part, Section, TensorEntry
-from ckpttool.dtypes import itemsize
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.ranks.cut_flat import FlatCut
+from ckpttool.edits.ranks.cut_rows import RowCut
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
-from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import across, concatenated, row_major, window
-from ckpttool.expression import Ref
-from ckpttool.formats.ranks.sharded_tensor import sharded
-from ckpttool.keys import FLAT_PARAM
-from ckpttool.names import Names
-from ckpttool.naming.flat_param import Slot, named_units, shard_sizes, slots
-from ckpttool.naming.name_tables import NameTables
-from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import resolve
-from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.errors import CkptError
+from ckpttool.names import FSDP_FLAT, Names
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
-from ckpttool.words import plural
+from ckpttool.optimizer_state import FQN
 
 _MOST_RANKS = 65_536
-Units = Mapping[str, tuple[Slot, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """How a checkpoint is cut: the parameters of each unit, by its path, over `world_size` ranks."""
+class Cut(Protocol):
+    """A way to cut sections into those of the ranks, from rank 0 on.
 
-    names: Names
-    units: Units
-    world_size: int
+    `Refused`, all problems at once, for what cannot be cut.
+    """
+
+    def model(self, section: Section) -> list[Section]:
+        """Of the model, in its serialized keys."""
+
+    def optimizer(self, section: Section) -> list[Section]:
+        """Of an optimizer whose parameters are named by their FQNs."""
 
 
-def scatter(source: Checkpoint, names: Names, patterns: Sequence[str], world_size: int) -> list[Checkpoint]:
-    """The checkpoint of each rank, from rank 0 on. `source` has the model's serialized keys.
+def scatter(source: Checkpoint, form: str, names: Names, units: Sequence[str], world_size: int) -> list[Checkpoint]:
+    """The checkpoint of each rank, from rank 0 on, in `form`. `source` has the model's serialized keys.
 
-    `patterns` name the modules that are wrapped on their own (``layers.*``); the root always is. Raises `Refused`, all
-    problems at once, for what FSDP1 cannot flatten.
+    `units` name the modules with flat parameters of their own (``layers.*``); the root always has one. Raises
+    `Refused`, all problems at once, for what FSDP1 cannot shard.
     """
     if not 2 <= world_size <= _MOST_RANKS:
         raise CkptError(
             f"--world-size {world_size}: FSDP1 shards over two ranks or more, and {_MOST_RANKS:,} files are the most",
             hint="for one process write an ordinary checkpoint: --to serialized",
         )
-    paths, problems = named_units(names, patterns)
-    ranks = Ranks(names, {unit: own for unit, own in slots(names, paths).items() if own}, world_size)
+    cut: Cut = FlatCut.of(names, units, world_size) if form == FSDP_FLAT else RowCut(names, world_size)
     section = model_section(source)
-    shards = _model(section, ranks, problems)
-    if problems:
-        raise Refused(
-            f"the checkpoint cannot be flattened: {plural(len(problems), 'problem')}",
-            hint="`ckpttool trace MODEL` lists the model's parameters; --units names the modules that are wrapped",
-            problems=problems,
-        )
-    named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if _has_optimizer(source) else source
+    shards = cut.model(section)
+    has_optimizer = any(own.kind == "optimizer" for own in source.sections)
+    named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if has_optimizer else source
     columns = [
-        shards
-        if own.path == section.path
-        else _optimizer(own, ranks)
-        if own.kind == "optimizer"
-        else [own] * world_size
+        shards if own.path == section.path else cut.optimizer(own) if own.kind == "optimizer" else [own] * world_size
         for own in named.sections
     ]
     return [replace(source, sections=tuple(rank), container=None) for rank in zip(*columns)]
-
-
-def _has_optimizer(source: Checkpoint) -> bool:
-    return any(section.kind == "optimizer" for section in source.sections)
-
-
-def flat_key(unit: str) -> str:
-    """The key of a unit's flat parameter in a rank's file."""
-    return f"{unit}.{FLAT_PARAM}" if unit else FLAT_PARAM
-
-
-# The model
-
-
-def _model(section: Section, ranks: Ranks, problems: list[Problem]) -> list[Section]:
-    tables, have = NameTables(ranks.names), {entry.key: entry for entry in section.tensors}
-    keys = {fqn: key for key, fqn in tables.fqn_of.items() if key in have}
-    flat: dict[str, list[TensorEntry]] = {}
-    for unit, own in ranks.units.items():
-        entries = [_entry(slot, have, keys, problems) for slot in own]
-        flat[unit] = [entry for entry in entries if entry is not None]
-        dtypes = {entry.dtype for entry in flat[unit]}
-        if len(dtypes) > 1:
-            text = f"its parameters are {', '.join(sorted(dtypes))}, and one flat parameter has one dtype"
-            problems.append(Problem(text, unit or "(root)"))
-    parameters = {tensor.fqn for tensor in ranks.names.runtime if tensor.kind == "parameter"}
-    rest = tuple(entry for entry in section.tensors if not _reads(tables, entry.key, parameters, problems))
-    if problems:
-        return []
-    in_order = {unit: [row_major(entry) for entry in entries] for unit, entries in flat.items()}
-    shards = [_rank_of(in_order, ranks, rank) for rank in range(ranks.world_size)]
-    return [replace(section, tensors=(*own, *rest), modules=None, form=None) for own in shards]
-
-
-def _entry(
-    slot: Slot, have: Mapping[str, TensorEntry], keys: Mapping[str, str], problems: list[Problem]
-) -> TensorEntry | None:
-    entry = next((have[keys[fqn]] for fqn in slot.fqns if fqn in keys), None)
-    if entry is None or entry.storage is None:
-        text = "not in the checkpoint" if entry is None else f"{entry.layout}: only dense tensors can be flattened"
-        problems.append(Problem(text, slot.fqns[0]))
-        return None
-    if entry.shape != slot.shape or not slot.shape:
-        text = (
-            "FSDP1 flattens no scalars" if not slot.shape else f"{list(entry.shape)}, the model's is {list(slot.shape)}"
-        )
-        problems.append(Problem(text, entry.key))
-    return entry
-
-
-def _reads(tables: NameTables, key: str, parameters: set[str], problems: list[Problem]) -> bool:
-    """Whether the key is a parameter, which is in a flat one."""
-    source = tables.saved.get(key)
-    if source is None or isinstance(source, Ref):
-        return source is not None and source.key in parameters
-    problems.append(Problem("a hook computes it, and FSDP1's local state dict has the parameters themselves", key))
-    return True
-
-
-def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: Ranks, rank: int) -> Iterator[TensorEntry]:
-    for unit, entries in units.items():
-        numel = ranks.units[unit][-1].end
-        sizes = shard_sizes(numel, ranks.world_size)
-        storage = concatenated(across(entries, sum(sizes[:rank]), sizes[rank]))
-        yield sharded(flat_key(unit), storage, entries[0].dtype, sizes, rank)
-
-
-# Optimizers
-
-
-def _optimizer(section: Section, ranks: Ranks) -> list[Section]:
-    """The optimizer's section on each rank: a flat parameter's state in place of those of its parameters."""
-    state, where = forms.read(section), section.path or "(root)"
-    state = renamed(state, resolve(state, ranks.names, where).names)
-    canonical = Parameters(ranks.names).canonical
-    owner = {canonical[slot.fqns[0]]: unit for unit, own in ranks.units.items() for slot in own}
-    problems: list[Problem] = []
-    groups = tuple(_group(group, owner, ranks) for group in state.groups)
-    places = {str(param): index for index, group in enumerate(state.groups) for param in group.params}
-    for unit, own in ranks.units.items():
-        if len({places.get(canonical[slot.fqns[0]]) for slot in own}) > 1:
-            problems.append(
-                Problem("its parameters are in several param groups, or only some in any", unit or "(root)")
-            )
-    flat = {} if problems else {u: _flat_state(own, state, canonical, problems) for u, own in ranks.units.items()}
-    if problems:
-        raise Refused(
-            f"{where}: FSDP1 with use_orig_params=False has one state for each flat parameter",
-            hint="leave it out with --drop SECTION, and start the optimizer anew",
-            problems=problems,
-        )
-    made = []
-    for rank in range(ranks.world_size):
-        values: dict[Param, Mapping[Any, Any]] = {
-            unit: {name: _on_rank(value, ranks, rank) for name, value in own.items()}
-            for unit, own in flat.items()
-            if own
-        }
-        made.append(forms.write(numbered(replace(state, form=ID, groups=groups, state=values)), section))
-    return made
-
-
-def _group(group: ParamGroup, owner: Mapping[str, str], ranks: Ranks) -> ParamGroup:
-    units = {owner[str(param)] for param in group.params}
-    options = {name: value for name, value in group.options.items() if name != PARAM_NAMES}
-    return ParamGroup(tuple(unit for unit in ranks.units if unit in units), options)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """The state of a unit's parameters that has their shapes, in the order in which they are laid end to end."""
-
-    entries: tuple[TensorEntry, ...]
-
-
-def _flat_state(
-    own: Sequence[Slot], state: OptimizerState, canonical: Mapping[str, str], problems: list[Problem]
-) -> dict[Any, Any]:
-    """Name -> `_Flat` for state that has the parameters' shapes, or the one value that they all have."""
-    states = [state.state.get(canonical[slot.fqns[0]], {}) for slot in own]
-    made: dict[Any, Any] = {}
-    for name in dict.fromkeys(name for values in states for name in values):
-        values = [values.get(name) for values in states]
-        entries = [value for value in values if isinstance(value, TensorEntry) and value.storage is not None]
-        shaped = len(entries) == len(values) and all(e.shape == slot.shape for e, slot in zip(entries, own))
-        if shaped and len({entry.dtype for entry in entries}) == 1:
-            made[name] = _Flat(tuple(map(row_major, entries)))
-        elif all(_same(values[0], value) for value in values):
-            made[name] = values[0]
-        else:
-            problems.append(Problem(f"{name} has neither its shape nor one value for all of the unit", own[0].fqns[0]))
-    return made
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        return same_values(left, right)
-    return type(left) is type(right) and bool(left == right)
-
-
-def _on_rank(value: Any, ranks: Ranks, rank: int) -> Any:
-    """What a rank holds of a value: of a flat one its chunk, the last ones filled up with zeros."""
-    if isinstance(value, TensorEntry):
-        storage = concatenated([window(row_major(value), 0, value.numel)])
-        return replace(value, storage=storage, offset=0, payload=None)
-    if not isinstance(value, _Flat):
-        return value
-    numel = sum(entry.numel for entry in value.entries)
-    sizes, first = shard_sizes(numel, ranks.world_size), value.entries[0]
-    parts: list[Part] = across(value.entries, sum(sizes[:rank]), sizes[rank])
-    missing = sizes[0] - sizes[rank]
-    if missing:
-        parts.append(bytes(missing * itemsize(first.dtype)))
-    return TensorEntry(first.key, first.dtype, (sizes[0],), (1,), 0, concatenated(parts))

@@ -10,7 +10,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.table import TORCH_FORMATS
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import LINKS
-from ckpttool.names import FSDP_FLAT
+from ckpttool.names import FSDP_FLAT, FSDP_SHARDED, RANK_FORMS
 from ckpttool.naming import model_form
 from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.operands.checkpoint import split
@@ -35,7 +35,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     rule: Annotated[Sequence[str] | None, option("--rule", metavar="RULE", help="'FROM => TO'. Repeatable.")] = None
     rules: Annotated[
         str | None,
-        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set (docs/rules.md)."),
+        option("--rules", metavar="FILE", help="Rules in a TOML file, or a ready set; `list` names the sets."),
     ] = None
     size: Annotated[
         Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
@@ -74,7 +74,8 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         option("--units", metavar="MODULES", help="Modules with flat parameters of their own: 'layers.*'."),
     ] = None
     world_size: Annotated[
-        int | None, option("--world-size", metavar="N", help=f"How many rank files --to {FSDP_FLAT} writes.")
+        int | None,
+        option("--world-size", metavar="N", help=f"How many rank files --to {' or '.join(RANK_FORMS)} writes."),
     ] = None
     copy: Annotated[
         bool,
@@ -88,7 +89,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     @property
     def to_ranks(self) -> bool:
         """Whether files for the ranks of an FSDP1 run are asked for."""
-        return self.to == FSDP_FLAT
+        return self.to in RANK_FORMS
 
     @property
     def form(self) -> Form | None:
@@ -113,7 +114,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         `ckpt` is the operand, or None where the source is in memory and there may be no output.
         """
         for word in (self.to, self.from_):
-            if word is not None and word != FSDP_FLAT:
+            if word is not None and word not in RANK_FORMS:
                 model_form.parse(word)
         if self.link not in LINKS:
             raise CkptError(f"--link {self.link}: no such way", hint=f"choose one of {', '.join(LINKS)}")
@@ -215,8 +216,9 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     ),
     (
         lambda a: not a.to_ranks and a.world_size is not None,
-        f"--world-size is for --to {FSDP_FLAT}",
-        f"pass --to {FSDP_FLAT} too",
+        f"--world-size is for --to {' and '.join(RANK_FORMS)}",
+        f"pass --to {FSDP_SHARDED} too (or {FSDP_FLAT}); DTensors load from a folder for "
+        "torch.distributed.checkpoint, on any number of ranks: -o OUT.dcp",
     ),
     (
         lambda a: not a.to_ranks and a.units and a.model is None,
@@ -225,8 +227,13 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     ),
     (
         lambda a: a.to_ranks and (a.model is None or a.world_size is None),
-        f"--to {FSDP_FLAT} needs the model's parameters and the number of ranks",
-        "pass --model MODEL --world-size N, and the modules that are wrapped as in --units 'layers.*'",
+        "--to {a.to} needs the model's parameters and the number of ranks",
+        f"pass --model MODEL --world-size N, and with {FSDP_FLAT} the wrapped modules, as in --units 'layers.*'",
+    ),
+    (
+        lambda a: a.to == FSDP_SHARDED and a.units,
+        f"--units is for flat parameters, and --to {FSDP_SHARDED} cuts each parameter by itself",
+        "leave --units out",
     ),
     (
         lambda a: a.to_ranks and a.out is not None and not _is_rank_file(a.out),

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from ckpttool.edits.rules.changes import Reshape
@@ -14,20 +13,15 @@ from ckpttool.edits.rules.examples import Example, failures, faults_of
 from ckpttool.edits.rules.fields import Fields, faults, size_names, step_of
 from ckpttool.edits.rules.parts import Parts
 from ckpttool.edits.rules.patterns import Rule, parse
+from ckpttool.edits.rules.ready import located
 from ckpttool.edits.rules.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where
 from ckpttool.errors import CkptError, Problem
 from ckpttool.io.files import opened
 from ckpttool.limits import limits
 from ckpttool.words import plural
 
-_SETS = Path(__file__).parent / "sets"
 _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"  # imported where a file is read
 Sizes = Mapping[str, int]
-
-
-def sets() -> list[str]:
-    """The names of the rule sets that are part of the package: `read` takes them in the place of a path."""
-    return sorted(path.stem for path in _SETS.glob("*.toml"))
 
 
 def read(
@@ -51,17 +45,8 @@ def steps_of(text: str, path: str) -> tuple[Step, ...]:
 
 def _read(path: str) -> bytes:
     """At most one byte more than a file of rules may have; of the file, or else of the package's set of that name."""
-    with opened(_located(path), pipes=True) as file:
+    with opened(located(path), pipes=True) as file:
         return file.read(limits().rules_bytes + 1)
-
-
-def _located(path: str) -> str:
-    """The path of the package's set where `path` is the name of one and no file. Raises `CkptError` for other names."""
-    if Path(path).exists() or not re.fullmatch(r"[\w-]+", path):
-        return path
-    if path not in sets():
-        raise CkptError(f"{path}: no such file, and no set of rules", hint=f"the sets are {', '.join(sets())}")
-    return str(_SETS / f"{path}.toml")
 
 
 def _text(data: bytes, path: str) -> str:

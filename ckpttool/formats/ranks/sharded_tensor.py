@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from ckpttool import dtypes
-from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, unnamed
@@ -112,23 +113,25 @@ def _sizes(node: Any) -> tuple[int, ...]:
 # Writing
 
 
-def sharded(key: str, storage: Storage, dtype: str, sizes: Sequence[int], rank: int) -> TensorEntry:
-    """The entry of a flat ``ShardedTensor`` of which every rank holds `sizes` elements, and this `rank` has `storage`.
+def sharded(
+    key: str, storage: Storage, dtype: str, shape: tuple[int, ...], rows: Sequence[int], rank: int
+) -> TensorEntry:
+    """The entry of a ``ShardedTensor`` of which every rank holds `rows` along its first dimension, and this `rank` has
+    `storage`.
 
-    It can be written to a torch file only. A rank without elements holds no shard.
+    It can be written to a torch file only. A rank without rows holds no shard.
     """
-    storages = Storages(_none_else, {"0": storage})
-    total = sum(sizes)
+    storages, stride = Storages(_none_else, {"0": storage}), contiguous_stride(shape)
     node = Call(
         Global("torch._tensor", "_rebuild_from_type_v2"),
         (
             Global("torch._utils", "_rebuild_wrapper_subclass"),
             _CLASS,
-            (_CLASS, Global("torch", dtype), (total,), (1,), 0, _strided(), _cpu(), True),
-            _new_state(dtype, sizes, rank),
+            (_CLASS, Global("torch", dtype), shape, stride, 0, _strided(), _cpu(), True),
+            _new_state(dtype, shape, rows, rank),
         ),
     )
-    rebuilt = unnamed(dtype, (total,), (1,), 0, None, "subclass", storage.nbytes)
+    rebuilt = unnamed(dtype, shape, stride, 0, None, "subclass", storage.nbytes)
     return replace(rebuilt, key=key, payload=Carried(node, storages, rebuilt))
 
 
@@ -136,17 +139,17 @@ def _none_else(key: str, nbytes: int) -> Storage:
     raise malformed(f"storage {key} was not made")
 
 
-def _new_state(dtype: str, sizes: Sequence[int], rank: int) -> tuple[Any, ...]:
+def _new_state(dtype: str, shape: tuple[int, ...], sizes: Sequence[int], rank: int) -> tuple[Any, ...]:
     placements = [_object(Global("torch.distributed.remote_device", "_remote_device"), _placed(r)) for r in _all(sizes)]
-    shards = {r: _shard_metadata(sizes, r, placements[r]) for r in _all(sizes) if sizes[r]}
+    shards = {r: _shard_metadata(shape, sizes, r, placements[r]) for r in _all(sizes) if sizes[r]}
     local = []
     if sizes[rank]:
-        attributes = (None, {"tensor": _tensor(dtype, sizes[rank]), "metadata": shards[rank]})
+        attributes = (None, {"tensor": _tensor(dtype, (sizes[rank], *shape[1:])), "metadata": shards[rank]})
         local.append(_object(Global(f"{_SHARD}.sharded_tensor.shard", "Shard"), attributes))
     home = f"{_SHARD}.sharded_tensor.metadata"
     encoding = Call(Global(home, "MEM_FORMAT_ENCODING"), (0,))
     properties = _object(Global(home, "TensorProperties"), (Global("torch", dtype), _strided(), True, encoding, False))
-    size = Call(Global("torch", "Size"), ((sum(sizes),),))
+    size = Call(Global("torch", "Size"), (shape,))
     metadata = {"shards_metadata": list(shards.values()), "size": size, "tensor_properties": properties}
     ranks = dict.fromkeys(("local_rank", "global_rank"), rank) | dict.fromkeys(
         ("local_world_size", "global_world_size"), len(sizes)
@@ -176,17 +179,19 @@ def _placed(rank: int) -> dict[str, Any]:
     return {"_worker_name": None, "_rank": rank, "_device": _cpu()}
 
 
-def _shard_metadata(sizes: Sequence[int], rank: int, placement: Call) -> Call:
-    attributes = {"shard_offsets": [sum(sizes[:rank])], "shard_sizes": [sizes[rank]], "placement": placement}
+def _shard_metadata(shape: tuple[int, ...], rows: Sequence[int], rank: int, placement: Call) -> Call:
+    offsets, sizes = [sum(rows[:rank]), *[0] * (len(shape) - 1)], [rows[rank], *shape[1:]]
+    attributes = {"shard_offsets": offsets, "shard_sizes": sizes, "placement": placement}
     return _object(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, attributes))
 
 
-def _tensor(dtype: str, numel: int) -> Call:
+def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
+    numel = prod(shape)
     row = dtypes.BY_NAME[dtype]
     hooks = Call(Global("collections", "OrderedDict"), ())
     kind = Global("torch", row.storage) if row.storage else Global("torch.storage", "UntypedStorage")
     count = numel if row.storage else numel * row.itemsize
-    args = (Persistent(("storage", kind, "0", "cpu", count)), 0, (numel,), (1,), False, hooks)
+    args = (Persistent(("storage", kind, "0", "cpu", count)), 0, shape, contiguous_stride(shape), False, hooks)
     if row.storage:
         return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
     return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, Global("torch", dtype)))

@@ -16,13 +16,14 @@ from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import ALIGNMENT, NewRecord, layout_archive, layout_behind
+from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
 from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
-from ckpttool.formats.torch.tree import Tree, find_sections
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
-from ckpttool.io.pieces import Edited, Pieces
+from ckpttool.io.pieces import Edited, Piece, Pieces
 from ckpttool.limits import limits
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
@@ -54,19 +55,22 @@ def read(path: str) -> Checkpoint:
 def read_from(archive: Archive, source: str) -> Checkpoint:
     """The index of an archive that torch.save wrote; `source` is what the user calls it."""
     folder, pickle, storages = open_tree(archive)
-    tree = find_sections(pickle.root, storages)
-    tree.unreached = unreached_in(archive, folder, pickle.root, storages)
-    return Checkpoint(
-        source=source,
-        format="torch_zip",
-        nbytes=archive.length,
-        sections=tuple(place.section for place in tree.places.values()),
-        others=tuple(tree.others),
-        globals=foreign(pickle.globals),
-        container=Container(archive, folder, pickle, tree),
-        notes=tuple(tree.notes),
-        unreached=tree.unreached,
-    )
+
+    def made(tree: Tree) -> Checkpoint:
+        tree.unreached = unreached_in(archive, folder, pickle.root, storages)
+        return Checkpoint(
+            source=source,
+            format="torch_zip",
+            nbytes=archive.length,
+            sections=tuple(place.section for place in tree.places.values()),
+            others=tuple(tree.others),
+            globals=foreign(pickle.globals),
+            container=Container(archive, folder, pickle, tree),
+            notes=tuple(tree.notes),
+            unreached=tree.unreached,
+        )
+
+    return read_tree(pickle.root, storages, made)
 
 
 def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> tuple[Unreached, ...]:
@@ -179,7 +183,8 @@ def tree_to_write(checkpoint: Checkpoint) -> tuple[Any, int, Rebuilder]:
 def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     """The file that was read as it is, with a new pickle and a new directory behind it; what these replace stays, dead.
 
-    None where the file is none of its own, or storages are new. Raises as `layout`.
+    None where the file is none of its own, or storages are new; where nothing changes, the file itself. Raises as
+    `layout`.
     """
     container = checkpoint.container
     if not isinstance(container, Container) or container.archive is None:
@@ -187,7 +192,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     archive = container.archive
     made = _changed_records(checkpoint, container, archive, keep_numbers=True)
     if made is None:
-        return None
+        return Edited([Piece(Span(archive.path, archive.base, archive.length))], b"", b"")
     new = [entry.data for entry in made[0] if isinstance(entry, NewRecord)]
     written = [data for data in new if isinstance(data, bytes)]
     if len(written) < len(new):

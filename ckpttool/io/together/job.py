@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ckpttool.errors import CkptError, Problem
+
 _FAILED = "failed"
-_SHORTEST, _LONGEST = 0.01, 0.5  # seconds between two looks at the store: a thousand ranks that wait are no load
+_SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two looks at the store: a thousand ranks that wait are no load
 
 
 class Store(Protocol):
@@ -41,13 +43,14 @@ class FailedElsewhere(BaseException):
 
 @dataclass(slots=True)
 class Job:
-    """This rank of a job of `size` ranks, all of which run `command`."""
+    """This rank of a job of `size` ranks, all of which run `command`. `rounds`: how often they have agreed."""
 
     rank: int
     size: int
     store: Store
     command: Sequence[str] = ()
     _alone: bool = field(default=False, init=False)
+    rounds: int = field(default=0, init=False)
 
     @property
     def is_first(self) -> bool:
@@ -78,6 +81,25 @@ class Job:
     def next(self, counter: str) -> int:
         """0, 1, …: each number goes to one rank."""
         return self.store.add(counter, 1) - 1
+
+    def agree(self, digest: str) -> None:
+        """Waits until all ranks have come here with the digest of one plan. Raises `CkptError` where one has another.
+
+        A rank that does not come fails, or dies: both end the others.
+        """
+        self.rounds += 1
+        name = f"plan/{self.rounds}"
+        self.tell(f"{name}/{self.rank}", digest)
+        if self.is_first:
+            others = [rank for rank, other in enumerate(self.heard_of_all(name)) if other != digest]
+            if others:
+                raise CkptError(
+                    "the ranks do not mean the same",
+                    hint="give all of them the same command, files and model; a model's code must not draw lots",
+                    problems=[Problem("another plan than rank 0", f"rank {rank}") for rank in others],
+                )
+            self.tell(name, digest)
+        self.hear(name)
 
     def fail(self) -> None:
         """Lets the other ranks know that this one fails."""

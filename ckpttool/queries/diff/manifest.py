@@ -13,6 +13,7 @@ from ckpttool.io.paths import is_url
 from ckpttool.operands.checkpoint import split
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.shared import shared
 
 _UNREACHED = "a storage of no tensor that is understood"
 
@@ -29,10 +30,11 @@ def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None)
     """
     other = None if values is None else _other_files(left, right)
     have, want = _by_place(left), _by_place(right)
-    both = (place for place in have if place in want)
+    both = [place for place in have if place in want]
     if other == []:
         entries = [Entry("same", (place,), (place,)) for place in both]
     else:
+        values = shared(values, lambda asked: [compare_pair(have[place], want[place], asked) for place in both])
         entries = [compare_pair(have[place], want[place], values) for place in both]
     entries += [Entry("unexpected", (place,), (), "only left has it") for place in have if place not in want]
     entries += [Entry("missing", (), (place,), "only right has it") for place in want if place not in have]

@@ -17,11 +17,16 @@ _NOT_UNDERSTOOD = "a storage of no tensor that is understood"
 
 def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
     """Tensors outside of state dicts under one key on both sides, and all storages that are not understood."""
-    mine, theirs = _loose(left), _loose(right)
-    entries = [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
+    entries = compare_loose(left, right, values)
     if left.format != right.format and "torchscript" in (left.format, right.format):
         return tuple(entries)  # the constants of its code: what is no TorchScript archive has no place for them
     return (*entries, *_storages(left.unreached, right.unreached))
+
+
+def compare_loose(left: Checkpoint, right: Checkpoint, values: Values | None) -> list[Entry]:
+    """Tensors outside of state dicts under one key on both sides."""
+    mine, theirs = _loose(left), _loose(right)
+    return [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
 
 
 def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section | None, Section | None]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
-from ckpttool.names import Hook, Names, hook_json
+from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Inference
 
 SCHEMA = "ckpttool.diff/1"
@@ -183,9 +183,11 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "reason": entry.reason,
     }
     if entry.hook is not None:
-        found["hook"] = hook_json(entry.hook)
+        found["hook"] = HOOK.write(entry.hook)
     if entry.detail is not None:
         found["detail"] = entry.detail
+    if entry.spread:
+        found["spread"] = [{"exponent": exponent, "elements": count} for exponent, count in entry.spread]
     if entry.ignored is not None:
         found["ignored"] = entry.ignored
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -20,6 +21,7 @@ from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.sections import same_model
 from ckpttool.optimizer_state import GROUPS, ID
+from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
@@ -35,9 +37,10 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.outside import compare_outside, not_compared
+from ckpttool.queries.diff.outside import compare_loose, compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Remedy, names_outlines, outlines
+from ckpttool.queries.diff.shared import shared
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import plural, shell
 
@@ -57,23 +60,28 @@ FROM_PRETRAINED = (
 
 
 def run(
-    left: Checkpoint | None, right: Checkpoint | None, options: DiffOptions, model: ModelOperand | None = None
+    left: Checkpoint | None,
+    right: Checkpoint | None,
+    options: DiffOptions,
+    model: ModelOperand | None = None,
+    values: Values | None = None,
 ) -> Diff:
     """What differs, and why; what mends it is found by `edits.mend`, but for optimizers.
 
     `left` is what there is, `right` what is expected. With a model alone: its serialized keys against its runtime
     names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
     succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
-    against it. `model` is that of the options, where it has been read already. Raises `CkptError` where this asks for
-    nothing.
+    against it. `model` is that of the options, where it has been read already, and `values` what compares values as
+    they say. Raises `CkptError` where this asks for nothing.
     """
     model = operand_of(options) if model is None else model
-    values, ignore_dtype = options.comparison, options.ignore_dtype
+    values, ignore_dtype = values or options.comparison, options.ignore_dtype
     if left is not None and right is not None and is_about_manifest(left, right):
         if model is not None:
             raise CkptError("a manifest is compared as it is, without a model", hint="leave --model out")
         return compare_manifest(left, right, values)
     if left is not None and right is not None:
+        values = shared(values, partial(ask, left, right, model))
         return _checkpoints(left, right, model, values, ignore_dtype)
     if model is None or right is not None or values is not None:
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
@@ -104,7 +112,7 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     names, verdict = model.names(), None
     if model.is_definition:
         verdict = _verdict(model, checkpoint, section)
-    entries = compare_load(names, section, verdict)
+    entries = computed.explained(compare_load(names, section, verdict))
     if verdict is None and loads(entries):
         _of_known_kinds(model, checkpoint, section)
     fits = loads(entries) if verdict is None else verdict.ok
@@ -259,6 +267,29 @@ def _beside(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> 
     return (() if found.identical else (f"the model in this file does not load as it is ({words})",)), found.identical
 
 
+def ask(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
+    """Asks `values` all that a diff of the two asks it, and nothing else that reads tensors."""
+    saved = optimizer_alone(left), optimizer_alone(right)
+    if saved[0] is not None and saved[1] is not None:
+        sides = SavedOptimizer.of(left, saved[0]), SavedOptimizer.of(right, saved[1])
+        compare_optimizers(*sides, None if model is None else model.names(), values)
+    else:
+        _by_key(*_read(left, right, model), values)
+    compare_loose(left, right, values)
+
+
+def _read(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> tuple[Section, Section, Names | None]:
+    """The models in the two, and the names of the one that they are read through."""
+    mine, theirs = model_section(left), model_section(right)
+    if model is None:
+        return mine, theirs, None
+    return mine, theirs, as_read(as_read(model, mine, left.source), theirs, right.source).names()
+
+
+def _by_key(left: Section, right: Section, names: Names | None, values: Values | None) -> tuple[Entry, ...]:
+    return compare(left, right, values) if names is None else compare_through(names, left, right, values)
+
+
 def _checkpoints(
     left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values | None, ignore_dtype: bool
 ) -> Diff:
@@ -266,12 +297,9 @@ def _checkpoints(
     saved = optimizer_alone(left), optimizer_alone(right)
     if saved[0] is not None and saved[1] is not None:
         return _optimizers(left, right, (saved[0], saved[1]), model, None if model is None else model.names(), values)
-    mine, theirs = model_section(left), model_section(right)
-    if model is not None:
-        model = as_read(as_read(model, mine, left.source), theirs, right.source)
-    names = None if model is None else model.names()
-    entries = compare(mine, theirs, values) if names is None else compare_through(names, mine, theirs, values)
-    entries = (*explained(entries, mine, theirs), *compare_outside(left, right, values))
+    mine, theirs, names = _read(left, right, model)
+    entries = computed.explained(explained(_by_key(mine, theirs, names, values), mine, theirs))
+    entries = (*entries, *compare_outside(left, right, values))
     harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
@@ -294,11 +322,12 @@ def _optimizers(
 ) -> Diff:
     """Two saved optimizers."""
     saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
-    entries, notes = compare_optimizers(*saved, names, values)
-    entries = (*entries, *compare_outside(left, right, values))
+    found = compare_optimizers(*saved, names, values)
+    entries = (*found.entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
     remedy = _alike(saved, model is not None, entries)
-    return Diff(left.source, right.source, identical, entries, (), notes, remedy=remedy)
+    shown = Diff(left.source, right.source, identical, entries, (), found.notes, remedy=remedy)
+    return replace(shown, outlines=found.outlines)
 
 
 def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:

@@ -9,15 +9,18 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.operands.model import operand_of
+from ckpttool.operands.settled import settled
 from ckpttool.queries.diff.manifest import is_about_manifest
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff, Entry
-from ckpttool.queries.diff.run import run
+from ckpttool.queries.diff.run import ask, run
+from ckpttool.queries.diff.shared import shared
 
 SCHEMA = "ckpttool.since/1"
 By = Literal["left", "right", "both", "conflict"]
@@ -108,8 +111,10 @@ def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options
     if is_about_manifest(base, left) or is_about_manifest(base, right):
         raise CkptError("a manifest is no base, and has none", hint="name the checkpoints themselves")
     model = operand_of(options)
-    mine, theirs = (run(base, side, options, model) for side in (left, right))
-    both = run(left, right, options, model)
+    base, left, right = (settled(checkpoint, model) for checkpoint in (base, left, right))
+    pairs = (base, left), (base, right), (left, right)
+    values = shared(options.comparison, *(partial(ask, *pair, model) for pair in pairs))
+    mine, theirs, both = (run(*pair, options, model, values) for pair in pairs)
     points = tuple(_points(mine, theirs, both))
     sides = (("left", mine), ("right", theirs))
     since_base = [f"{side}: {_of_side(note)}" for side, diff in sides for note in diff.notes]

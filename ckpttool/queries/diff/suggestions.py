@@ -10,6 +10,7 @@ from ckpttool.formats.remarks import is_placeholder
 from ckpttool.naming.inference.search import infer
 from ckpttool.naming.inference.values import Inference, Side, Tensor
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.queries.diff.computed import unpairable
 from ckpttool.queries.diff.result import KIND, Entry
 
 _DEFINED = frozenset({"torch_zip", "torch_legacy", "torchscript", "pt2", "memory"})  # keys in the order of definition
@@ -27,14 +28,16 @@ def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], v
     if not _OPEN & {entry.status for entry in entries}:
         return Inference()
     seconds = {key for entry in entries if entry.status == "alias" for key in (*entry.left, *entry.right)}
-    mine, theirs = (_side(one, model_section(one), seconds, values) for one in (left, right))
+    mine, theirs = (
+        _side(one, model_section(one), seconds | out, values) for one, out in zip((left, right), unpairable(entries))
+    )
     return infer(mine, theirs, known(entries))
 
 
-def _side(checkpoint: Checkpoint, section: Section, seconds: set[str], values: bool) -> Side:
+def _side(checkpoint: Checkpoint, section: Section, left_out: set[str], values: bool) -> Side:
     tensors = tuple(
         Tensor(entry.key, entry.dtype, entry.shape)
         for entry in section.tensors
-        if isinstance(entry, TensorEntry) and entry.key not in seconds and not is_placeholder(entry)
+        if isinstance(entry, TensorEntry) and entry.key not in left_out and not is_placeholder(entry)
     )
     return Side(tensors, checkpoint.format in _DEFINED, Digests(section.by_key()) if values else None)

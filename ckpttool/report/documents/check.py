@@ -19,11 +19,17 @@ def document(checks: Checks) -> Document:
         for file in checks.files
     )
     columns = (Column("file", "key"), Column("taken for"), Column("found"))
-    problems = tuple(Problem(f"{file.path}: {one.problem}", one.key) for file in checks.files for one in file.problems)
+    problems = tuple(_at(file.path, one) for file in checks.files for one in file.problems)
     blocks: list[Block] = [Table("Files", columns, rows)] if rows else []
     blocks += [Problems(problems)] if problems else []
+    blocks += [Note(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
     blocks += [Note(f"{file.path}: {note}", "warning") for file in checks.files for note in file.notes]
     wrong = sum(bool(file.problems) for file in checks.files)
     of = plural(len(rows), "file")
     verdict = f"{number(wrong)} of {of} with problems" if wrong else f"{of}, nothing wrong"
     return Document("check", verdict, checks.ok, tuple(blocks))
+
+
+def _at(path: str, problem: Problem) -> Problem:
+    """The problem with its file, said once."""
+    return problem if problem.key == path else Problem(f"{path}: {problem.problem}", problem.key)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.result import Remap
+from ckpttool.edits.rules.ready import Ready
 from ckpttool.expression import BY_CODE, Ref, refs
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse, first_pattern
@@ -41,6 +44,13 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
     blocks += [Note(note, "warning") for note in done.notes]
     shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
     return Document("remap", verdict, True, shown)
+
+
+def ready_sets(sets: Sequence[Ready]) -> Document:
+    """A row for each ready set of rules."""
+    rows = tuple((one.name, one.about, " ".join(f"--size {name}=N" for name in one.sizes)) for one in sets)
+    columns = (Column("set", "key"), Column("from, to"), Column("sizes"))
+    return Document("remap --rules SET", plural(len(sets), "ready set"), True, (Table("Sets", columns, rows),))
 
 
 def _optimizer(one: OptimizerRemap) -> str:

@@ -90,6 +90,35 @@ def test_rank_files_become_what_fsdp_makes_of_them(
     same_optimizer(made["optimizer"], expected["optimizer"])
 
 
+@pytest.mark.parametrize("kind", ["flat", "original"])
+@pytest.mark.parametrize(
+    ("inside", "optimizer"), [("layers", None), ("layers", "by_layers"), ("layers.0", "by_first_layer")]
+)
+def test_groups_without_names_are_told_by_sizes_or_by_the_optimizers_code(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str, inside: str, optimizer: str | None
+) -> None:
+    out, files = tmp_path / "full.pt", runs[3] / f"{kind}{inside}_rank_*.pt"
+    made_by = [] if optimizer is None else ["--optimizer", f"{SCRIPT}:{optimizer}"]
+    done = run("remap", files, *MODEL, *made_by, "--to", "serialized", "--optimizer-keys", "fqn", "-o", out)
+    assert done.status == 0, done.err
+    same_optimizer(torch.load(out)["optimizer"], torch.load(runs[3] / f"{kind}{inside}_full.pt")["optimizer"])
+
+
+@pytest.mark.parametrize("kind", ["flat", "original"])
+def test_groups_of_equal_sizes_without_names_are_refused(
+    runs: dict[int, Path], run: Run, tmp_path: Path, kind: str
+) -> None:
+    done = run("remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, "-o", tmp_path / "full.pt")
+    assert done.status == 1
+    assert "2 param groups, and its ids cannot be told apart" in done.err
+    assert "--optimizer" in done.err
+    other = ["--optimizer", f"{SCRIPT}:by_layers"]
+    done = run("remap", runs[3] / f"{kind}layers.0_rank_*.pt", *MODEL, *other, "-o", tmp_path / "full.pt")
+    assert done.status == 1
+    assert "other sizes" in done.err
+    assert not (tmp_path / "full.pt").exists()
+
+
 @pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
 def test_one_rank_is_never_the_whole(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
     """Of a model, of its names and of the plain weights: other, or no answer; all ranks are asked for, nothing else."""
@@ -128,17 +157,27 @@ def test_the_model_section_alone_becomes_safetensors(runs: dict[int, Path], run:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_fsdp_loads_the_rank_files_that_are_written(runs: dict[int, Path], world_size: int) -> None:
-    again, expected = (torch.load(runs[world_size] / f"{kind}_full.pt") for kind in ("again", "flat"))
+@pytest.mark.parametrize(
+    ("written", "source"),
+    [("again_flat", "flat"), ("again_sharded_flat", "original"), ("again_sharded_original", "original")],
+)
+def test_fsdp_loads_the_rank_files_that_are_written(
+    runs: dict[int, Path], world_size: int, written: str, source: str
+) -> None:
+    """Flat parameters, and parameters cut by rows, with `use_orig_params` and without."""
+    again, expected = (torch.load(runs[world_size] / f"{kind}_full.pt") for kind in (written, source))
     same(again["model"], expected["model"])
     same_optimizer(again["optimizer"], expected["optimizer"])
 
 
-def test_rank_files_for_another_number_of_ranks(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
-    there = ["--to", "fsdp-flat", "--world-size", 5, "-o", tmp_path / "rank_{rank}.pt", "--verify"]
-    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *UNITS, *there)[0] == 0
+@pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
+def test_rank_files_for_another_number_of_ranks(
+    runs: dict[int, Path], run: Run, tmp_path: Path, form: str, units: list[str]
+) -> None:
+    there = ["--to", form, "--world-size", 5, "-o", tmp_path / "rank_{rank}.pt", "--verify"]
+    assert run("remap", runs[2] / "original_rank_*.pt", *MODEL, *units, *there)[0] == 0
     back = tmp_path / "back.pt"
-    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *UNITS, "--optimizer-keys", "fqn", "-o", back)[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *units, "--optimizer-keys", "fqn", "-o", back)[0] == 0
     made, expected = torch.load(back), torch.load(runs[2] / "flat_full.pt")
     same(made["model"], expected["model"])
     same_optimizer(made["optimizer"], expected["optimizer"])
@@ -332,6 +371,10 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
     assert "its parameters are float16, float32, and one flat parameter has one dtype @ layers.0" in error
     assert "not in the checkpoint @ layers.1.scale" in error
     assert not list(tmp_path.glob("rank_*"))
+    done = run("remap", tmp_path / "model.pt", *MODEL, *out, "--to", "fsdp-sharded")
+    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
+    assert "not in the checkpoint @ layers.1.scale" in done.err
+    assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut by itself
 
 
 @pytest.mark.parametrize(
@@ -340,7 +383,8 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
         (["--to", "fsdp-flat", *MODEL], "needs the model's parameters and the number of ranks"),
         (["--to", "fsdp-flat", *MODEL, "--world-size", "1"], "over two ranks or more"),
         (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets a file of its own"),
-        (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat"),
+        (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat and fsdp-sharded"),
+        (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter by itself"),
         ([*MODEL, "--units", "layers.*"], "holds no flat parameters"),
     ],
 )

@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
-from ckpttool.edits.rules.file import read, sets
+from ckpttool.edits.rules.file import read
+from ckpttool.edits.rules.ready import ready, sets
 from ckpttool.errors import CkptError
+from command import Run
 from places import DOCS
 
 torch.set_num_threads(1)
@@ -56,9 +58,19 @@ def test_the_examples_hold_and_what_can_be_reversed_comes_back(tmp_path: Path, n
 
 def test_a_name_that_is_no_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["remap", "x.pt", "--rules", "list", "-o", str(tmp_path / "out.pt")]) == 2
-    with pytest.raises(CkptError, match="no set of rules") as caught:
+    with pytest.raises(CkptError, match="no set of rules"):
         read("list")
-    assert all(name in caught.value.hint for name in sets())
+
+
+def test_the_sets_are_listed(run: Run) -> None:
+    done = run("remap", "--rules", "list")
+    assert (done.status, done.err) == (0, "")
+    assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == sets()
+    data = run("remap", "--rules", "list", "--format", "json").data
+    assert data["sets"] == [one.to_json() for one in ready()]
+    assert {one["name"]: one["sizes"] for one in data["sets"]} == {name: list(sizes_of(name)) for name in sets()}
+    assert all(" to " in one["about"] for one in data["sets"])
+    assert run("remap", "--rules", "vit-timm-to-hf").status == 2
 
 
 def test_the_page_lists_the_sets() -> None:

@@ -1,0 +1,69 @@
+"""The checkpoints of one training run, in the order of their steps, and the files that each of them is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import CkptError
+from ckpttool.formats.recognise_folder import is_part, is_weights, optimizers_in, parts_in
+from ckpttool.io.files import is_dir, is_file, names_in
+from ckpttool.io.paths import join
+from ckpttool.io.paths import name as name_of
+from ckpttool.operands.checkpoint import open_operand
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+def natural(paths: Iterable[str]) -> list[str]:
+    """The paths in the order in which people count: ``step-9`` before ``step-10``."""
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in _DIGITS.split(path)])
+
+
+def steps_in(folder: str) -> list[str]:
+    """The checkpoints in the folder of a run: its folders that hold some, or else its files, in `natural` order.
+
+    Raises `CkptError` where these are not two at least, or are the parts of one.
+    """
+    names = [name for name in names_in(folder) if not name.startswith(".")]
+    inside = [name for name in names if is_dir(join(folder, name)) and _holds_one(join(folder, name))]
+    files = [name for name in names if is_weights(name) and is_file(join(folder, name))]
+    found = inside if len(inside) > 1 else files
+    if len(found) < 2 or (found is files and is_part(folder, names)) or _is_one(folder, names):
+        raise CkptError(f"{folder} is no folder of several checkpoints: nothing to compare", hint=_HINT)
+    return natural(join(folder, name) for name in found)
+
+
+_HINT = "ckpttool diff LEFT RIGHT, ckpttool diff --model MODEL [CKPT], or ckpttool diff RUN_FOLDER: a run's steps"
+
+
+def _is_one(folder: str, names: list[str]) -> bool:
+    """Whether the folders inside are a model and its optimizer, as accelerate saves them."""
+    return any(name.startswith("optim") for name in parts_in(folder, names))
+
+
+def _holds_one(folder: str) -> bool:
+    names = names_in(folder)
+    return is_part(folder, names) or bool(parts_in(folder, names)) or any(map(is_weights, names))
+
+
+def opened(step: str) -> Iterator[tuple[str, Checkpoint]]:
+    """The checkpoints that a step is made of, each with its name in the step's folder, empty for the one of the model.
+
+    Raises `CkptError` where one cannot be read.
+    """
+    if not is_dir(step):
+        yield "", open_operand(step)
+        return
+    names = names_in(step)
+    parts = [] if is_part(step, names) else parts_in(step, names)
+    if not parts:
+        yield "", open_operand(step)
+    for name in (*parts, *optimizers_in(names)):
+        yield name, open_operand(join(step, name))
+
+
+def called(step: str, run: str) -> str:
+    """A step by its name in the folder of the run, or as it was named."""
+    return name_of(step) if run else step

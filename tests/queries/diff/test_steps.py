@@ -1,0 +1,214 @@
+"""`diff` of a run's checkpoints over time, against what `torch.load` gives of each, step by step."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpttool
+import schemas
+from command import Run
+
+
+def network(width: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, width), nn.Linear(width, 3))
+
+
+class Training:
+    """A run that changes its mind: each of `CHANGES` is what a step does before it saves."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module = network()
+        self.adamw()
+
+    def adamw(self) -> None:
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def nothing(self) -> None:
+        pass
+
+    def half(self) -> None:
+        self.model = self.model.bfloat16()
+        self.adamw()
+
+    def wider(self) -> None:
+        self.model = network(5)
+        self.adamw()
+
+    def deeper(self) -> None:
+        self.model = nn.Sequential(*self.model.children(), nn.Linear(3, 3).to(next(self.model.parameters()).dtype))
+        self.adamw()
+
+    def wrapped(self) -> None:
+        self.model = nn.Sequential(self.model)
+        self.adamw()
+
+    def sgd(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def groups(self) -> None:
+        ends = [[p for p in self.model.parameters() if (p.ndim > 1) is flat] for flat in (True, False)]
+        self.optimizer = torch.optim.AdamW([{"params": own} for own in ends])
+
+    def saved(self, path: Path) -> None:
+        dtype = next(self.model.parameters()).dtype
+        self.model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+
+
+CHANGES = ("nothing", "nothing", "half", "wider", "deeper", "wrapped", "sgd", "groups")
+
+
+def signature(value: Any) -> Any:
+    """What a file is without its numbers."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape)
+    if isinstance(value, dict):
+        return {key: value[key] if key == "params" else signature(value[key]) for key in value}
+    return [signature(one) for one in value] if isinstance(value, list) else None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_changed_something_exactly_where_torch_loads_something_else(seed: int, tmp_path: Path, run: Run) -> None:
+    draw, training = random.Random(seed), Training()
+    signatures = []
+    for number in range(7, 14):  # from one digit to two
+        getattr(training, draw.choice(CHANGES))()
+        training.saved(tmp_path / f"step-{number}.pt")
+        signatures.append(signature(torch.load(tmp_path / f"step-{number}.pt")))
+    done = run("diff", tmp_path, "--format", "json")
+    assert schemas.check(done.data) == "steps"
+    steps = done.data["steps"]
+    assert [step["source"] for step in steps] == [f"step-{number}.pt" for number in range(7, 14)]
+    wanted = [False, *(now != before for before, now in pairwise(signatures))]
+    assert [bool(step["changes"]) for step in steps] == wanted
+    assert done.status == any(wanted)
+    for step, (before, now) in zip(steps[1:], pairwise(signatures)):
+        own = [change for change in step["changes"] if change["section"] == "model"]
+        known = set(before["model"]) & set(now["model"])
+        dtypes = {key for key in known if before["model"][key][0] != now["model"][key][0]}
+        shapes = {key for key in known if before["model"][key][1] != now["model"][key][1]}
+        assert {key for c in own if c["status"] in ("dtype", "shape") for key in c["after"]} == dtypes | shapes
+        assert {key for c in own for key in c["after"]} >= set(now["model"]) - known
+        assert {key for c in own for key in c["before"]} >= set(before["model"]) - known
+
+
+@pytest.fixture
+def steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    training = Training()
+    for number in range(9, 13):
+        training.saved(Path(f"run/step-{number}.pt"))
+    return [f"run/step-{number}.pt" for number in (9, 10, 11, 12)]
+
+
+def test_steps_without_a_change_are_folded(steady: list[str], run: Run) -> None:
+    done = run("diff", *reversed(steady))
+    assert done.status == 0
+    assert "nothing changed in 4 steps" in done.out
+    assert "run/step-10.pt ... run/step-12.pt (3 steps)  nothing" in done.out
+    assert run("diff", "run", "--all").out.count("nothing\n") == 3
+    valued = run("diff", "run", "--values")
+    assert valued.status == 1
+    assert "another `lr`" in valued.out
+    assert run("diff", "run", "--values", "--exit-zero").status == 0
+    assert ckpttool.steps("run").passes
+
+
+def test_what_cannot_be_read_is_said_and_never_the_same(steady: list[str], run: Run) -> None:
+    Path(steady[2]).write_bytes(Path(steady[2]).read_bytes()[:900])
+    done = run("diff", "run")
+    assert done.status == 1
+    assert "nothing changed in 4 steps, 1 could not be read" in done.out
+    last = run("diff", "run", "--format", "json").data["steps"]
+    assert [bool(step["error"]) for step in last] == [False, False, True, False]
+    assert (last[3]["since"], last[3]["changes"]) == ("step-10.pt", [])
+    for path in steady[:2]:
+        Path(path).write_bytes(b"no checkpoint")
+    done = run("diff", "run")
+    assert (done.status, "fewer than two can be read" in done.err) == (2, True)
+
+
+def test_a_class_of_optimizer_and_a_new_section_are_one_line_each(steady: list[str], run: Run) -> None:
+    training = Training()
+    training.sgd()
+    training.saved(Path("run/step-13.pt"))
+    content = torch.load("run/step-13.pt")
+    torch.save({**content, "ema": dict(content["model"]), "epoch": 3}, "run/step-14.pt")
+    data = run("diff", "run", "--format", "json").data["steps"]
+    assert data[4]["changes"][0] == {
+        "section": "optimizer",
+        "status": "class",
+        "before": ["Adam or AdamW"],
+        "after": ["SGD"],
+        "reason": "another class of optimizer",
+    }
+    assert [(c["status"], c["after"]) for c in data[5]["changes"]] == [("section", ["ema"]), ("added", ["epoch"])]
+    lines = [line for line in run("diff", "run").out.splitlines() if "step-13" in line]
+    assert len(lines) <= 4
+
+
+def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
+    """The weights and the optimizer of each step, in files of their own; the last model stands beside the folders."""
+    model = network()
+    for number in (500, 1000):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        save_file(model.state_dict(), folder / "model.safetensors")
+        optimizer = torch.optim.AdamW(model.parameters()) if number == 500 else torch.optim.SGD(model.parameters())
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        torch.save({"epoch": 1}, folder / "scheduler.pt")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "logs").mkdir()
+    done = run("diff", tmp_path, "--format", "json")
+    assert [step["source"] for step in done.data["steps"]] == ["checkpoint-500", "checkpoint-1000"]
+    changes = done.data["steps"][1]["changes"]
+    assert {change["section"] for change in changes} == {"optimizer.pt"}
+    assert changes[0]["after"] == ["SGD"]
+
+
+def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for number in (8, 9, 10):
+        state = network(3 if number < 10 else 4).state_dict()
+        dcp.save({"model": state}, checkpoint_id=tmp_path / f"step-{number}", no_dist=True)
+    data = run("diff", tmp_path, "--format", "json").data["steps"]
+    assert [(step["source"], len(step["changes"])) for step in data] == [("step-8", 0), ("step-9", 0), ("step-10", 3)]
+    assert {change["status"] for change in data[2]["changes"]} == {"shape"}
+    assert run("diff", tmp_path / "step-8").status == 2
+
+
+def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
+    content = torch.load(steady[-1])
+    words = {"0": "encoder", "1": "decoder"}
+    content["model"] = {words[key[0]] + key[1:]: value for key, value in content["model"].items()}
+    torch.save(content, "run/step-13.pt")
+    done = run("diff", "run", "--format", "json")
+    last = done.data["steps"][-1]
+    assert {change["status"] for change in last["changes"] if change["section"] == "model"} == {"dropped", "added"}
+    assert {tuple(pair["before"] + pair["after"]) for pair in last["suggested"]} <= {
+        (f"{old}.{name}", f"{new}.{name}") for old, new in words.items() for name in ("weight", "bias")
+    }
+    assert last["suggested"]
+    assert "renamed?" in run("diff", "run").out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [["run", "--suggest", "r.toml"], ["run/step-9.pt"], ["run", "--fail-on", "missing"], ["empty"]],
+)
+def test_what_is_no_question(steady: list[str], run: Run, line: list[str]) -> None:
+    Path("empty").mkdir()
+    assert run("diff", *line).status == 2
