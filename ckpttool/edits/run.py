@@ -207,7 +207,7 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
     expected = fingerprints(fitted) if options.verify and options.in_place else fitted
     written = _edited(options, writer, target, fitted)
     if written is None or written.way == "copied":
-        plan = None if done.plan.runs else done.plan.to_json()
+        plan = None if done.plan.runs else done.plan
         writer.target(target, target.lay_out(fitted, _shard_size(options)), plan)
     if options.verify:
         prove(target.path, expected)

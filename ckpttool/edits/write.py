@@ -27,6 +27,7 @@ from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
+from ckpttool.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Writer:
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
         write_file.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
 
-    def file(self, pieces: Pieces, out: str, plan: object = None) -> None:
+    def file(self, pieces: Pieces, out: str, plan: Plan | None = None) -> None:
         """Writes the file; `plan`, where it is known, is all that decides its values."""
         job = self._job(out)
         if job is not None and is_url(out):
@@ -79,7 +80,7 @@ class Writer:
         if digest is not None:
             _prove_bytes({out: digest})
 
-    def target(self, target: Target, files: Files, plan: object = None) -> None:
+    def target(self, target: Target, files: Files, plan: Plan | None = None) -> None:
         """Writes the file or folder; `plan`, where it is known, is all that decides its values."""
         if target.folder is None:
             (pieces,) = (content for content in files.values() if not isinstance(content, Link))
@@ -93,7 +94,7 @@ class Writer:
         return edit_in_place.edit(files, target.home, fsync=self.fsync)
 
     def files(
-        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, plan: object = None
+        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, plan: Plan | None = None
     ) -> None:
         """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
         job = self._job(folder, files, stale)
@@ -149,12 +150,13 @@ class Writer:
                 write_remote.complete(contents, folder, replace=replace)
 
     @contextmanager
-    def _made(self, job: Job, files: Files, out: str, home: Path, plan: object) -> Iterator[Contents]:
+    def _made(self, job: Job, files: Files, out: str, home: Path, plan: Plan | None) -> Iterator[Contents]:
         from ckpttool.io.together import make
 
         with work.doing(out, _nbytes(files), "written"):
             again = self.fsync and plan is not None
-            asked = make.Asked(plan, self.link, self.fsync, self.verify, again)
+            said = None if plan is None else plan.to_json()
+            asked = make.Asked(said, self.link, self.fsync, self.verify, again)
             with make.made(job, files, out, home, asked) as ready:
                 yield ready
 

@@ -180,7 +180,7 @@ def plain_values(file: Checkpoint) -> dict[str, object]:
 
 
 def _is_part(entry: TensorEntry | ExtraEntry) -> bool:
-    return sharded_tensor.is_sharded(entry) or dtensor.is_dtensor(entry)
+    return entry.payload is not None and (sharded_tensor.is_sharded(entry) or dtensor.is_dtensor(entry))
 
 
 def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> tuple[list[str], list[str]]:
