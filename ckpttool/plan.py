@@ -117,6 +117,12 @@ class Plan:
         return tuple(dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped]))
 
     @property
+    def reads(self) -> set[tuple[str, str]]:
+        """The section and the key of everything that it moves, computes with, or leaves out."""
+        moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
+        return moved | {(gone.section, gone.key) for gone in self.dropped}
+
+    @property
     def is_renames(self) -> bool:
         """True where every output is a rename: such a plan moves bytes only and needs no torch."""
         return all(isinstance(output.source, Ref) for output in self.outputs)

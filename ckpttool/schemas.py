@@ -106,6 +106,7 @@ _INSPECT: Mapping[str, AnyKind] = {
     "notes": TEXTS,
     "unreached": ListOf(ObjectOf({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
 }
+_SPREAD = ListOf(ObjectOf({"exponent": _NUMBER, "elements": COUNT}))
 _PAIR: Mapping[str, AnyKind] = {"left": TEXTS, "right": TEXTS}
 _DIFF = ObjectOf(
     {
@@ -115,7 +116,10 @@ _DIFF = ObjectOf(
         "identical": FLAG,
         "summary": _COUNTS,
         "entries": ListOf(
-            ObjectOf({"status": _STATUS, **_PAIR, "reason": TEXT}, {"hook": HOOK, "detail": TEXT, "ignored": TEXT})
+            ObjectOf(
+                {"status": _STATUS, **_PAIR, "reason": TEXT},
+                {"hook": HOOK, "detail": TEXT, "spread": _SPREAD, "ignored": TEXT},
+            )
         ),
         "fix": TEXTS,
         "notes": TEXTS,

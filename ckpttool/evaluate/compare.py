@@ -145,7 +145,7 @@ Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
 
 def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
     """What a checkpoint holds, without its files: by section and key the dtype, the shape and a hash of the bytes."""
-    return {at: fingerprint(entry) for at, entry in _entries(checkpoint).items()}
+    return {at: fingerprint(entry) for at, entry in checkpoint.entries().items()}
 
 
 def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
@@ -201,22 +201,17 @@ def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Pro
 
     Fingerprints stand for a checkpoint whose own files are no longer there: they were replaced.
     """
-    have = _entries(written)
+    want: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected
+    have = written.read_for(want).entries()
     if isinstance(expected, Checkpoint):
-        want: Mapping[tuple[str, str], object] = _entries(expected)
-        differ = [at for at, entry in _entries(expected).items() if at in have and not same_values(entry, have[at])]
+        differ = [at for at, entry in expected.entries().items() if at in have and not same_values(entry, have[at])]
     else:
-        want = expected
         differ = [
             at for at, entry in expected.items() if at in have and (None in entry or fingerprint(have[at]) != entry)
         ]
     problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
     problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
     return problems + [Problem("other bytes in the output", _place(*at)) for at in differ]
-
-
-def _entries(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
-    return {(section.path, key): entry for section in checkpoint.sections for key, entry in section.by_key().items()}
 
 
 def _place(section: str, key: str) -> str:

@@ -102,7 +102,7 @@ def statement(checkpoint: Checkpoint, path: str, leave_out: Iterable[str] = ()) 
     """
     without = set(map(os.path.realpath, leave_out))
     names = {name: file for name, file in _files(path).items() if os.path.realpath(file) not in without}
-    digests = answers(dict(_digests(checkpoint, names)))
+    digests = answers(f"hashing {path}", dict(_digests(checkpoint, names)))
     return {
         "_type": STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": digests[_FILE, name]}} for name in names],
@@ -255,5 +255,5 @@ def other_files(manifest: Checkpoint, path: str) -> list[str]:
     assert isinstance(subjects, dict)
     both = [name for name in subjects if name in have]
     asked = {name: Question(name, files.size(have[name]), partial(_of_file, have[name])) for name in both}
-    digests = answers(asked)
+    digests = answers("hashing files", asked)
     return [name for name, digest in subjects.items() if digests.get(name) != digest]

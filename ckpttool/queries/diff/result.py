@@ -186,6 +186,8 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         found["hook"] = HOOK.write(entry.hook)
     if entry.detail is not None:
         found["detail"] = entry.detail
+    if entry.spread:
+        found["spread"] = [{"exponent": exponent, "elements": count} for exponent, count in entry.spread]
     if entry.ignored is not None:
         found["ignored"] = entry.ignored
     return found
