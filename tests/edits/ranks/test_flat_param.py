@@ -20,7 +20,7 @@ from ckpttool.checkpoint import Span
 from ckpttool.edits.ranks.gather import gather
 from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.ranks.files import RankParts
+from ckpttool.formats.ranks.parts import RankParts
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import misfit, shard_sizes, slots, unit_paths
