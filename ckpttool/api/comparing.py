@@ -79,6 +79,7 @@ def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
     from ckpttool.operands.steps import natural, steps_in
     from ckpttool.queries.diff.steps import compare_steps
 
+    only_first()
     found, folder = (steps_in(run), run) if isinstance(run, str) else (natural(run), "")
     with work.doing(f"comparing {len(found)} checkpoints", None):
         return compare_steps(found, folder, options)

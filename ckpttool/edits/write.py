@@ -57,6 +57,9 @@ class Writer:
     def file(self, pieces: Pieces, out: str, plan: object = None) -> None:
         """Writes the file; `plan`, where it is known, is all that decides its values."""
         job = self._job(out)
+        if job is not None and is_url(out):
+            self._send(job, {name_of(out): pieces}, parent(out), plan, self.force)
+            return
         if job is not None:
             place = Path(os.path.realpath(out))
             with self._made(job, {place.name: pieces}, out, place.parent, plan) as files:
@@ -93,9 +96,12 @@ class Writer:
         self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, plan: object = None
     ) -> None:
         """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
-        job = self._job(folder)
+        job = self._job(folder, files, stale)
         if job is None:
             self._files(files, folder, stale, whole)
+            return
+        if is_url(folder):
+            self._send(job, files, folder, plan, True)
             return
         home = write_folder.home_of(folder, files, stale, whole=whole)
         with self._made(job, files, folder, home, plan) as ready:
@@ -118,11 +124,29 @@ class Writer:
         if digests is not None:
             _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
 
-    def _job(self, out: str) -> Job | None:
-        """The job whose ranks write `out` together; None where this process is alone, or is so from here on."""
-        if is_url(out):
-            only_first()
+    def _job(self, out: str, files: Files | None = None, stale: Collection[str] = ()) -> Job | None:
+        """The job whose ranks write `out` together; None where this process is alone, or is so from here on.
+
+        They write to stores that join parts, but not in the place of other `files` of a folder: these are moved by one.
+        """
+        job = current()
+        if job is not None and is_url(out):
+            from ckpttool.io.together import send
+            from ckpttool.io.write_remote import replaced
+
+            able = send.can(out) and (files is None or self.link == "copy")
+            if not able or (files is not None and job.of_first(lambda: bool(replaced(files, out, stale)))):
+                job.only_first()
         return current()
+
+    def _send(self, job: Job, files: Files, folder: str, plan: object, replace: bool) -> None:
+        from ckpttool.io import write_remote
+        from ckpttool.io.together import send
+
+        with work.doing(folder, _nbytes(files), "written"):
+            again = plan if self.fsync else None
+            with send.sent(job, files, {name: join(folder, name) for name in files}, again) as contents:
+                write_remote.complete(contents, folder, replace=replace)
 
     @contextmanager
     def _made(self, job: Job, files: Files, out: str, home: Path, plan: object) -> Iterator[Contents]:

@@ -38,12 +38,12 @@ from ckpttool.json_schema import (
     SHAPE,
     TEXT,
     TEXTS,
-    Kind,
-    ListOf,
-    Nullable,
-    ObjectOf,
     check,
+    list_of,
+    nullable,
+    object_of,
     one_of,
+    plain,
 )
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -53,35 +53,35 @@ _DENSE = "strided"
 _DEEPEST = 64  # folders inside each other behind a URL
 _FILE, _TENSORS, _EXTRAS, _UNREACHED = "file", "tensors", "extras", "unreached"
 
-_SHA256 = Kind(
+_SHA256 = plain(
     "a SHA-256 in hexadecimal",
     lambda value: isinstance(value, str) and _is_sha256(value),
     {"type": "string", "pattern": "^[0-9a-f]{64}$"},
 )
-_TENSOR = ObjectOf(
-    {"key": TEXT, "dtype": DTYPE, "shape": SHAPE, "bytes": COUNT, "kind": TEXT, "sha256": Nullable(_SHA256)},
-    {"alias_of": Nullable(TEXT)},
+_TENSOR = object_of(
+    {"key": TEXT, "dtype": DTYPE, "shape": SHAPE, "bytes": COUNT, "kind": TEXT, "sha256": nullable(_SHA256)},
+    {"alias_of": nullable(TEXT)},
 )
-_EXTRA = ObjectOf({"key": TEXT, "sha256": Nullable(_SHA256)})
-_SECTION = ObjectOf(
+_EXTRA = object_of({"key": TEXT, "sha256": nullable(_SHA256)})
+_SECTION = object_of(
     {
         "path": TEXT,
         "kind": one_of("state_dict", "optimizer", "other"),
-        "tensors": ListOf(_TENSOR, unique="key"),
-        "extras": ListOf(_EXTRA, unique="key"),
+        "tensors": list_of(_TENSOR, unique="key"),
+        "extras": list_of(_EXTRA, unique="key"),
     }
 )
-MANIFEST_KIND = ObjectOf(
+MANIFEST_KIND = object_of(
     {
         "_type": one_of(STATEMENT),
-        "subject": ListOf(ObjectOf({"name": TEXT, "digest": ObjectOf({"sha256": _SHA256})}), unique="name"),
+        "subject": list_of(object_of({"name": TEXT, "digest": object_of({"sha256": _SHA256})}), unique="name"),
         "predicateType": one_of(PREDICATE),
-        "predicate": ObjectOf(
+        "predicate": object_of(
             {
                 "format": TEXT,
-                "sections": ListOf(_SECTION, unique="path"),
+                "sections": list_of(_SECTION, unique="path"),
                 "others": TEXTS,
-                "unreached": ListOf(ObjectOf({"path": TEXT, "bytes": COUNT, "sha256": _SHA256}), unique="path"),
+                "unreached": list_of(object_of({"path": TEXT, "bytes": COUNT, "sha256": _SHA256}), unique="path"),
             }
         ),
     }
