@@ -180,17 +180,18 @@ class Writer:
             fsync=self.fsync,
         )
 
-    def ranks(self, ranks: Sequence[Checkpoint], out: str) -> None:
+    def ranks(self, ranks: Sequence[Checkpoint], out: str, plan: object = None) -> None:
         """Writes the files of all ranks or none; those of more ranks under the same names go.
 
-        Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
+        `plan`, where it is known, is all that decides their values. Raises `CkptError` where one of these is a source,
+        or exists and is not to be overwritten.
         """
         folder, pattern = parent(out), name_of(out)
         layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
         stale = _of_ranks(folder, pattern).difference(layouts)
         for name in (*layouts, *sorted(stale)):
             self.check_file(join(folder, name))
-        self.files(layouts, folder, stale, whole=False)
+        self.files(layouts, folder, stale, whole=False, plan=plan)
         if self.verify:
             for name, own in zip(layouts, ranks):
                 prove(join(folder, name), own)

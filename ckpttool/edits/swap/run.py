@@ -48,7 +48,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
     )
     if target is not None:
         expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
-        writer.file(FORMATS["pt2"].layout(swapped.program), target)
+        writer.file(FORMATS["pt2"].layout(swapped.program), target, swapped.plan)
         if options.verify:
             prove(target, expected, _read(target, name, weights, options.out))
     return swapped
