@@ -177,8 +177,8 @@ class Writer:
     def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> None:
         """Writes the files of all ranks or none; those of more ranks under the same names go.
 
-        `decided`, where it is known, is all that decides their values. Raises `CkptError` where one of these is a source,
-        or exists and is not to be overwritten.
+        `decided`, where it is known, is all that decides their values. Raises `CkptError` where one of these is a
+        source, or exists and is not to be overwritten.
         """
         folder, pattern = parent(out), name_of(out)
         layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
