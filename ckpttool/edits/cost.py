@@ -33,4 +33,4 @@ def cost_of(files: Files) -> Cost:
     read = sum(one.length for one in data if isinstance(one, Span))
     read += sum(one.length if one.reads is None else one.reads for one in lazy)
     written = sum(len(one) if isinstance(one, bytes) else one.length for one in data)
-    return Cost(read, written, max((one.length if one.memory is None else one.memory for one in lazy), default=0))
+    return Cost(read, written, max((one.held for one in lazy), default=0))

@@ -14,7 +14,7 @@ from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, co
 from ckpttool.dtypes import PLAIN
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem, sizes, unfit
-from ckpttool.expression import Argument, Expression, Op, Ref, Special, complex_of, operations, refs
+from ckpttool.expression import Argument, Expression, Op, Ref, Special, parts, refs
 from ckpttool.io.ranges import read_all, read_span
 from ckpttool.limits import limits
 from ckpttool.words import a, human_bytes
@@ -46,15 +46,11 @@ def entry_of(key: str, source: Expression, have: Mapping[str, TensorEntry | Extr
             return TensorEntry(key, dtype, shape, result.stride(), at, read[name].storage)
     reads, nbytes = sum(entry.nbytes for entry in read.values()), result.numel() * result.element_size()
     copied = 0 if result.is_contiguous() else nbytes
-    memory = reads + held.peak + copied + max(map(_memory_of, read.values()), default=0)
+    memory = (
+        reads + held.peak + copied + max((entry.storage.held for entry in read.values() if entry.storage), default=0)
+    )
     lazy = Lazy(nbytes, lambda: [to_bytes(compute())], reads=reads, memory=memory)
     return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(lazy))
-
-
-def _memory_of(entry: TensorEntry) -> int:
-    """What is held to make a value that is computed itself."""
-    data = None if entry.storage is None else entry.storage.data
-    return data.memory or data.length if isinstance(data, Lazy) else 0
 
 
 def _offset(result: torch.Tensor, leaf: torch.Tensor, entry: TensorEntry) -> int | None:
@@ -80,11 +76,6 @@ class _Held:
         self.bytes = 0
         self.peak = 0
 
-    def hold(self, more: int) -> None:
-        """Counts bytes that are held from now on."""
-        self.bytes += more
-        self.peak = max(self.peak, self.bytes)
-
     def check(self, name: str, more: int) -> None:
         """Raises `Refused` where there is no room for `more` bytes."""
         if self.bytes + more > self.most:
@@ -106,7 +97,7 @@ def evaluate(expression: Expression, load: Load, held: _Held | None = None) -> t
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
     held = held or _Held(leaves.values())
     known: dict[int, Any] = {}  # a part that occurs twice is computed once, and kept
-    repeated = {node for node, count in Counter(map(id, operations(expression))).items() if count > 1}
+    repeated = {node for node, count in Counter(map(id, parts(expression))).items() if count > 1}
 
     def value(node: Argument) -> Any:
         if isinstance(node, Ref):
@@ -125,7 +116,8 @@ def evaluate(expression: Expression, load: Load, held: _Held | None = None) -> t
             known[id(node)] = found
         else:
             held.bytes = before
-        held.hold(sizes(found))
+        held.bytes += sizes(found)
+        held.peak = max(held.peak, held.bytes)
         return found
 
     try:
@@ -284,10 +276,17 @@ _OWN: Mapping[str, Callable[..., torch.Tensor]] = {
 def _special(node: Special, device: torch.device) -> Any:
     if node.kind == "device":
         return device
-    found = complex_of(node.name) if node.kind == "complex" else getattr(torch, node.name, None)
+    found = _complex(node.name) if node.kind == "complex" else getattr(torch, node.name, None)
     if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format, complex)):
         raise CkptError(f"torch has no {node.kind} {node.name!r}", hint="the plan was made by another torch")
     return found
+
+
+def _complex(text: str) -> complex | None:
+    try:
+        return complex(text)
+    except ValueError:
+        return None
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -307,9 +306,8 @@ def load(entry: TensorEntry) -> torch.Tensor:
     if isinstance(data, Lazy):
         whole = read_all(data)
         return torch.frombuffer(whole, dtype=dtype).as_strided(entry.shape, entry.stride, entry.offset)
-    count = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride))
     size = dtype.itemsize
-    read = read_span(Span(data.path, data.offset + entry.offset * size, count * size))
+    read = read_span(Span(data.path, data.offset + entry.offset * size, (entry.end - entry.offset) * size))
     return torch.frombuffer(read, dtype=dtype).as_strided(entry.shape, entry.stride)
 
 

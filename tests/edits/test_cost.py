@@ -20,7 +20,10 @@ WAYS = {
     "cast": ["--rules", "cast.toml"],
     "transpose": ["--rules", "turn.toml"],
 }
-RULES = {"cast.toml": 'cast = "{x}"\ndtype = "float64"', "turn.toml": 'transpose = "{x}"'}
+RULES = {
+    "cast.toml": 'cast = "{x}"\ndtype = "float64"',
+    "turn.toml": 'transpose = "{x}"',
+}
 
 
 def peak(folder: Path, name: str, words: list[str]) -> int:

@@ -107,7 +107,8 @@ def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
         wrappers = chain.declared(form, keys)
     else:  # these are names without wrappers
         wrappers = Evidence((), (), frozenset())
-    canonical = {key: strip(key, wrappers.paths) for key in keys}
+    paths = wrappers.paths
+    canonical = {key: strip(key, paths) for key in keys}
     return Draft(section, carried([section]), wrappers, canonical, wrappers.form)
 
 

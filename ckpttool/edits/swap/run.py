@@ -8,7 +8,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.cost import cost_of
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Swap, swap
-from ckpttool.edits.write import Progress, Writer, prove, quiet
+from ckpttool.edits.write import Writer, prove
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.pt2 import scripted
@@ -22,7 +22,7 @@ from ckpttool.operands.settled import settled
 from ckpttool.words import shell
 
 
-def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progress = quiet) -> Swap:
+def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     """`program` (``PATH`` or ``PATH::NAME``) with new weights, written where `options` name an output.
 
     Raises `Refused`, all problems at once, where they do not fit, and `CkptError` where the program cannot be read or
@@ -32,7 +32,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
     name = picked if options.name is None else options.name
     target = None if options.dry_run else options.target(path)
     fsync = not options.no_fsync
-    writer = Writer(path, options.force, options.in_place, fsync, options.verify, progress=progress)
+    writer = Writer(path, options.force, options.in_place, fsync, options.verify)
     if target is not None:
         writer.check_file(target, split(weights.source)[0])
     deployed = _read(path, name, weights, options.out)
@@ -54,7 +54,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
     if target is None:
         return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
     expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
-    writer.file(FORMATS["pt2"].layout(swapped.program), target)
+    writer.file(FORMATS["pt2"].layout(swapped.program), target, None if swapped.by_code else swapped.values_json)
     if options.verify:
         prove(target, expected, _read(target, name, weights, options.out))
     return swapped
