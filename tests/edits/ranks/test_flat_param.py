@@ -227,6 +227,22 @@ def test_a_flat_parameter_whose_parameters_are_there_by_name_is_dropped(tmp_path
     same(torch.load(tmp_path / "out.pt"), state)
 
 
+@pytest.mark.parametrize("average", ["ema", "model_ema"])
+def test_the_report_says_what_is_cut_out_of_a_flat_parameter(average: str, tmp_path: Path, run: Run) -> None:
+    """Of that section alone: an average of the model, which changes with it, has its parameters one by one."""
+    model = Net()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    saved = flattened(model, Block, True).state_dict()
+    torch.save({average: expected, "model": saved}, tmp_path / "in.pt")
+    rule = ["--rule", "emb.{x} => e.{x}", "-o", tmp_path / "o.pt", "--dry-run", "--format", "json"]
+    done = run("remap", tmp_path / "in.pt", *MODEL, *rule)
+    assert done.status == 0
+    assert done.data["sections"] == ["model", average]
+    cut = len(expected.keys() - saved.keys())
+    counts = {"renamed": 1, "transformed": cut, "unchanged": 2 * len(expected) - 1 - cut}
+    assert {name: done.data[name] for name in counts} == counts
+
+
 def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:
     status, out, _ = run("inspect", runs[2] / "flat_rank_*.pt", "--format", "json")
     assert status == 0
