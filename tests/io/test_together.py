@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -28,6 +31,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
     tensors = {f"layers.{number}.weight": torch.randn(256, 512) for number in range(16)} | {"scale": torch.ones(3)}
+    save_file(tensors, folder / "model.safetensors")
+    torch.save({"model": tensors, "step": 7}, folder / "model.pt")
+    (folder / "rules.toml").write_text(CAST)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `source`, of 22 MiB: a store takes parts of 5 MiB and more."""
+    folder = tmp_path_factory.mktemp("wide")
+    tensors = {f"layers.{number}.weight": torch.full((1024, 512), float(number)) for number in range(11)}
     save_file(tensors, folder / "model.safetensors")
     torch.save({"model": tensors, "step": 7}, folder / "model.pt")
     (folder / "rules.toml").write_text(CAST)
@@ -213,3 +227,97 @@ def test_torchrun_starts_a_killed_rank_anew(source: Path, tmp_path: Path, run: R
     run("remap", source / "model.safetensors", "-o", tmp_path / "alone.pt", *options)
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "alone.pt").read_bytes()
     assert [*tmp_path.glob(".*")] == []
+
+
+# Stores
+
+
+@pytest.fixture
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """The driver of an S3 store on loopback, and a bucket of its own there."""
+    pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
+    for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{variable}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    fs = fsspec.filesystem("s3")
+    name = f"ranks-{zlib.crc32(request.node.name.encode()):x}"
+    fs.mkdir(name)
+    return fs, name
+
+
+def objects(bucket: Any, folder: str = "") -> dict[str, bytes]:
+    fs, name = bucket
+    fs.invalidate_cache()
+    root = f"{name}/{folder}".rstrip("/")
+    return {path.removeprefix(root).strip("/"): fs.cat_file(path) for path in fs.find(root)}
+
+
+def uploads(bucket: Any) -> list[dict[str, str]]:
+    fs, name = bucket
+    return list(fs.call_s3("list_multipart_uploads", Bucket=name).get("Uploads") or [])
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "out", "options"),
+    [
+        ("s3://BUCKET/model.safetensors", "out.safetensors", RULE),
+        ("model.safetensors", "out/", (*RULE, "--max-shard-size", "6MB", "--verify")),
+        ("s3://BUCKET/model.pt", "out.pt", ("--rules", "rules.toml")),
+    ],
+)
+def test_the_ranks_send_what_one_process_sends(
+    wide: Path, bucket: Any, tmp_path: Path, run: Run, ckpt: str, out: str, options: tuple[str, ...]
+) -> None:
+    """To the byte, and nothing else is left in the bucket."""
+    fs, name = bucket
+    for path in wide.iterdir():
+        os.symlink(path, tmp_path / path.name)
+        fs.put_file(str(path), f"{name}/{path.name}")
+    options = tuple(str(wide / option) if option.endswith(".toml") else option for option in options)
+    source = ckpt.replace("BUCKET", name) if "://" in ckpt else str(wide / ckpt)
+    (tmp_path / "alone").mkdir()
+    run("remap", source, "-o", f"{tmp_path}/alone/{out}", *options)
+    before = objects(bucket).keys()
+    first, second = run_ranks(tmp_path, 2, "remap", source, "-o", f"s3://{name}/{out}", *options)
+    assert (first.status, second.said) == (0, (0, "")), first
+    assert uploads(bucket) == []
+    have = objects(bucket)
+    written = {name: data for name, (_, data) in files_in(tmp_path / "alone").items()}
+    assert {key: have[key] for key in have.keys() - before} == written
+
+
+@pytest.mark.parametrize("all_die", [False, True])
+def test_a_killed_job_goes_on_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run, all_die: bool) -> None:
+    """Nothing is to be seen of it, and no part that is there is sent again."""
+    command = ("remap", wide / "model.safetensors", *RULE, "-o")
+    out = f"s3://{bucket[1]}/deep/out.safetensors"
+    killed = run_ranks(tmp_path, 2, *command, out, fault=Fault(1, 1), all_die=all_die)
+    assert killed[1].status == -9, killed
+    (record,) = objects(bucket)
+    assert record.endswith(".ckpttool.job")
+    (upload,) = uploads(bucket)
+    there = bucket[0].call_s3("list_parts", Bucket=bucket[1], Key=upload["Key"], UploadId=upload["UploadId"])["Parts"]
+    assert there
+    done = run_ranks(tmp_path, 2, *command, out)
+    assert [one.status for one in done] == [0, 0], done
+    run(*command, tmp_path / "alone.safetensors")
+    assert objects(bucket) == {"deep/out.safetensors": (tmp_path / "alone.safetensors").read_bytes()}
+    assert uploads(bucket) == []
+    size = (tmp_path / "alone.safetensors").stat().st_size
+    assert sum(one.read or 0 for one in done) <= size - sum(part["Size"] for part in there)
+
+
+def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_path: Path) -> None:
+    """A rank that cannot read ends all of them; another command to the same place ends what was killed."""
+    command = ("remap", wide / "model.safetensors", "-o", f"s3://{bucket[1]}/out/", "--max-shard-size", "6MB")
+    failed = run_ranks(tmp_path, 2, *command, fault=Fault(1))
+    assert [one.status for one in failed] == [2, 2]
+    assert failed[0].err.count("error: ") == 1
+    assert "Input/output error" in failed[0].err
+    assert (objects(bucket), uploads(bucket)) == ({}, [])
+    run_ranks(tmp_path, 2, *command, fault=Fault(1, 0))
+    assert len(uploads(bucket)) > 1
+    done = run_ranks(tmp_path, 2, *command, *RULE)
+    assert [one.status for one in done] == [0, 0], done
+    assert uploads(bucket) == []
+    assert not [name for name in objects(bucket) if name.endswith(".job")]

@@ -133,7 +133,8 @@ def _computed(
     if any(own.keys() != owned[0].keys() for own in owned):
         problems.append(Problem(f"{' and '.join(refs)} have not taken the same steps", name))
         return None
-    bad = next((op for op in _operators(source) if op not in _MOVES and op != "getitem"), None)
+    used = (".".join(op.split(".")[:2]) for op in ex.operators(source))  # without their overloads: `aten.cat`
+    bad = next((op for op in used if op not in _MOVES and op != "getitem"), None)
     if bad is not None:
         problems.append(Problem(f"computed by {bad}, which changes values: moments do not follow it", name))
         return None
@@ -169,14 +170,6 @@ def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shap
 def _is_moment(name: str, value: Any, shape: tuple[int, ...] | None) -> bool:
     """Whether it has an element for each of the parameter's. Of a parameter without dimensions only the name tells."""
     return isinstance(value, TensorEntry) and value.shape == shape and (bool(shape) or name in ELEMENTWISE)
-
-
-def _operators(source: ex.Argument) -> list[str]:
-    """The operators of an expression without their overloads: ``aten.cat``."""
-    if isinstance(source, Op):
-        inner = [name for part in (*source.args, *(value for _, value in source.kwargs)) for name in _operators(part)]
-        return [".".join(source.op.split(".")[:2]), *inner]
-    return [name for part in source for name in _operators(part)] if isinstance(source, tuple) else []
 
 
 def placed(state: OptimizerState, sources: Sources) -> tuple[ParamGroup, ...]:
