@@ -210,7 +210,7 @@ def _measured(copy: Path, tests: Sequence[str]) -> list[object]:
     subprocess.run(
         [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *tests],
         cwd=copy,
-        env=_environment(copy, HERE) | {"CKPTTOOL_SECONDS": str(seconds)},
+        env=_environment(copy, HERE) | {"CKPTTOOL_PASSED": str(seconds)},
         stdout=subprocess.DEVNULL,
         check=False,
     )
