@@ -52,6 +52,22 @@ def test_fingerprints_say_what_verify_says(tmp_path: Path) -> None:
     assert {problem.problem for problem in verify(one, two)} == {"not in the output", "other bytes in the output"}
 
 
+def test_tensors_of_two_files_are_compared_by_kind_and_bytes(tmp_path: Path) -> None:
+    made = {
+        "w": torch.ones(2),
+        "zeros": torch.zeros(2),
+        "bits": torch.ones(2).view(torch.int32),
+        "row": torch.ones(1, 2),
+    }
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save(made, tmp_path / "b.pt")
+    (mine,) = open_checkpoint(str(tmp_path / "a.pt")).sections[0].tensors
+    others = open_checkpoint(str(tmp_path / "b.pt")).sections[0].tensors
+    assert [other.key for other in others if same_values(mine, other)] == ["w"]
+    assert [other.key for other in others if same_values(other, mine)] == ["w"]
+    assert all(same_values(other, other) for other in others)
+
+
 def test_a_tensor_is_no_object(tmp_path: Path) -> None:
     """Nor the digest of one another tensor: what manifests know."""
     torch.save({"w": torch.ones(2), "n": 3}, tmp_path / "a.pt")
