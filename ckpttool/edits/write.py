@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import edit_in_place, sources, write_file, write_folder
+from ckpttool.io import edit_in_place, sources, work, write_file, write_folder
 from ckpttool.io.edit_in_place import Written
-from ckpttool.io.files import files_of, is_dir, names_in
+from ckpttool.io.files import files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Pieces, Ready
@@ -28,13 +28,9 @@ from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
 
-# Told of each long piece of work: its title and its bytes, then within it of the bytes that are done.
-Progress = Callable[[str, int], AbstractContextManager["Callable[[int], object]"]]
-
-
-def quiet(title: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
-    """A `Progress` that shows nothing."""
-    return nullcontext(lambda count: None)
+Decided = Callable[
+    [], object
+]  # what decides the values of an output, as JSON: ranks tell by it whether they mean the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,6 @@ class Writer:
     fsync: bool = True
     verify: bool = False
     link: str = "copy"
-    progress: Progress = quiet
 
     def check(self, target: Target) -> None:
         """Raises `CkptError` where OUT cannot or must not be written."""
@@ -63,16 +58,19 @@ class Writer:
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
         write_file.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
 
-    def file(self, pieces: Pieces, out: str, plan: object = None) -> None:
-        """Writes the file; `plan`, where it is known, is all that decides its values."""
+    def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
+        """Writes the file; `decided`, where it is known, is all that decides its values."""
         job = self._job(out)
+        if job is not None and is_url(out):
+            self._send(job, {name_of(out): pieces}, parent(out), decided, self.force)
+            return
         if job is not None:
             place = Path(os.path.realpath(out))
-            with self._made(job, {place.name: pieces}, out, place.parent, plan) as files:
+            with self._made(job, {place.name: pieces}, out, place.parent, decided) as files:
                 self._put(files[place.name], out)
             return
         digest = hashlib.blake2b() if self.verify and not is_url(out) else None
-        with self.progress(out, sum(piece.nbytes for piece in pieces)) as advance:
+        with work.doing(out, sum(piece.nbytes for piece in pieces), "written"):
             write_file.write(
                 pieces,
                 out,
@@ -80,19 +78,18 @@ class Writer:
                 in_place=self.in_place,
                 readers_of=self._read,
                 fsync=self.fsync,
-                progress=advance,
                 digest=digest,
             )
         if digest is not None:
             _prove_bytes({out: digest})
 
-    def target(self, target: Target, files: Files, plan: object = None) -> None:
-        """Writes the file or folder; `plan`, where it is known, is all that decides its values."""
+    def target(self, target: Target, files: Files, decided: Decided | None = None) -> None:
+        """Writes the file or folder; `decided`, where it is known, is all that decides its values."""
         if target.folder is None:
             (pieces,) = (content for content in files.values() if not isinstance(content, Link))
-            self.file(pieces, target.path, plan)
+            self.file(pieces, target.path, decided)
         else:
-            self.files(files, target.folder, target.present(files), plan=plan)
+            self.files(files, target.folder, target.present(files), decided=decided)
 
     def edit(self, target: Target, files: Mapping[str, Edited] | None) -> Written:
         """Changes the source where it lies, if it can be; the answer says how it went."""
@@ -100,20 +97,23 @@ class Writer:
         return edit_in_place.edit(files, target.home, fsync=self.fsync)
 
     def files(
-        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, plan: object = None
+        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
     ) -> None:
         """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
-        job = self._job(folder)
+        job = self._job(folder, files, stale)
         if job is None:
             self._files(files, folder, stale, whole)
             return
+        if is_url(folder):
+            self._send(job, files, folder, decided, True)
+            return
         home = write_folder.home_of(folder, files, stale, whole=whole)
-        with self._made(job, files, folder, home, plan) as ready:
+        with self._made(job, files, folder, home, decided) as ready:
             self._files(ready, folder, stale, whole)
 
     def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
         digests: dict[str, Digest] | None = {} if self.verify and not is_url(folder) else None
-        with self.progress(folder, _nbytes(files)) as advance:
+        with work.doing(folder, _nbytes(files), "written"):
             write_folder.write_folder(
                 files,
                 folder,
@@ -123,25 +123,43 @@ class Writer:
                 replace=self.force or self.in_place,
                 readers_of=self._read,
                 fsync=self.fsync,
-                progress=advance,
                 digests=digests,
             )
         if digests is not None:
             _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
 
-    def _job(self, out: str) -> Job | None:
-        """The job whose ranks write `out` together; None where this process is alone, or is so from here on."""
-        if is_url(out):
-            only_first()
+    def _job(self, out: str, files: Files | None = None, stale: Collection[str] = ()) -> Job | None:
+        """The job whose ranks write `out` together; None where this process is alone, or is so from here on.
+
+        They write to stores that join parts, but not in the place of other `files` of a folder: these are moved by one.
+        """
+        job = current()
+        if job is not None and is_url(out):
+            from ckpttool.io.together import send
+            from ckpttool.io.write_remote import replaced
+
+            able = send.can(out) and (files is None or self.link == "copy")
+            if not able or (files is not None and job.of_first(lambda: bool(replaced(files, out, stale)))):
+                job.only_first()
         return current()
 
+    def _send(self, job: Job, files: Files, folder: str, decided: Decided | None, replace: bool) -> None:
+        from ckpttool.io import write_remote
+        from ckpttool.io.together import send
+
+        with work.doing(folder, _nbytes(files), "written"):
+            plan = decided() if decided is not None and self.fsync else None
+            with send.sent(job, files, {name: join(folder, name) for name in files}, plan) as contents:
+                write_remote.complete(contents, folder, replace=replace)
+
     @contextmanager
-    def _made(self, job: Job, files: Files, out: str, home: Path, plan: object) -> Iterator[Contents]:
+    def _made(self, job: Job, files: Files, out: str, home: Path, decided: Decided | None) -> Iterator[Contents]:
         from ckpttool.io.together import make
 
-        with self.progress(out, _nbytes(files)) as advance:
-            again = self.fsync and plan is not None
-            asked = make.Asked(plan, self.link, self.fsync, self.verify, again, advance)
+        with work.doing(out, _nbytes(files), "written"):
+            again = self.fsync and decided is not None
+            plan = None if decided is None else decided()
+            asked = make.Asked(plan, self.link, self.fsync, self.verify, again)
             with make.made(job, files, out, home, asked) as ready:
                 yield ready
 
@@ -156,17 +174,18 @@ class Writer:
             fsync=self.fsync,
         )
 
-    def ranks(self, ranks: Sequence[Checkpoint], out: str) -> None:
+    def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> None:
         """Writes the files of all ranks or none; those of more ranks under the same names go.
 
-        Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
+        `decided`, where it is known, is all that decides their values. Raises `CkptError` where one of these is a
+        source, or exists and is not to be overwritten.
         """
         folder, pattern = parent(out), name_of(out)
         layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
         stale = _of_ranks(folder, pattern).difference(layouts)
         for name in (*layouts, *sorted(stale)):
             self.check_file(join(folder, name))
-        self.files(layouts, folder, stale, whole=False)
+        self.files(layouts, folder, stale, whole=False, decided=decided)
         if self.verify:
             for name, own in zip(layouts, ranks):
                 prove(join(folder, name), own)
@@ -191,15 +210,21 @@ def _of_ranks(folder: str, pattern: str) -> set[str]:
 
 def _prove_bytes(digests: Mapping[str, Digest]) -> None:
     """Raises `CkptError` where the disk does not hold what was written, to the byte."""
-    problems = [
-        Problem("other bytes on the disk than were written", path)
-        for path, digest in digests.items()
-        if digest_on_disk(path) != digest.digest()
-    ]
+    with work.doing(f"verifying {_and_more(digests)}", sum(map(size, digests))):
+        problems = [
+            Problem("other bytes on the disk than were written", path)
+            for path, digest in digests.items()
+            if digest_on_disk(path) != digest.digest()
+        ]
     if problems:
         raise CkptError(
             "what was written is not what the disk holds", hint="check the disk, and do not use it", problems=problems
         )
+
+
+def _and_more(paths: Collection[str]) -> str:
+    first, *more = paths
+    return f"{first} and {len(more)} more" if more else first
 
 
 def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> None:
@@ -207,6 +232,9 @@ def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | N
 
     `written` is the index of `out`, where it is not the usual one.
     """
-    problems = verify(written or open_checkpoint(out), expected)
+    found = written or open_checkpoint(out)
+    sides = 1 if isinstance(expected, Mapping) else 2
+    with work.doing(f"verifying {out}", sides * sum(section.nbytes for section in found.sections)):
+        problems = verify(found, expected)
     if problems:
         raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)

@@ -11,12 +11,12 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url, parent
 
@@ -60,9 +60,17 @@ class LocalFile(io.BufferedReader):
         """Bytes of the file."""
         return os.fstat(self.fileno()).st_size
 
+    def read(self, count: int | None = -1, /) -> bytes:
+        """The next `count` bytes (default: all), fewer at the end of the file."""
+        data = super().read(count)
+        work.has_read(len(data))
+        return data
+
     def read_at(self, offset: int, count: int) -> bytes:
         """At most `count` bytes from byte `offset` on: fewer at the end of the file only."""
-        return os.pread(self.fileno(), count, offset)
+        data = os.pread(self.fileno(), count, offset)
+        work.has_read(len(data))
+        return data
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Nothing: the kernel reads ahead."""
@@ -85,6 +93,7 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
     try:
         with LocalFile(_plain(path, pipes)) as file:
             sources.note_opened(path, file.fileno())
+            work.has_opened(path)
             yield file
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error
@@ -159,6 +168,22 @@ def look_ahead(paths: Sequence[str]) -> None:
         from ckpttool.io.remote.read import look_ahead as fetch
 
         fetch(paths)
+
+
+def assume(path: str, check: Callable[[], None]) -> None:
+    """Notes what `check_assumed` is to check of the file's index: where tensors lie, with nothing read there."""
+    if is_url(path):
+        from ckpttool.io.remote import read as remote
+
+        remote.assume(path, check)
+
+
+def check_assumed(path: str) -> None:
+    """Raises `CkptError` where the index of the file assumed what is not so. Before tensors are read it is checked."""
+    if is_url(path):
+        from ckpttool.io.remote import read as remote
+
+        remote.check_assumed(path)
 
 
 def names_in(folder: str) -> list[str]:

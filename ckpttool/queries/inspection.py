@@ -167,8 +167,10 @@ def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
 
 def _all_statistics(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
     """Those of every dense tensor; what has several names is read once."""
+    title = f"reading the values of {checkpoint.source}"
     dense = [(section.path, entry) for section in checkpoint.sections for entry in section.tensors if entry.storage]
-    found = answers({entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for _, entry in dense})
+    asked = {entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for _, entry in dense}
+    found = answers(title, asked)
     return {(path, entry.key): Statistics(**found[entry.identity]) for path, entry in dense}
 
 

@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Protocol
 
@@ -65,8 +66,8 @@ class Rule:
             )
         name: list[str] = []
         for segment in self.template:
-            variable = VARIABLE.fullmatch(segment)
-            name += [segment] if variable is None else segments[slice(*found[0][variable[1]])]
+            variable = _variable(segment)
+            name += [segment] if variable is None else segments[slice(*found[0][variable])]
         return ".".join(name)
 
     def _expand(self, key: str) -> str | None:
@@ -77,6 +78,13 @@ class Rule:
             return None if found is None else str(found.expand(self.template))
         except (re.error, IndexError) as error:
             raise CkptError(f"not a replacement: {self.text!r}: {error}", hint=_SYNTAX) from None
+
+
+@cache
+def _variable(segment: str) -> str | None:
+    """The name of the variable that stands in a segment of TO."""
+    found = VARIABLE.fullmatch(segment)
+    return None if found is None else found[1]
 
 
 def _two_ways(source: Pattern, segments: Sequence[str], text: str) -> list[Bound]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckpttool import dtypes
@@ -16,12 +17,14 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
+from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, with_references
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import find_sections
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.zip_file import Container, foreign, tree_to_write
-from ckpttool.io.files import Source, opened
+from ckpttool.io.files import Source, assume, opened
+from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 from ckpttool.limits import limits
 
@@ -29,7 +32,7 @@ _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle
 _TYPE_SIZES = {"short": 2, "int": 4, "long": 4}
 _SYSTEM = {"protocol_version": _PROTOCOL, "little_endian": True, "type_sizes": _TYPE_SIZES}  # the third one
-_FIRST_READ = 1 << 20  # bytes; nothing says how long the pickles are, so more is read as long as they are cut off
+_FIRST_READ = 1 << 17  # bytes; nothing says how long the pickles are, so more is read as long as they are cut off
 _NUMEL = 8  # bytes before each storage's own: how many elements it has
 
 
@@ -44,19 +47,23 @@ def read(path: str) -> Checkpoint:
     for key, size in pickles.references.sizes.items():
         storages.get(key, size)  # those of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)
-    tree = find_sections(pickles.tree.root, storages)
-    tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
-    return Checkpoint(
-        source=path,
-        format="torch_legacy",
-        nbytes=nbytes,
-        sections=tuple(place.section for place in tree.places.values()),
-        others=tuple(tree.others),
-        globals=foreign(pickles.tree.globals),
-        container=Container(None, "", pickles.tree, tree),
-        notes=(*tree.notes, *((f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ())),
-        unreached=tree.unreached,
-    )
+    behind = (f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ()
+
+    def made(tree: Tree) -> Checkpoint:
+        tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
+        return Checkpoint(
+            source=path,
+            format="torch_legacy",
+            nbytes=nbytes,
+            sections=tuple(place.section for place in tree.places.values()),
+            others=tuple(tree.others),
+            globals=foreign(pickles.tree.globals),
+            container=Container(None, "", pickles.tree, tree),
+            notes=(*tree.notes, *behind),
+            unreached=tree.unreached,
+        )
+
+    return read_tree(pickles.tree.root, storages, made)
 
 
 # The pickles
@@ -119,7 +126,7 @@ def _read_pickles(path: str, file: Source, nbytes: int) -> _Pickles:
         except CkptError:
             if len(data) < length or length >= limits().pickle_bytes:
                 raise
-        length *= 8
+        length *= 2
 
 
 def _parse(path: str, data: bytes) -> _Pickles:
@@ -164,8 +171,39 @@ def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
 # The storages
 
 
-def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> tuple[dict[str, Span], int]:
+_Found = tuple[dict[str, Span], int]
+
+
+def _find_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _Found:
     """Number -> where the storage's bytes lie, and where the last one ends."""
+    assumed = _as_pickled(path, pickles)
+    if assumed is None or assumed[1] != nbytes:
+        return _read_storages(path, file, pickles, nbytes)
+    assume(path, partial(_check, path, file, pickles, assumed))
+    return assumed
+
+
+def _as_pickled(path: str, pickles: _Pickles) -> _Found | None:
+    """`_find_storages` of a remote file, if the storages are as long as the pickle says: nothing is read."""
+    found: dict[str, Span] = {}
+    at = pickles.end
+    for key in pickles.keys:
+        number = pickles.references.keys.get(key, "")
+        if not is_url(path) or number in found or number not in pickles.references.sizes:
+            return None
+        found[number] = Span(path, at + _NUMEL, pickles.references.sizes[number])
+        at += _NUMEL + found[number].length
+    return found, at
+
+
+def _check(path: str, file: Source, pickles: _Pickles, assumed: _Found) -> None:
+    """Raises `CkptError` where the storages are not as long as the pickle says."""
+    if _read_storages(path, file, pickles, assumed[1]) != assumed:
+        raise _unfit(path, "its storages are not as long as its pickle says")
+
+
+def _read_storages(path: str, file: Source, pickles: _Pickles, nbytes: int) -> _Found:
+    """`_find_storages`, by the numbers of elements that stand before the storages."""
     found: dict[str, Span] = {}
     at = pickles.end
     file.prefetch(_expected(pickles))

@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.io import sources
-from ckpttool.io.files import size
+from ckpttool.io import sources, work
 from ckpttool.io.journal import NEW
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress, Ready
+from ckpttool.io.pieces import Files, Link, Pieces, Ready
 from ckpttool.io.ranges import digest_on_disk
 from ckpttool.io.switch import sync_folder
 from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.together.job import Job
-from ckpttool.io.together.units import Unit, cut, digest
+from ckpttool.io.together.units import Unit, as_pieces, cut, digest, versions
 from ckpttool.io.write_file import check_space, failing, fill
 
 _ENDING = ".ckpttool.job"
@@ -45,7 +43,6 @@ class Asked:
     fsync: bool = True
     verify: bool = False
     again: bool = True
-    progress: Progress | None = None
 
 
 Record = dict[str, Any]  # of a unit: its file, offset, size, digest or None, checksums, what it was read from
@@ -60,9 +57,9 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
     is on the disk then stays for the next run, and is gone where all went well.
     """
     if asked.link == "copy":
-        files = {name: _copied(content) for name, content in files.items()}
+        files = {name: as_pieces(content) for name, content in files.items()}
     units = cut(files)
-    plan = digest(files, job.command, asked.plan, sources.states())
+    plan = digest(files, job.command, asked.plan, sources.states(), versions(files))
     job.agree(plan)
     with failing(out), _begun(job, units, plan, out, home, asked) as (staging, known):
         task = _Task(job, units, staging, plan, asked, known)
@@ -72,10 +69,6 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
         task.finish([*known.values(), *everything])
         yield {**files, **task.ready()}
         remove(staging)
-
-
-def _copied(content: Pieces | Link) -> Pieces:
-    return [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
 
 
 def _all(job: Job) -> list[list[Record]]:
@@ -212,9 +205,8 @@ class _Task:
                 wanted = self.known[number]["blake2b"] if number in self.known else None
                 if wanted is not None and self._holds(number, wanted):
                     continue
-                if self.asked.progress is not None:  # what came before is taken by others, or done
-                    self.asked.progress(sum(self.units[n].nbytes for n in todo[told : at + 1]))
-                    told = at + 1
+                work.advance(sum(self.units[n].nbytes for n in todo[told:at]))  # taken by others, or done
+                told = at + 1
                 records.append(self._write(number))
                 list_of_mine.write(json.dumps(records[-1]) + "\n")
                 list_of_mine.flush()
@@ -225,7 +217,7 @@ class _Task:
         found = hashlib.blake2b() if self.asked.verify else None
         descriptor = os.open(self.staging / NEW / unit.name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
-            fill(descriptor, unit.pieces, None, found, unit.offset, flush=self.asked.fsync)
+            fill(descriptor, unit.pieces, found, unit.offset, flush=self.asked.fsync)
             read = sorted(sources.streamed)
             if self.asked.fsync:
                 os.fsync(descriptor)

@@ -141,6 +141,11 @@ def _flat(state: OptimizerState) -> dict[str, _Value]:
     }
 
 
+def tensors_of(state: OptimizerState) -> dict[str, TensorEntry]:
+    """The tensors of the state by the keys that entries have for them."""
+    return {key: own.value for key, own in _flat(state).items() if isinstance(own.value, TensorEntry)}
+
+
 def _lacking(value: _Value, state: OptimizerState, side: str) -> str:
     """Why a side has no such state."""
     if state.state.get(value.param):

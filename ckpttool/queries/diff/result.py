@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
-from ckpttool.json_schema import TEXT, TEXTS, Members, list_of, nullable, one_of, record
+from ckpttool.json_schema import COUNT, TEXT, TEXTS, Members, list_of, nullable, object_of, one_of, plain, record
 from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
 
@@ -66,7 +66,7 @@ class Entry:
     reason: str = ""
     hook: Hook | None = None
     detail: str | None = None
-    spread: tuple[tuple[int, int], ...] = ()
+    spread: tuple[tuple[int, int], ...] | None = None
     ignored: str | None = None
 
     @property
@@ -172,9 +172,16 @@ class Diff:
 
 _SIDES: Members = {"left": TEXTS, "right": TEXTS}
 _WAY = replace(one_of("left", "right"), write=lambda way: way or None)
+_EXPONENT = plain("an integer", lambda value: type(value) is int, {"type": "integer"})
+_SPREAD = replace(
+    list_of(object_of({"exponent": _EXPONENT, "elements": COUNT})),
+    write=lambda spread: [{"exponent": exponent, "elements": count} for exponent, count in spread],
+)
 ENTRIES = list_of(
     record(
-        Entry, {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT}, {"hook": HOOK, "detail": TEXT, "ignored": TEXT}
+        Entry,
+        {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT},
+        {"hook": HOOK, "detail": TEXT, "spread": _SPREAD, "ignored": TEXT},
     )
 )
 SUGGESTED = list_of(record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(_WAY)}))

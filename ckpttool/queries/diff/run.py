@@ -321,11 +321,12 @@ def _optimizers(
     """Two saved optimizers."""
     names = None if model is None else model.names()
     saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
-    entries, notes = compare_optimizers(*saved, names, values)
-    entries = (*entries, *compare_outside(left, right, values))
+    found = compare_optimizers(*saved, names, values)
+    entries = (*found.entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
     remedy = _alike(saved, model is not None, entries)
-    return Diff(left.source, right.source, identical, entries, (), notes, remedy=remedy)
+    shown = Diff(left.source, right.source, identical, entries, (), found.notes, remedy=remedy)
+    return replace(shown, outlines=found.outlines)
 
 
 def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:

@@ -28,7 +28,7 @@ def of_diff(diff: Diff) -> Iterator[Finding]:
 
     for entry in sorted(diff.entries, key=place):
         sides = _named(entry.left, left), _named(entry.right, right)
-        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread)
+        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread or ())
 
 
 def of_inspection(inspection: Inspection) -> Iterator[Finding]:
