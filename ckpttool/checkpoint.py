@@ -91,6 +91,13 @@ class TensorEntry:
         return self.packed_bytes if self.storage is None else self.numel * itemsize(self.dtype)
 
     @property
+    def end(self) -> int:
+        """One past the last element of the storage that the tensor reaches; 0 for a tensor without elements."""
+        if not self.numel:
+            return 0
+        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one after the other in row-major order, as ``Tensor.is_contiguous()`` says."""
         expected = 1
@@ -147,21 +154,27 @@ class Composite(Protocol):
         """What of it a format of plain tensors has no place for, in words."""
 
 
+@runtime_checkable
+class Meaningful(Protocol):
+    """A payload of a tensor whose values mean what is written elsewhere in its file: as a part of something larger."""
+
+    @property
+    def meaning(self) -> str:
+        """What is written there; other words make another value of the same bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
     """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.
 
     `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None. `tensors` are
     those inside it (a tuple of packed parameters, a nested dict): their keys are the way to each from the entry's own.
-    `outline` is the value with a `TensorEntry` for each tensor and an `expression.Special` for each dtype, where it is
-    made of these and of plain values alone, else None.
     """
 
     key: str
     payload: object = field(default=None, compare=False)
     value: object = field(default=None, compare=False)
     tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
-    outline: object = field(default=None, compare=False)
 
     def under(self, key: str) -> ExtraEntry:
         """The same under another name."""

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckpttool.checkpoint import Checkpoint, Comparable, Digested, ExtraEntry, Lazy, Span, Storage, TensorEntry
+from ckpttool.checkpoint import (
+    Checkpoint,
+    Comparable,
+    Digested,
+    ExtraEntry,
+    Lazy,
+    Meaningful,
+    Span,
+    Storage,
+    TensorEntry,
+)
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem
 from ckpttool.evaluate import with_numpy
@@ -30,6 +40,8 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
         return False
     if _is_digest(left) or _is_digest(right):
         return _same_digest(left, right)
+    if _meaning(left) != _meaning(right):
+        return False
     if left.identity == right.identity:
         return True
     if left.storage is None or right.storage is None:
@@ -39,6 +51,11 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
         return same_data(mine, yours)
     pairs = with_numpy.in_step(elements(left), elements(right), itemsize(left.dtype))
     return all(a == b for a, b in pairs)
+
+
+def _meaning(entry: TensorEntry) -> str:
+    payload = entry.payload  # asking a protocol of None for each of many entries takes time
+    return payload.meaning if payload is not None and isinstance(payload, Meaningful) else ""
 
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:

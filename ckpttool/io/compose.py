@@ -21,7 +21,7 @@ from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import filesystem, stat
+from ckpttool.io.remote.read import check_assumed, filesystem, stat
 from ckpttool.io.sources import note_streamed
 
 LEAST = 5 << 20  # bytes of any part but the last
@@ -29,7 +29,7 @@ _SENT = 1 << 24  # bytes of a part that is sent; about two are in memory
 _COPIED = 1 << 29  # bytes of a part that is copied: the store takes 5 GiB, and works on several at a time
 _AT_A_TIME = 8  # requests
 _WORTH = 1 << 24  # bytes of a span that is copied: of less most would be sent anyway
-_MOST_PARTS, _MOST_RUNS = 9_000, 1_000  # a store takes 10,000 parts
+MOST_PARTS, _MOST_RUNS = 9_000, 1_000  # a store takes 10,000 parts
 
 log = logging.getLogger(__name__)
 
@@ -53,26 +53,36 @@ class Plan:
     def parts(self) -> Iterator[bytes | Span]:
         """The parts of the upload in order. Raises `CkptError` where a source cannot be read."""
         for run in self.runs:
-            yield from _copied(run) if isinstance(run, Span) else _sent(run, self.sent)
+            yield from copied(run) if isinstance(run, Span) else sent(run, self.sent)
 
 
-def _copied(span: Span) -> Iterator[Span]:
-    """The span in parts of about one size."""
+def copied(span: Span) -> Iterator[Span]:
+    """The span in parts of about one size, which the store copies."""
     count = -(-span.length // _COPIED)
     ends = [span.length * number // count for number in range(count + 1)]
     return (Span(span.path, span.offset + start, end - start) for start, end in pairwise(ends))
 
 
-def _sent(pieces: Pieces, total: int) -> Iterator[bytes]:
-    """The bytes of the pieces in parts; the last one is longer, where what would be left is no part by itself."""
-    size = max(_SENT, -(-total // _MOST_PARTS))
-    left, part = sum(piece.nbytes for piece in pieces), bytearray()
+def lengths(nbytes: int, total: int) -> list[int]:
+    """Bytes of each part of `nbytes` that are sent, of an object to which `total` are.
+
+    The last one is longer, where what would be left is no part by itself.
+    """
+    size = max(_SENT, -(-total // MOST_PARTS))
+    count = max(1, (nbytes - LEAST) // size + 1)
+    return [*[size] * (count - 1), nbytes - size * (count - 1)]
+
+
+def sent(pieces: Pieces, total: int) -> Iterator[bytes]:
+    """The bytes of the pieces in parts of these lengths. Raises `CkptError` where a source cannot be read."""
+    wanted = iter(lengths(sum(piece.nbytes for piece in pieces), total))
+    size, part = next(wanted), bytearray()
     for data in stream(pieces):
         part += data
-        while len(part) >= size and left - size >= LEAST:
+        while len(part) > size:  # the last part is what is left
             yield bytes(part[:size])
             del part[:size]
-            left -= size
+            size = next(wanted)
     yield bytes(part)
 
 
@@ -135,41 +145,70 @@ def _runs(pieces: Iterator[Piece], there: set[str]) -> list[Pieces | Span]:
     return [*runs, sent] if sent else runs
 
 
+def begin(out: str) -> Upload:
+    """An upload to the URL `out`, of which nothing is seen until it is completed. Raises `CkptError`."""
+    fs, path = filesystem(out)
+    bucket, key, _ = fs.split_path(path)
+    with answered(out):
+        number = fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+    return Upload(out, {"Bucket": bucket, "Key": key, "UploadId": number})
+
+
 @contextmanager
 def begun(out: str, *, replace: bool) -> Iterator[Upload]:
     """An upload to the URL `out`: the object is there once the block ends, and never where the block raises.
 
     Without `replace` not where an object is there already. Raises `CkptError` where the store refuses.
     """
-    fs, path = filesystem(out)
-    bucket, key, _ = fs.split_path(path)
-    with answered(out):
-        number = fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
-    upload = Upload(fs, {"Bucket": bucket, "Key": key, "UploadId": number})
+    upload = begin(out)
     try:
         with answered(out):
             yield upload
-            absent = {} if replace else {"IfNoneMatch": "*"}
-            with uninterrupted(insisting=True):
-                upload.call("complete_multipart_upload", MultipartUpload={"Parts": upload.parts}, **absent)
+        upload.complete(replace=replace)
     except BaseException:
-        with uninterrupted(insisting=True), suppress(Exception):
-            upload.call("abort_multipart_upload")
+        upload.abort()
         raise
-    fs.invalidate_cache(path)
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A multipart upload that has been begun at `place`; `parts` is what the store said of each part so far."""
+    """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far."""
 
-    fs: Any
+    url: str
     place: Mapping[str, str]
     parts: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def fs(self) -> Any:
+        """The driver of the store."""
+        return filesystem(self.url)[0]
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The store's answer."""
         return self.fs.call_s3(method, **self.place, **arguments)
+
+    def complete(self, *, replace: bool) -> None:
+        """Makes the object of the parts; without `replace` not where one is there already. Raises `CkptError`."""
+        absent = {} if replace else {"IfNoneMatch": "*"}
+        parts = sorted(self.parts, key=lambda part: int(part["PartNumber"]))
+        with answered(self.url), uninterrupted(insisting=True):
+            self.call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **absent)
+        self.fs.invalidate_cache(filesystem(self.url)[1])
+
+    def abort(self) -> None:
+        """Lets the store forget all parts, if it answers."""
+        with uninterrupted(insisting=True), suppress(Exception):
+            self.call("abort_multipart_upload")
+
+    def there(self) -> dict[int, tuple[int, str]]:
+        """Each part that the store has, by its number: bytes, and ETag. Raises `CkptError`, also for no upload."""
+        found, after, more = dict[int, tuple[int, str]](), 0, True
+        with answered(self.url):
+            while more:
+                said = self.call("list_parts", PartNumberMarker=after)
+                found |= {part["PartNumber"]: (part["Size"], part["ETag"]) for part in said.get("Parts", ())}
+                after, more = said.get("NextPartNumberMarker", 0), said.get("IsTruncated", False)
+        return found
 
     def fill(self, made: Plan) -> None:
         """Sends the parts, and has the others copied, several at a time."""
@@ -178,7 +217,7 @@ class Upload:
             try:
                 for number, part in enumerate(made.parts(), 1):
                     nbytes = len(part) if isinstance(part, bytes) else part.length
-                    answers.append((nbytes, pool.submit(self._part, number, part)))
+                    answers.append((nbytes, pool.submit(self.put, number, part)))
                     if isinstance(part, bytes):
                         answers[-1][1].result()  # so that never many are in memory
                 for nbytes, answer in answers:
@@ -189,7 +228,8 @@ class Upload:
                 raise
         log.info("%s: %s bytes sent, %s copied by the store", self.place["Key"], f"{made.sent:,}", f"{made.copied:,}")
 
-    def _part(self, number: int, part: Span | bytes) -> dict[str, Any]:
+    def put(self, number: int, part: Span | bytes) -> dict[str, Any]:
+        """Sends the part, or has it copied; what the store says of it."""
         if isinstance(part, bytes):
             tag = self.call("upload_part", PartNumber=number, Body=part)["ETag"]
         else:
@@ -198,6 +238,7 @@ class Upload:
 
     def _range(self, span: Span) -> dict[str, Any]:
         """The span as the store is asked for it: of the object that was read, or of none."""
+        check_assumed(span.path)
         note_streamed(span.path)
         bucket, key, version = self.fs.split_path(filesystem(span.path)[1])
         found = stat(span.path)

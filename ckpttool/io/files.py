@@ -11,7 +11,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -168,6 +168,22 @@ def look_ahead(paths: Sequence[str]) -> None:
         from ckpttool.io.remote.read import look_ahead as fetch
 
         fetch(paths)
+
+
+def assume(path: str, check: Callable[[], None]) -> None:
+    """Notes what `check_assumed` is to check of the file's index: where tensors lie, with nothing read there."""
+    if is_url(path):
+        from ckpttool.io.remote import read as remote
+
+        remote.assume(path, check)
+
+
+def check_assumed(path: str) -> None:
+    """Raises `CkptError` where the index of the file assumed what is not so. Before tensors are read it is checked."""
+    if is_url(path):
+        from ckpttool.io.remote import read as remote
+
+        remote.check_assumed(path)
 
 
 def names_in(folder: str) -> list[str]:

@@ -6,13 +6,14 @@ elsewhere (sftp, hdfs, …) the bytes go to a temporary sibling that is then ren
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
 from ckpttool.io import compose, work
+from ckpttool.io.compose import Upload
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
@@ -158,6 +159,31 @@ def _abandon(fs: Any, file: Any, temporary: str | None) -> None:
 # Folders
 
 
+def replaced(files: Iterable[str], out: str, stale: Collection[str]) -> set[str]:
+    """The files of a checkpoint in the folder `out`, a URL, whose places new ones take, or that go."""
+    return {*stale, *(own for own in files if stat(join(out, own)) is not None)}
+
+
+def complete(files: Mapping[str, Pieces | Link | Upload], out: str, *, replace: bool) -> None:
+    """Completes the uploads to the folder `out`, a URL, and writes the other files, the last one last.
+
+    Raises `CkptError`, and removes what it wrote, where the store refuses.
+    """
+    written: list[str] = []
+    try:
+        for own, content in files.items():
+            if isinstance(content, Upload):
+                content.complete(replace=replace)
+            else:
+                _put(content, join(out, own))
+            written.append(join(out, own))
+    except BaseException:
+        with uninterrupted(insisting=True):
+            _remove(written)
+        raise
+    forget(out)
+
+
 def write_folder(files: Files, out: str, stale: Collection[str], link: str) -> int:
     """Writes `files` into the folder `out`, a URL, the last one last, and returns their size in bytes.
 
@@ -168,8 +194,8 @@ def write_folder(files: Files, out: str, stale: Collection[str], link: str) -> i
     if link != "copy" and any(isinstance(content, Link) for content in files.values()):
         raise CkptError(f"{out}: nothing in it can be linked ({link})", hint="--link copy works everywhere")
     settle(out)
-    replaced = {*stale, *(own for own in files if stat(join(out, own)) is not None)}
-    home = join(out, temporary_name("new")) if replaced else out
+    gone = replaced(files, out, stale)
+    home = join(out, temporary_name("new")) if gone else out
     written: list[str] = []
     try:
         nbytes = 0
@@ -180,7 +206,7 @@ def write_folder(files: Files, out: str, stale: Collection[str], link: str) -> i
         with uninterrupted(insisting=True):
             _remove(written)
         raise
-    if replaced:
+    if gone:
         replace(home, out, list(files), {*stale}.difference(files))
     forget(out)
     return nbytes

@@ -71,7 +71,7 @@ def package_target(package: Any, model: Model | None) -> Target:
             hint="pass model=: the program or the module that it was compiled from, or a file.py:build operand",
         )
     have, (like, unsaved) = package.get_constant_fqns(), _weights(model)
-    if have and not any(fqn in like for fqn in have):
+    if not any(fqn in like for fqn in have):
         raise Refused(
             "no constant of the package is a weight of the model",
             hint="pass the model that the package was compiled from",

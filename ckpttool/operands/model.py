@@ -178,7 +178,7 @@ class ModelOperand:
             return self.model
         path, program = split(self.model)
         if path.endswith(".pt2"):
-            from ckpttool.operands.program_names import names
+            from ckpttool.formats.pt2.signature import names
 
             return names(path, program)
         return read_names(self.model)

@@ -17,9 +17,8 @@ from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import infer, is_lightning, segments
 from ckpttool.optimizer_state import OptimizerState, Param
-from ckpttool.words import plural
+from ckpttool.words import plural, some
 
-_SHOWN = 5  # keys that a note names
 SCHEMA = "ckpttool.inspect/1"
 
 
@@ -201,9 +200,7 @@ def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
         ("nothing but zeros", [at for at, own in found.items() if _is_zero(own)]),
     ):
         if hits:
-            keys = [".".join(filter(None, at)) for at in hits]
-            more = f", ... {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
-            yield f"{plural(len(keys), 'tensor')} with {what}: {', '.join(keys[:_SHOWN])}{more}"
+            yield f"{plural(len(hits), 'tensor')} with {what}: {some(['.'.join(filter(None, at)) for at in hits])}"
 
 
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:

@@ -52,11 +52,16 @@ class Fault:
 
 
 def run_ranks(
-    folder: Path, size: int, *args: object, fault: Fault | None = None, last: Mapping[str, str] | None = None
+    folder: Path,
+    size: int,
+    *args: object,
+    fault: Fault | None = None,
+    all_die: bool = False,
+    last: Mapping[str, str] | None = None,
 ) -> list[Rank]:
     """What each of `size` ranks said and did at the command line, run in `folder`. Where one dies the others are ended.
 
-    `last` is the environment of the last rank beside that of all.
+    With `all_die` these die too. `last` is the environment of the last rank beside that of all.
     """
     from torch.distributed import TCPStore
 
@@ -69,6 +74,7 @@ def run_ranks(
         named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
         named |= {"MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True}
         environment = {name: str(value) for name, value in named.items()}
+        environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         environment |= (last or {}) if rank == size - 1 else {}
         ranks.append(context.Process(target=_rank, args=(folder, environment, argv, fault)))
         ranks[-1].start()
@@ -76,7 +82,7 @@ def run_ranks(
         rank.join(60)
         if rank.exitcode == -signal.SIGKILL:  # as torchrun does it
             for other in ranks:
-                other.terminate()
+                other.kill() if all_die else other.terminate()
     told = [{path.name[:-2]: path.read_text() for path in folder.glob(f"*.{rank}")} for rank in range(size)]
     for path in folder.glob("*.[0-9]"):
         path.unlink()
@@ -132,16 +138,19 @@ class _Death:
 
 
 def before_each_unit(call: Callable[[], object]) -> None:
-    """Calls it whenever this process is to write a unit."""
-    from ckpttool.io.together import make
+    """Calls it whenever this process is to write a unit, or to send a share."""
+    from ckpttool.io.together import make, send
 
-    fill = vars(make)["fill"]
+    for place, name in ((vars(make)["_Task"], "_write"), (vars(send)["_Task"], "_send")):
+        setattr(place, name, _after(call, getattr(place, name)))
 
-    def called(*args: Any, **options: Any) -> None:
+
+def _after(call: Callable[[], object], work: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
         call()
-        fill(*args, **options)
+        return work(*args)
 
-    vars(make)["fill"] = called
+    return called
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def command(
       ckpttool swap-weights deployed.pt2 train.pt --dry-run
       ckpttool swap-weights scripted.pt train.pt -o swapped.pt
     """
-    from ckpttool.report.documents.swap import document
+    from ckpttool.report.documents.remap import swapped as document
 
     out = options.target(split(program)[0])
     if out is None and not options.dry_run:

@@ -10,15 +10,16 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers.many_objects import many_objects
-from ckpttool.io.files import Source, opened
+from ckpttool.formats.containers.zip_place import U32, data_of, is_storage, is_wide
+from ckpttool.io.files import Source, assume, check_assumed, opened
 from ckpttool.io.paths import is_url
 
 STORED, DEFLATED = 0, 8
@@ -31,10 +32,11 @@ LOCATOR = struct.Struct("<4sIQI")
 LOCAL_SIGNATURE, CENTRAL_SIGNATURE, DESCRIPTOR_SIGNATURE = b"PK\3\4", b"PK\1\2", b"PK\7\x08"
 END_SIGNATURE, END64_SIGNATURE, LOCATOR_SIGNATURE = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 
-U16, U32 = 0xFFFF, 0xFFFFFFFF
+U16 = 0xFFFF
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
 HAS_DESCRIPTOR, UTF8 = 0x0008, 0x0800
 _LONGEST_DESCRIPTOR = 24
+_SMALL, _MOST_PADDING = 1 << 20, 128  # bytes of a record that is fetched with its header; of the fields behind a name
 _AT_A_TIME = 4096  # local headers: of a remote file they are fetched side by side
 ZIP64_FIELD = 1
 
@@ -105,6 +107,8 @@ def _read_once(path: str, base: int, length: int | None, version: tuple[int, int
 
 @many_objects()
 def _read(path: str, base: int, length: int | None) -> Archive:
+    if base:  # an archive inside of one: where it lies has to be true
+        check_assumed(path)
     with opened(path) as file:
         available = file.size - base
         length = available if length is None else length
@@ -122,7 +126,7 @@ def read_record(archive: Archive, record: Record, limit: int) -> bytes:
     nbytes = max(record.size, record.nbytes)
     if nbytes > limit:
         raise _corrupt(archive.path, f"record {record.name} is {nbytes} bytes, at most {limit} are expected there")
-    data = read_span(archive.span(record))
+    data = _read_span(archive.span(record))
     if record.method == DEFLATED:
         data = _inflate(archive.path, record, data)
     elif record.method != STORED:
@@ -159,18 +163,59 @@ class _End(NamedTuple):
 def _read_archive(window: _Window) -> Archive:
     end = _find_end(window)
     directory = window.read(end.offset, end.size)
-    records: list[Record] = []
     entries = _parse_directory(window.path, directory, end)
-    for first in range(0, len(entries), _AT_A_TIME):
-        batch = entries[first : first + _AT_A_TIME]
-        window.file.prefetch((window.base + entry.start, LOCAL.size + len(entry.raw_name)) for entry in batch)
-        records += [_locate(window, entry) for entry in batch]
+    assumed = _by_layout(window, entries, end.offset)
+    found = {**assumed, **_located(window, [entry for entry in entries if entry.start not in assumed])}
+    if assumed:
+        own = [entry for entry in entries if entry.start in assumed]
+        assume(window.path, partial(_check, window, own, assumed))
+    records = [found[entry.start] for entry in entries]
     records, is_tight = _close_regions(window, records, end.offset)
     by_name = {record.name: record for record in records}
     if len(by_name) != len(records):
         twice = [name for name, count in Counter(record.name for record in records).items() if count > 1]
         raise _corrupt(window.path, "the archive holds two records of one name", twice)
     return Archive(window.path, window.base, window.length, tuple(records), by_name, is_tight)
+
+
+def _located(window: _Window, entries: Sequence[_Entry]) -> dict[int, Record]:
+    """The records by their places, as their local headers say; what is small is fetched with its header."""
+    found: dict[int, Record] = {}
+    for first in range(0, len(entries), _AT_A_TIME):
+        batch = entries[first : first + _AT_A_TIME]
+        window.file.prefetch((window.base + entry.start, _head(entry)) for entry in batch)
+        found.update((entry.start, _locate(window, entry)) for entry in batch)
+    return found
+
+
+def _head(entry: _Entry) -> int:
+    header = LOCAL.size + len(entry.raw_name)
+    small = entry.nbytes if entry.nbytes <= _SMALL and not is_storage(entry.raw_name) else 0
+    return header + (_MOST_PADDING + small if small else 0)
+
+
+def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> dict[int, Record]:
+    """The storages of a remote file that lie where torch's writer puts them, by their places.
+
+    Their local headers, a request each, are read with the data.
+    """
+    found: dict[int, Record] = {}
+    if not is_url(window.path):
+        return found
+    placed = sorted(entries, key=lambda entry: entry.start)
+    for entry, end in zip(placed, [*(entry.start for entry in placed[1:]), directory]):
+        usual = entry.method == STORED and entry.size == entry.nbytes and entry.flags & HAS_DESCRIPTOR
+        data = data_of(entry.raw_name, entry.start, entry.size, end) if usual and is_storage(entry.raw_name) else None
+        if data is not None:
+            found[entry.start] = _record(window, entry, data)
+    return found
+
+
+def _check(window: _Window, entries: Sequence[_Entry], assumed: Mapping[int, Record]) -> None:
+    """Raises `CkptError` where a local header does not say what was assumed."""
+    wrong = [own.name for start, own in _located(window, entries).items() if own != assumed[start]]
+    if wrong:
+        raise _corrupt(window.path, "the zip directory and the records contradict each other", wrong)
 
 
 def _find_end(window: _Window) -> _End:
@@ -253,11 +298,6 @@ def _zip64_values(path: str, extra: bytes, values: tuple[int, int, int]) -> list
     raise _corrupt(path, "a record's zip64 sizes are missing")
 
 
-def is_wide(start: int, size: int) -> bool:
-    """True where torch's writer (miniz) uses zip64 fields and the longer data descriptor."""
-    return start >= U32 or size >= U32
-
-
 def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
     """Tag and content of each extra field of a record; a last one that is cut off is left out."""
     at = 0
@@ -269,7 +309,7 @@ def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
 
 def _locate(window: _Window, entry: _Entry) -> Record:
     """The record of a directory entry; its local header says where the data begins."""
-    raw_name, flags, method, crc, nbytes, size, start, central = entry
+    raw_name, flags, method, _, nbytes, size, start, _ = entry
     header = window.read(start, LOCAL.size + len(raw_name))
     name_length, extra_length = header[26] | header[27] << 8, header[28] | header[29] << 8
     name = _decode(window.path, raw_name, flags)
@@ -277,8 +317,14 @@ def _locate(window: _Window, entry: _Entry) -> Record:
         raise _corrupt(window.path, "the zip directory points to where no such record is", [name])
     if method == STORED and size != nbytes:
         raise _corrupt(window.path, "a stored record has two different sizes", [name])
-    data = start + LOCAL.size + name_length + extra_length
-    return Record(name, start, data, nbytes, size, crc, method, flags, data + nbytes, central)
+    return _record(window, entry, start + LOCAL.size + name_length + extra_length)
+
+
+def _record(window: _Window, entry: _Entry, data: int) -> Record:
+    raw_name, flags, method, crc, nbytes, size, start, central = entry
+    return Record(
+        _decode(window.path, raw_name, flags), start, data, nbytes, size, crc, method, flags, data + nbytes, central
+    )
 
 
 def _decode(path: str, raw_name: bytes, flags: int) -> str:
@@ -324,6 +370,11 @@ def _inflate(path: str, record: Record, data: bytes) -> bytes:
 
 def read_span(span: Span) -> bytes:
     """The bytes of the span. Raises `CkptError` where the file cannot be read, or has become shorter."""
+    check_assumed(span.path)
+    return _read_span(span)
+
+
+def _read_span(span: Span) -> bytes:
     with opened(span.path) as file:
         return _read_at(span.path, file, span.length, span.offset)
 

@@ -13,10 +13,9 @@ from functools import partial
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.formats.containers import zip_archive as za
-from ckpttool.formats.containers.zip_archive import U32, Archive, Record, is_wide
+from ckpttool.formats.containers.zip_archive import Archive, Record
+from ckpttool.formats.containers.zip_place import ALIGNMENT, U32, is_wide
 from ckpttool.io.pieces import BLOCK, LEAST, Crc, Piece
-
-ALIGNMENT = 64  # of every record's data; torch.utils.serialization.config.save.storage_alignment changes it
 
 _PADDING_FIELD = 0x4246  # "FB", the extra field that torch pads with
 _CRC_AT, _SIZES_AT, _LENGTHS_AT, _OFFSET_AT = 16, 20, 28, 42  # in a central directory entry

@@ -9,10 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool import dtypes
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
-from ckpttool.expression import Special
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call
 from ckpttool.formats.torch.mappings import is_mapping, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
@@ -229,9 +227,7 @@ def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
     """What stands under a key of a state dict and is no tensor, with the tensors inside it."""
     inner = Tree(tree.storages, barren=tree.barren)
     _walk_tensors(inner, node, (), ())
-    value = _plain(tree, node)
-    outline = _outline(tree, node) if value is None else value
-    return ExtraEntry(key, Carried(node, tree.storages), value, tuple(inner.loose), outline)
+    return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.loose))
 
 
 def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
@@ -300,28 +296,6 @@ _PLAIN_DEPTH = 16
 
 def _plain(tree: Tree, node: Any) -> object:
     """The Python value of a node that is numbers, strings, and lists and dicts of such; None for any other."""
-    return _converted(tree, node, lambda leaf: None, {list: list, tuple: list})
-
-
-def _outline(tree: Tree, node: Any) -> object:
-    """See `ExtraEntry.outline`."""
-
-    def leaf(node: Any) -> object:
-        if is_tensor(node):
-            return entry_of("", node, tree.storages)
-        is_dtype = type(node) is Global and node.module == "torch" and node.name in dtypes.BY_NAME
-        return Special("dtype", node.name) if is_dtype else None
-
-    return _converted(tree, node, leaf, {list: list, tuple: tuple})
-
-
-def _converted(
-    tree: Tree, node: Any, leaf: Callable[[Any], object], kinds: Mapping[type, Callable[..., Any]]
-) -> object:
-    """`node` with plain values as they are and `leaf` of all others; None where there is a part that is neither.
-
-    `kinds` says what becomes of lists and tuples.
-    """
 
     def convert(node: Any, depth: int) -> object:
         tree.plain_left -= 1
@@ -329,15 +303,12 @@ def _converted(
             raise ValueError
         if node is None or type(node) in (bool, int, float, str):
             return node
-        if type(node) in kinds:
-            return kinds[type(node)](convert(part, depth + 1) for part in node)
+        if type(node) in (list, tuple):
+            return [convert(part, depth + 1) for part in node]
         pairs = pairs_of(node)
         if pairs is not None and all(type(key) is str for key in pairs):
             return {key: convert(value, depth + 1) for key, value in pairs.items()}
-        found = leaf(node)
-        if found is None:
-            raise ValueError
-        return found
+        raise ValueError
 
     try:
         return convert(node, 0)

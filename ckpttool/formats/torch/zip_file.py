@@ -15,7 +15,8 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import ALIGNMENT, NewRecord, layout_archive, layout_behind
+from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive, layout_behind
+from ckpttool.formats.containers.zip_place import ALIGNMENT
 from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of

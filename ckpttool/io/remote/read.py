@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -57,13 +57,15 @@ class _Kept:
     """What stores have said and sent.
 
     `blocks` by URL and number; `runs`: the block that would follow the last request for some, and how many that asked
-    for; `ahead`: ranges that were asked for ahead, by URL their offsets and bytes.
+    for; `ahead`: ranges that were asked for ahead, by URL their offsets and bytes; `assumed`: what is still to be
+    checked of an index.
     """
 
     stats: dict[str, Stat | None] = field(default_factory=dict)
     blocks: OrderedDict[tuple[str, int], bytes] = field(default_factory=OrderedDict)
     runs: dict[str, tuple[int, int]] = field(default_factory=dict)
     ahead: dict[str, tuple[list[int], list[bytes]]] = field(default_factory=dict)
+    assumed: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
     fetched: Counter[str] = field(default_factory=Counter)
 
@@ -159,6 +161,7 @@ def forget(url: str) -> None:
     _kept.blocks = OrderedDict((at, block) for at, block in _kept.blocks.items() if not gone(at[0]))
     _kept.ahead = {other: found for other, found in _kept.ahead.items() if not gone(other)}
     _kept.runs = {other: found for other, found in _kept.runs.items() if not gone(other)}
+    _kept.assumed = {other: checks for other, checks in _kept.assumed.items() if not gone(other)}
     fs, path = filesystem(url)
     with answered(url):
         fs.invalidate_cache(path)
@@ -172,6 +175,17 @@ def check_unchanged(urls: Iterable[str]) -> None:
         now = stat(url)
         if before is not None and (now is None or not now.is_still(before)):
             raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")
+
+
+def assume(url: str, check: Callable[[], None]) -> None:
+    """Notes what of the file's index `check_assumed` is to check: where tensors lie, though nothing was read there."""
+    _kept.assumed.setdefault(url, []).append(check)
+
+
+def check_assumed(url: str) -> None:
+    """Raises `CkptError` where the index of the file assumed what is not so; before tensors of it are read."""
+    for check in _kept.assumed.pop(url, ()):
+        check()
 
 
 def fetched(prefix: str = "") -> int:
@@ -296,6 +310,7 @@ class Stream:
     """Reads tensors front to back: large ones in large ranges, several at a time, of which it holds the last few."""
 
     def __init__(self, url: str) -> None:
+        check_assumed(url)
         self._file = open_file(url)
         note_streamed(url)
         self._start = 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ class FailedElsewhere(BaseException):
 
 @dataclass(slots=True)
 class Job:
-    """This rank of a job of `size` ranks, all of which run `command`. `rounds`: how often they have agreed."""
+    """This rank of a job of `size` ranks, all of which run `command`. `rounds`: how often they have met."""
 
     rank: int
     size: int
@@ -100,6 +100,13 @@ class Job:
                 )
             self.tell(name, digest)
         self.hear(name)
+
+    def of_first(self, ask: Callable[[], bool]) -> bool:
+        """What the first rank finds: where it may change meanwhile, all go by one answer."""
+        self.rounds += 1
+        if self.is_first:
+            self.tell(f"first/{self.rounds}", ask())
+        return bool(self.hear(f"first/{self.rounds}"))
 
     def fail(self) -> None:
         """Lets the other ranks know that this one fails."""

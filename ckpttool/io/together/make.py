@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
 from ckpttool.io import sources, work
-from ckpttool.io.files import size
 from ckpttool.io.journal import NEW
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, Ready
+from ckpttool.io.pieces import Files, Link, Pieces, Ready
 from ckpttool.io.ranges import digest_on_disk
 from ckpttool.io.switch import sync_folder
 from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.together.job import Job
-from ckpttool.io.together.units import Unit, cut, digest
+from ckpttool.io.together.units import Unit, as_pieces, cut, digest, versions
 from ckpttool.io.write_file import check_space, failing, fill
 
 _ENDING = ".ckpttool.job"
@@ -59,9 +57,9 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
     is on the disk then stays for the next run, and is gone where all went well.
     """
     if asked.link == "copy":
-        files = {name: _copied(content) for name, content in files.items()}
+        files = {name: as_pieces(content) for name, content in files.items()}
     units = cut(files)
-    plan = digest(files, job.command, asked.plan, sources.states())
+    plan = digest(files, job.command, asked.plan, sources.states(), versions(files))
     job.agree(plan)
     with failing(out), _begun(job, units, plan, out, home, asked) as (staging, known):
         task = _Task(job, units, staging, plan, asked, known)
@@ -71,10 +69,6 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
         task.finish([*known.values(), *everything])
         yield {**files, **task.ready()}
         remove(staging)
-
-
-def _copied(content: Pieces | Link) -> Pieces:
-    return [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
 
 
 def _all(job: Job) -> list[list[Record]]:

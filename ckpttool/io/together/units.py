@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckpttool.checkpoint import Span
+from ckpttool.io.files import size
+from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import BLOCK, Crc, Link, Piece, Pieces
 
 _LEAST, _MOST = 1 << 20, 1 << 28  # bytes of a unit: what a rank that dies leaves half done is written again
@@ -54,7 +56,7 @@ def _cut(name: str, pieces: Pieces, most: int) -> Iterator[Unit]:
     """Units of at most about `most` bytes; computed bytes stay together, and with what says their checksum."""
     own: list[Piece] = []
     begin = at = 0
-    for piece in _parts(pieces, most):
+    for piece in parts(pieces, most):
         have = {id(known.crc) for known in own}
         late = any(id(crc) not in have for crc in piece.needs)
         if own and (late or (at - begin + piece.nbytes > most and not piece.needs)):
@@ -69,7 +71,7 @@ def _cut(name: str, pieces: Pieces, most: int) -> Iterator[Unit]:
         yield Unit(name, begin, own)
 
 
-def _parts(pieces: Pieces, most: int) -> Iterator[Piece]:
+def parts(pieces: Pieces, most: int) -> Iterator[Piece]:
     """The pieces, long copies cut where blocks of the new file begin."""
     at = 0
     for piece in pieces:
@@ -81,6 +83,22 @@ def _parts(pieces: Pieces, most: int) -> Iterator[Piece]:
         else:
             yield piece
         at += piece.nbytes
+
+
+def as_pieces(content: Pieces | Link) -> Pieces:
+    """The file's pieces; what is taken over as it is, is copied."""
+    return [Piece(Span(content.path, 0, size(content.path)))] if isinstance(content, Link) else content
+
+
+def versions(files: Mapping[str, Pieces | Link]) -> dict[str, list[object]]:
+    """What its store says of each URL that the files are made of: bytes, and what changes with the content."""
+    spans = {piece.data.path for own in files.values() for piece in as_pieces(own) if isinstance(piece.data, Span)}
+    urls = sorted(filter(is_url, spans))
+    if not urls:
+        return {}
+    from ckpttool.io.remote.read import stat
+
+    return {url: [found.size, *found.version] for url in urls if (found := stat(url)) is not None}
 
 
 def digest(files: Mapping[str, Pieces | Link], *more: object) -> str:

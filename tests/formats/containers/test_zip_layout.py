@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ckpttool.checkpoint import Lazy, Span
-from ckpttool.formats.containers.zip_archive import U32, Archive, Record, read_archive, read_record
+from ckpttool.formats.containers.zip_archive import Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.containers.zip_place import U32
 from ckpttool.io.pieces import Pieces
 from files import content, write_pieces
 

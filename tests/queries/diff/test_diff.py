@@ -170,7 +170,7 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default:
+            if func is torch.ops.aten.copy_.default and isinstance(args[1], torch.Tensor):  # it takes a number too
                 converted.append(args[0].dtype != args[1].dtype)
             return func(*args, **(kwargs or {}))
 
