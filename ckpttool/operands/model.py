@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
+from ckpttool.io import work
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.forms import holds, read
 from ckpttool.naming.name_tables import NameTables
@@ -90,14 +92,21 @@ class ModelOperand:
             if self.pretrained:
                 raise CkptError(f"{self.title} lists no names of from_pretrained", hint="name the model's code")
             return self._listed()
+        begun = time.monotonic()
         from ckpttool.tracing.trace import trace
 
         names = trace(self.definition())
+        work.counts.traced[self._tracing] = time.monotonic() - begun
         if not self.pretrained:
             return names
         from ckpttool.tracing.pretrained import by_transformers
 
         return by_transformers(names)
+
+    @property
+    def _tracing(self) -> str:
+        """The command that writes the names to a file."""
+        return shell("ckpttool", "trace", *self.words_of("--model")[1:], "-o", "names.json")
 
     @property
     def is_folder(self) -> bool:
