@@ -41,7 +41,7 @@ man: $(VENV)/for-demo ## the manual page: build/man/man1/ckpttool.1 (man -l show
 
 wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch, and models of transformers
 	$(BIN)/python tests/wild.py .wild
-	CKPTTOOL_MODELS=all $(BIN)/python -m pytest tests/test_pretrained.py
+	CKPTTOOL_PRETRAINED=all $(BIN)/python -m pytest tests/test_pretrained.py
 
 fix: $(VENV)/for-dev ## formats, and mends what the linter can mend
 	$(BIN)/ruff format .

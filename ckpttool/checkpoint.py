@@ -5,7 +5,7 @@ Every reader in `formats/` returns a `Checkpoint`, every writer takes one; nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol, Union, runtime_checkable
@@ -91,6 +91,13 @@ class TensorEntry:
         return self.packed_bytes if self.storage is None else self.numel * itemsize(self.dtype)
 
     @property
+    def end(self) -> int:
+        """One past the last element of the storage that the tensor reaches; 0 for a tensor without elements."""
+        if not self.numel:
+            return 0
+        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride))
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one after the other in row-major order, as ``Tensor.is_contiguous()`` says."""
         expected = 1
@@ -147,21 +154,27 @@ class Composite(Protocol):
         """What of it a format of plain tensors has no place for, in words."""
 
 
+@runtime_checkable
+class Meaningful(Protocol):
+    """A payload of a tensor whose values mean what is written elsewhere in its file: as a part of something larger."""
+
+    @property
+    def meaning(self) -> str:
+        """What is written there; other words make another value of the same bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExtraEntry:
     """What a state_dict holds beside tensors (``_extra_state``, a version number): carried as a whole.
 
     `value` is the plain Python value where it is one (numbers, strings, lists, dicts of such), else None. `tensors` are
     those inside it (a tuple of packed parameters, a nested dict): their keys are the way to each from the entry's own.
-    `outline` is the value with a `TensorEntry` for each tensor and an `expression.Special` for each dtype, where it is
-    made of these and of plain values alone, else None.
     """
 
     key: str
     payload: object = field(default=None, compare=False)
     value: object = field(default=None, compare=False)
     tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
-    outline: object = field(default=None, compare=False)
 
     def under(self, key: str) -> ExtraEntry:
         """The same under another name."""
@@ -232,6 +245,19 @@ class Section:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Readings:
+    """What else a file of dicts in dicts could be read as: that a dict is one state dict only a model's names can tell.
+
+    `dicts` are the keys of each dict that was taken for none, by its dotted path, `sections` what the file was read as,
+    and `again(paths)` reads it with the dicts at these paths taken for state dicts.
+    """
+
+    dicts: Mapping[str, Sequence[str]]
+    sections: tuple[Section, ...]
+    again: Callable[[Collection[str]], Checkpoint]
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The index of one checkpoint.
@@ -243,7 +269,8 @@ class Checkpoint:
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
     `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
     tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
-    the checkpoint and are not looked into (Megatron's ``common.pt``).
+    the checkpoint and are not looked into (Megatron's ``common.pt``). `readings` are set where the file could be read
+    in another way, and are about nothing but the `sections` that were read.
     """
 
     source: str
@@ -257,6 +284,24 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     unreached: tuple[Unreached, ...] = ()
     beside: tuple[str, ...] = ()
+    readings: Readings | None = field(default=None, compare=False)
+
+    def read_as(self, paths: Iterable[str]) -> Checkpoint:
+        """The same file with the dicts at `paths` read as state dicts; itself where all are, or none is to be had."""
+        other = self.readings
+        if other is None or other.sections is not self.sections:
+            return self
+        found = [path for path in paths if path in other.dicts]
+        return other.again(found) if found else self
+
+    def read_for(self, wanted: Iterable[tuple[str, str]]) -> Checkpoint:
+        """The same file in the reading that has the `wanted` pairs of a section's path and a key, as far as one has."""
+        have = self.entries()
+        return self.read_as({at[0] for at in wanted if at not in have})
+
+    def entries(self) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
+        """Every entry by its section's path and its key."""
+        return {(section.path, key): entry for section in self.sections for key, entry in section.by_key().items()}
 
     def section(self, path: str) -> Section:
         """The section at `path`; KeyError where there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,6 +11,7 @@ from ckpttool.edits.mend import contract
 from ckpttool.edits.rules import file as rules
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
+from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.names_file import is_names_file, read_names
@@ -50,20 +51,14 @@ class Checks:
 
     def to_json(self) -> dict[str, Any]:
         """The `check` object of the contract."""
-        return {
-            "schema": SCHEMA,
-            "ok": self.ok,
-            "files": [
-                {
-                    "path": file.path,
-                    "kind": file.kind,
-                    "problems": [{"problem": one.problem, "key": one.key} for one in file.problems],
-                    "hint": file.hint or None,
-                    "notes": list(file.notes),
-                }
-                for file in self.files
-            ],
-        }
+        return {"schema": SCHEMA, **CHECKS.write(self)}
+
+
+_HINT = replace(TEXT, write=lambda hint: hint or None)
+_CHECKED = record(
+    Checked, {"path": TEXT, "kind": TEXT, "problems": list_of(PROBLEM), "hint": nullable(_HINT), "notes": TEXTS}
+)
+CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)})
 
 
 def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ()) -> Checks:

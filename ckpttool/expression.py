@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any, Union, overload
 
 from ckpttool.errors import Problem
+from ckpttool.json_schema import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +48,38 @@ MAX_DEPTH = 200  # operators and lists inside each other that are read from JSON
 _SPECIAL_KINDS = ("dtype", "layout", "memory_format", "device", "complex")
 
 
+def parts(expression: Argument) -> Iterator[Expression]:
+    """Every tensor in the expression, what it is made of before itself, with repeats."""
+    if isinstance(expression, tuple):
+        for item in expression:
+            yield from parts(item)
+    elif isinstance(expression, Op):
+        yield from parts(expression.args)
+        for _, value in expression.kwargs:
+            yield from parts(value)
+        yield expression
+    elif isinstance(expression, Ref):
+        yield expression
+
+
 def refs(expression: Argument) -> Iterator[str]:
     """Every key the expression reads, in order of appearance, with repeats."""
-    if isinstance(expression, Ref):
-        yield expression.key
-    elif isinstance(expression, Op):
-        yield from refs(expression.args)
-        for _, value in expression.kwargs:
-            yield from refs(value)
-    elif isinstance(expression, tuple):
-        for item in expression:
-            yield from refs(item)
+    return (part.key for part in parts(expression) if isinstance(part, Ref))
+
+
+def is_constant(expression: Argument) -> bool:
+    """Whether no key is read."""
+    return next(refs(expression), None) is None
+
+
+def operators(expression: Argument) -> Iterator[str]:
+    """The operator of every part, the innermost first, with repeats."""
+    return (part.op for part in parts(expression) if isinstance(part, Op))
 
 
 def is_opaque(expression: Argument) -> bool:
     """True where some part of the value was computed by code that cannot be written down as operators."""
-    if isinstance(expression, Op):
-        return expression.op == OPAQUE or is_opaque(expression.args) or any(is_opaque(v) for _, v in expression.kwargs)
-    return isinstance(expression, tuple) and any(is_opaque(item) for item in expression)
+    return OPAQUE in operators(expression)
 
 
 def by_code(way: str, name: str, source: Expression) -> Op:
@@ -148,38 +163,6 @@ def _read(value: Any) -> Argument:
     return Ref(name) if kind == "ref" else float(name) if kind == "float" else Special(kind, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _InJson:
-    """The JSON of an argument, or with `whole` of an expression: a ref or an op. A `Kind` of `json_schema`."""
-
-    whole: bool
-
-    def read(self, value: Any) -> Argument:
-        """What `to_json` wrote."""
-        return _read(value)
-
-    def write(self, made: Argument) -> Any:
-        """See `to_json`."""
-        return to_json(made)
-
-    def fits(self, value: Any) -> bool:
-        return next(self.problems(value, "$"), None) is None
-
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """A reference to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
-        return {"$ref": f"#/$defs/{'expression' if self.whole else 'argument'}"}
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, part by part."""
-        if self.whole and not (isinstance(value, dict) and value.keys() & {"op", "ref"}):
-            yield Problem("not an expression", path)
-        else:
-            yield from _problems(value, path, 0)
-
-
-EXPRESSION, ARGUMENT = _InJson(whole=True), _InJson(whole=False)
-
-
 def _leaf(kind: str, value: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {kind: value}, "required": [kind], "additionalProperties": False}
 
@@ -210,7 +193,7 @@ DEFINITIONS: dict[str, Any] = {
 }
 
 
-def _problems(value: Any, path: str, depth: int) -> Iterator[Problem]:
+def _problems(value: Any, path: str, depth: int = 0) -> Iterator[Problem]:
     if depth > MAX_DEPTH:
         yield Problem(f"an expression is nested more than {MAX_DEPTH} deep", path)
     elif isinstance(value, list):
@@ -245,3 +228,18 @@ def _is_leaf(value: dict[str, Any]) -> bool:
     if kind == "float":
         return isinstance(name, str) and name in ("inf", "-inf", "nan")
     return isinstance(name, str) and kind in ("ref", *_SPECIAL_KINDS)
+
+
+def _problems_of_whole(value: Any, path: str) -> Iterator[Problem]:
+    if isinstance(value, dict) and value.keys() & {"op", "ref"}:
+        return _problems(value, path)
+    return iter([Problem("not an expression", path)])
+
+
+def _in_json(problems: Callable[[Any, str], Iterator[Problem]], name: str) -> Kind:
+    """The JSON of it; its schema refers to the definition that a JSON Schema has to hold (`DEFINITIONS`)."""
+    ref = {"$ref": f"#/$defs/{name}"}
+    return Kind(lambda value: next(problems(value, "$"), None) is None, problems, lambda closed: ref, _read, to_json)
+
+
+ARGUMENT, EXPRESSION = _in_json(_problems, "argument"), _in_json(_problems_of_whole, "expression")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from ckpttool.dtypes import BY_NAME
 from ckpttool.errors import CkptError, Problem
@@ -21,292 +21,205 @@ _MOST = 100  # problems that are listed
 _PLAIN = re.compile(r"[A-Za-z_]\w*")
 
 
-class AnyKind(Protocol):
-    """What a value may have to be."""
-
-    def fits(self, value: Any, /) -> bool:
-        """Whether the value is that."""
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, in words."""
-
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema 2020-12; where it is `closed`, objects have no other members than those it names."""
-
-    def read(self, value: Any, /) -> Any:
-        """What a value that `fits` stands for."""
-
-    def write(self, made: Any, /) -> Any:
-        """The JSON of what `read` gives."""
-
-
 def _itself(value: Any) -> Any:
     return value
 
 
-class _AsItIs:
-    """What stands for itself."""
-
-    __slots__ = ()
-
-    def read(self, value: Any) -> Any:
-        """The value."""
-        return value
-
-    def write(self, made: Any) -> Any:
-        """The value."""
-        return made
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON Schema says of it."""
+    """What a value may have to be.
 
-    said: str
+    `problems(value, path)` says in words what is wrong with a value that does not fit, and where in the file.
+    `schema(closed)` is the same as JSON Schema 2020-12; where it is closed, objects have no other members than those
+    that they name.
+    """
+
     fits: Callable[[Any], bool]
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    problems: Callable[[Any, str], Iterator[Problem]]
+    schema: Callable[[bool], dict[str, Any]]
     read: Callable[[Any], Any] = _itself
     write: Callable[[Any], Any] = _itself
 
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema."""
-        return dict(self.keywords) or {"description": self.said}
 
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`."""
-        if not self.fits(value):
-            yield Problem(f"{_shown(value)} is not {self.said}", path)
+Members = Mapping[str, Kind]
 
 
-@dataclass(frozen=True, slots=True)
-class Nullable:
+def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -> Kind:
+    """A value that is looked at as a whole; `said` are the words for it, `keywords` what JSON Schema says of it."""
+
+    def problems(value: Any, path: str) -> Iterator[Problem]:
+        if not fits(value):
+            yield Problem(f"{_shown(value)} is not {said}", path)
+
+    return Kind(fits, problems, lambda closed: dict(keywords))
+
+
+def nullable(kind: Kind) -> Kind:
     """The kind, or null."""
-
-    kind: AnyKind
-
-    def read(self, value: Any) -> Any:
-        """None, or what it stands for."""
-        return None if value is None else self.kind.read(value)
-
-    def write(self, made: Any) -> Any:
-        """The JSON of that."""
-        return None if made is None else self.kind.write(made)
-
-    def fits(self, value: Any) -> bool:
-        """Whether the value is that."""
-        return value is None or self.kind.fits(value)
-
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema."""
-        return {"anyOf": [self.kind.schema(closed), {"type": "null"}]}
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`."""
-        if value is not None:
-            yield from self.kind.problems(value, path)
+    return Kind(
+        lambda value: value is None or kind.fits(value),
+        lambda value, path: iter(()) if value is None else kind.problems(value, path),
+        lambda closed: {"anyOf": [kind.schema(closed), {"type": "null"}]},
+        lambda value: None if value is None else kind.read(value),
+        lambda made: None if made is None else kind.write(made),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class ListOf:
+def list_of(kind: Kind, unique: str = "") -> Kind:
     """A list of one kind. No two of its objects have the same value under `unique`."""
 
-    kind: AnyKind
-    unique: str = ""
-
-    def read(self, value: Any) -> tuple[Any, ...]:
-        """What each item stands for."""
-        return tuple(map(self.kind.read, value))
-
-    def write(self, made: Any) -> list[Any]:
-        """The JSON of these."""
-        return list(map(self.kind.write, made))
-
-    def fits(self, value: Any) -> bool:
-        """Whether the value is that."""
-        if not isinstance(value, list) or not all(map(self.kind.fits, value)):
+    def fits(value: Any) -> bool:
+        if not isinstance(value, list) or not all(map(kind.fits, value)):
             return False
-        return not self.unique or len({item[self.unique] for item in value}) == len(value)
+        return not unique or len({item[unique] for item in value}) == len(value)
 
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema."""
-        return {"type": "array", "items": self.kind.schema(closed)}
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, item by item."""
+    def problems(value: Any, path: str) -> Iterator[Problem]:
         if not isinstance(value, list):
             yield Problem(f"{_shown(value)} is not a list", path)
             return
         for number, item in enumerate(value):
-            if not self.kind.fits(item):
-                yield from self.kind.problems(item, f"{path}[{number}]")
-        if self.unique:
-            yield from self._repeats(value, path)
-
-    def _repeats(self, items: list[Any], path: str) -> Iterator[Problem]:
-        named = [(number, item[self.unique]) for number, item in enumerate(items) if self.kind.fits(item)]
+            if not kind.fits(item):
+                yield from kind.problems(item, f"{path}[{number}]")
+        named = [(number, item[unique]) for number, item in enumerate(value) if kind.fits(item)] if unique else []
         counts = Counter(name for _, name in named)
         for number, name in named:
             if counts[name] > 1:
-                yield Problem(f"{_shown(name)} stands {counts[name]} times", f"{path}[{number}].{self.unique}")
+                yield Problem(f"{_shown(name)} stands {counts[name]} times", f"{path}[{number}].{unique}")
+
+    return Kind(
+        fits,
+        problems,
+        lambda closed: {"type": "array", "items": kind.schema(closed)},
+        lambda value: tuple(map(kind.read, value)),
+        lambda made: list(map(kind.write, made)),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Items(_AsItIs):
+def items(*kinds: Kind) -> Kind:
     """A list of as many items as there are kinds, each of its own."""
 
-    kinds: tuple[AnyKind, ...]
+    def fits(value: Any) -> bool:
+        alike = isinstance(value, list) and len(value) == len(kinds)
+        return alike and all(kind.fits(item) for kind, item in zip(kinds, value))
 
-    def fits(self, value: Any) -> bool:
-        """Whether the value is that."""
-        alike = isinstance(value, list) and len(value) == len(self.kinds)
-        return alike and all(kind.fits(item) for kind, item in zip(self.kinds, value))
-
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema."""
-        kinds = [kind.schema(closed) for kind in self.kinds]
-        return {"type": "array", "prefixItems": kinds, "minItems": len(kinds), "maxItems": len(kinds)}
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, item by item."""
-        if not isinstance(value, list) or len(value) != len(self.kinds):
-            yield Problem(f"{_shown(value)} is not a list of {len(self.kinds)} items", path)
+    def problems(value: Any, path: str) -> Iterator[Problem]:
+        if not isinstance(value, list) or len(value) != len(kinds):
+            yield Problem(f"{_shown(value)} is not a list of {len(kinds)} items", path)
             return
-        for number, (kind, item) in enumerate(zip(self.kinds, value)):
+        for number, (kind, item) in enumerate(zip(kinds, value)):
             yield from kind.problems(item, f"{path}[{number}]")
 
+    def schema(closed: bool) -> dict[str, Any]:
+        count = len(kinds)
+        own = [kind.schema(closed) for kind in kinds]
+        return {"type": "array", "prefixItems": own, "minItems": count, "maxItems": count}
 
-@dataclass(frozen=True, slots=True)
-class MapOf:
+    return Kind(fits, problems, schema)
+
+
+def map_of(kind: Kind) -> Kind:
     """An object whose members, whatever their names, are of one kind."""
 
-    kind: AnyKind
-
-    def read(self, value: Any) -> dict[str, Any]:
-        """What each member stands for."""
-        return {name: self.kind.read(member) for name, member in value.items()}
-
-    def write(self, made: Any) -> dict[str, Any]:
-        """The JSON of these."""
-        return {name: self.kind.write(member) for name, member in made.items()}
-
-    def fits(self, value: Any) -> bool:
-        """Whether the value is that."""
-        return isinstance(value, dict) and all(map(self.kind.fits, value.values()))
-
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema."""
-        return {"type": "object", "additionalProperties": self.kind.schema(closed)}
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, member by member."""
+    def problems(value: Any, path: str) -> Iterator[Problem]:
         if not isinstance(value, dict):
             yield Problem(f"{_shown(value)} is not an object", path)
             return
         for name, member in value.items():
-            if not self.kind.fits(member):
-                yield from self.kind.problems(member, _under(path, name))
+            if not kind.fits(member):
+                yield from kind.problems(member, _under(path, name))
+
+    return Kind(
+        lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())),
+        problems,
+        lambda closed: {"type": "object", "additionalProperties": kind.schema(closed)},
+        lambda value: {name: kind.read(member) for name, member in value.items()},
+        lambda made: {name: kind.write(member) for name, member in made.items()},
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectOf(_AsItIs):
+def object_of(needs: Members, may: Members | None = None) -> Kind:
     """An object with these members; those in `may` can be left out."""
+    may = may or {}
+    members = {**needs, **may}
 
-    needs: Mapping[str, AnyKind]
-    may: Mapping[str, AnyKind] = field(default_factory=dict)
-    members: Mapping[str, AnyKind] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "members", {**self.needs, **self.may})
-
-    def fits(self, value: Any) -> bool:
-        """Whether the value is that."""
+    def fits(value: Any) -> bool:
         return (
             isinstance(value, dict)
-            and all(name in value and kind.fits(value[name]) for name, kind in self.needs.items())
-            and all(name not in value or kind.fits(value[name]) for name, kind in self.may.items())
+            and all(name in value and kind.fits(value[name]) for name, kind in needs.items())
+            and all(name not in value or kind.fits(value[name]) for name, kind in may.items())
         )
 
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema."""
-        members = {name: kind.schema(closed) for name, kind in self.members.items()}
-        only = {"additionalProperties": False} if closed else {}
-        return {"type": "object", "properties": members, "required": list(self.needs), **only}
-
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, member by member."""
+    def problems(value: Any, path: str) -> Iterator[Problem]:
         if not isinstance(value, dict):
             yield Problem(f"{_shown(value)} is not an object", path)
             return
-        for name, kind in self.members.items():
+        for name, kind in members.items():
             if name in value:
                 yield from kind.problems(value[name], _under(path, name))
-            elif name in self.needs:
+            elif name in needs:
                 yield Problem("is missing", _under(path, name))
 
+    def schema(closed: bool) -> dict[str, Any]:
+        own = {name: kind.schema(closed) for name, kind in members.items()}
+        only = {"additionalProperties": False} if closed else {}
+        return {"type": "object", "properties": own, "required": list(needs), **only}
 
-@dataclass(frozen=True, slots=True)
-class Record(ObjectOf):
-    """An object that stands for a value of the class `of`: its members are the fields, unless they are `called` so."""
-
-    of: Callable[..., Any] = dict
-    called: Mapping[str, str] = field(default_factory=dict)  # member -> field
-
-    def read(self, value: Any) -> Any:
-        """The value; a field of a member that is left out has its default."""
-        found = ((name, kind) for name, kind in self.members.items() if name in value)
-        return self.of(**{self.called.get(name, name): kind.read(value[name]) for name, kind in found})
-
-    def write(self, made: Any) -> dict[str, Any]:
-        """All members."""
-        called = self.called
-        return {name: kind.write(getattr(made, called.get(name, name))) for name, kind in self.members.items()}
+    return Kind(fits, problems, schema)
 
 
-@dataclass(frozen=True, slots=True)
-class Either(_AsItIs):
-    """A value of one of two kinds."""
+def record(
+    of: Callable[..., Any], needs: Members, may: Members | None = None, called: Mapping[str, str] | None = None
+) -> Kind:
+    """An object that stands for a value of the class `of`: its members are the fields, or `called` the names of these.
 
-    one: AnyKind
-    other: AnyKind
+    What is left out has the field's default; a member of `may` is left out where its field is None and it cannot be.
+    """
+    fields = [(name, (called or {}).get(name, name), kind) for name, kind in {**needs, **(may or {})}.items()]
 
-    def fits(self, value: Any) -> bool:
-        """Whether the value is that."""
-        return self.one.fits(value) or self.other.fits(value)
+    def read(value: Any) -> Any:
+        return of(**{field: kind.read(value[name]) for name, field, kind in fields if name in value})
 
-    def schema(self, closed: bool) -> dict[str, Any]:
-        """The same as JSON Schema."""
-        return {"anyOf": [self.one.schema(closed), self.other.schema(closed)]}
+    def write(made: Any) -> dict[str, Any]:
+        found = ((name, kind, getattr(made, field)) for name, field, kind in fields)
+        return {n: kind.write(one) for n, kind, one in found if one is not None or n in needs or kind.fits(None)}
 
-    def problems(self, value: Any, path: str) -> Iterator[Problem]:
-        """What is wrong with the value at `path`, were it of the first kind."""
-        if not self.fits(value):
-            yield from self.one.problems(value, path)
+    return replace(object_of(needs, may), read=read, write=write)
 
 
-TEXT = Kind("a string", lambda value: isinstance(value, str), {"type": "string"})
-TEXTS = ListOf(TEXT)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
-COUNT = Kind(
-    "an integer from 0 on",
-    lambda value: type(value) is int and 0 <= value < 1 << 63,
-    {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1},
-)
-SHAPE = ListOf(COUNT)
-DTYPE = Kind(
-    "a dtype that ckpttool knows",
-    lambda value: isinstance(value, str) and value in BY_NAME,
-    {"enum": sorted(BY_NAME)},
-)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict), {"type": "object"}, dict, dict)
+def either(one: Kind, other: Kind) -> Kind:
+    """A value of one of two kinds; what is wrong with it is what were wrong if it were of the first."""
+    return Kind(
+        lambda value: one.fits(value) or other.fits(value),
+        lambda value, path: iter(()) if other.fits(value) else one.problems(value, path),
+        lambda closed: {"anyOf": [one.schema(closed), other.schema(closed)]},
+    )
 
 
 def one_of(*words: str) -> Kind:
     """One of these strings."""
     said = " or ".join(map(repr, words))
-    return Kind(said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)})
+    return plain(said, lambda value: isinstance(value, str) and value in words, {"enum": list(words)})
 
 
-def check(kind: AnyKind, value: Any, message: str, hint: str) -> None:
+TEXT = plain("a string", lambda value: isinstance(value, str), {"type": "string"})
+TEXTS = list_of(TEXT)
+FLAG = plain("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
+COUNT = plain(
+    "an integer from 0 on",
+    lambda value: type(value) is int and 0 <= value < 1 << 63,
+    {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1},
+)
+SHAPE = list_of(COUNT)
+DTYPE = plain(
+    "a dtype that ckpttool knows",
+    lambda value: isinstance(value, str) and value in BY_NAME,
+    {"enum": sorted(BY_NAME)},
+)
+OBJECT = replace(plain("an object", lambda value: isinstance(value, dict), {"type": "object"}), read=dict, write=dict)
+PROBLEM = record(Problem, {"problem": TEXT, "key": TEXT})
+
+
+def check(kind: Kind, value: Any, message: str, hint: str) -> None:
     """Raises `CkptError` with `message` and every problem at its JSON path where the value is not of the kind."""
     if not kind.fits(value):
         raise faults(kind.problems(value, "$"), message, hint)

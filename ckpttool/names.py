@@ -20,14 +20,14 @@ from ckpttool.json_schema import (
     SHAPE,
     TEXT,
     TEXTS,
-    AnyKind,
-    ListOf,
-    Nullable,
-    Record,
+    Members,
     check,
     check_schema,
     faults,
+    list_of,
+    nullable,
     one_of,
+    record,
 )
 
 SCHEMA = "ckpttool.names/1"
@@ -149,11 +149,12 @@ class Names:
         return found if found.optimizer_class is not None else replace(found, optimizer=())
 
 
-_TENSOR: Mapping[str, AnyKind] = {"dtype": DTYPE, "shape": Nullable(SHAPE)}
-_FROM: Mapping[str, AnyKind] = {"from": Nullable(EXPRESSION)}
+_TENSOR: Members = {"dtype": DTYPE, "shape": nullable(SHAPE)}
+_FROM: Members = {"from": nullable(EXPRESSION)}
 _SOURCE = {"from": "source"}
-HOOK = Record({"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT}, of=Hook)
-_RUNTIME = Record(
+HOOK = record(Hook, {"function": TEXT, "file": TEXT, "line": COUNT, "module": TEXT})
+_RUNTIME = record(
+    RuntimeTensor,
     {
         "fqn": TEXT,
         "canonical": TEXT,
@@ -161,27 +162,31 @@ _RUNTIME = Record(
         "persistent": FLAG,
         "trainable": FLAG,
         **_TENSOR,
-        "alias_of": Nullable(TEXT),
+        "alias_of": nullable(TEXT),
     },
-    of=RuntimeTensor,
 )
-_SERIALIZED = Record({"key": TEXT, **_TENSOR, **_FROM, "hook": Nullable(HOOK)}, of=SerializedKey, called=_SOURCE)
-_PARAM = Record({"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS}, OptimizerParam)
-NAMES = Record(
+_SERIALIZED = record(SerializedKey, {"key": TEXT, **_TENSOR, **_FROM, "hook": nullable(HOOK)}, called=_SOURCE)
+_PARAM = record(OptimizerParam, {"id": COUNT, "fqn": TEXT, "group": COUNT}, {"state": TEXTS})
+NAMES = record(
+    Names,
     {
         "model": TEXT,
         "torch": TEXT,
-        "runtime": ListOf(_RUNTIME, unique="fqn"),
-        "serialized": ListOf(_SERIALIZED, unique="key"),
-        "load": ListOf(Record({"fqn": TEXT, **_FROM}, of=LoadedTensor, called=_SOURCE), unique="fqn"),
+        "runtime": list_of(_RUNTIME, unique="fqn"),
+        "serialized": list_of(_SERIALIZED, unique="key"),
+        "load": list_of(record(LoadedTensor, {"fqn": TEXT, **_FROM}, called=_SOURCE), unique="fqn"),
         "not_serialized": TEXTS,
         "extra_state": TEXTS,
         "roundtrips": FLAG,
-        "roundtrip_problems": ListOf(replace(TEXT, read=Problem.parse, write=str)),
-        "optimizer": ListOf(_PARAM, unique="id"),
+        "roundtrip_problems": list_of(replace(TEXT, read=Problem.parse, write=str)),
+        "optimizer": list_of(_PARAM, unique="id"),
     },
-    {"modules": Nullable(TEXTS), "optimizer_class": Nullable(TEXT), "notes": TEXTS, "optimizer_groups": ListOf(OBJECT)},
-    Names,
+    {
+        "modules": nullable(TEXTS),
+        "optimizer_class": nullable(TEXT),
+        "notes": TEXTS,
+        "optimizer_groups": list_of(OBJECT),
+    },
 )
 
 

@@ -19,15 +19,15 @@ from ckpttool.json_schema import (
     SHAPE,
     TEXT,
     TEXTS,
-    AnyKind,
-    ListOf,
-    MapOf,
-    Nullable,
-    ObjectOf,
-    Record,
+    Members,
     check,
     check_schema,
+    list_of,
+    map_of,
+    nullable,
+    object_of,
     one_of,
+    record,
 )
 
 SCHEMA = "ckpttool.plan/1"
@@ -117,6 +117,12 @@ class Plan:
         return tuple(dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped]))
 
     @property
+    def reads(self) -> set[tuple[str, str]]:
+        """The section and the key of everything that it moves, computes with, or leaves out."""
+        moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
+        return moved | {(gone.section, gone.key) for gone in self.dropped}
+
+    @property
     def is_renames(self) -> bool:
         """True where every output is a rename: such a plan moves bytes only and needs no torch."""
         return all(isinstance(output.source, Ref) for output in self.outputs)
@@ -152,7 +158,7 @@ class Plan:
         ``modules`` is added where ``_metadata`` follows the renames, ``runs`` where a model's own code computes.
         """
         written = PLAN.write(self)
-        return {"schema": SCHEMA, **{name: value for name, value in written.items() if value or name in PLAN.needs}}
+        return {"schema": SCHEMA, **{name: value for name, value in written.items() if value or name in _NEEDS}}
 
     @staticmethod
     def from_json(value: Any, source: str = "the plan") -> Plan:
@@ -166,40 +172,35 @@ class Plan:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class _MadeOf(ListOf):
-    """Names, each with the expression that it is; here a mapping."""
-
-    def read(self, value: Any) -> Any:
-        return {one["name"]: EXPRESSION.read(one["from"]) for one in value}
-
-    def write(self, made: Mapping[str, Expression]) -> list[Any]:
-        return [{"name": name, "from": EXPRESSION.write(source)} for name, source in made.items()]
-
-
-_PLACE: Mapping[str, AnyKind] = {"section": TEXT, "key": TEXT}
-_SOURCES = _MadeOf(ObjectOf({"name": TEXT, "from": EXPRESSION}), unique="name")
-_GROUP = Record({"params": TEXTS, "like": Nullable(COUNT)}, {"options": MapOf(ex.ARGUMENT)}, GroupMove)
-_MOVE = Record(
-    {"section": TEXT, "form": one_of("id", "fqn", "flat"), "groups": ListOf(_GROUP), "params": _SOURCES},
-    {"shapes": MapOf(SHAPE)},
+_PLACE: Members = {"section": TEXT, "key": TEXT}
+# Names, each with the expression that it is; here a mapping.
+_SOURCES = replace(
+    list_of(object_of({"name": TEXT, "from": EXPRESSION}), unique="name"),
+    read=lambda value: {one["name"]: EXPRESSION.read(one["from"]) for one in value},
+    write=lambda made: [{"name": name, "from": EXPRESSION.write(source)} for name, source in made.items()],
+)
+_GROUP = record(GroupMove, {"params": TEXTS, "like": nullable(COUNT)}, {"options": map_of(ex.ARGUMENT)})
+_MOVE = record(
     OptimizerMove,
-    {"params": "sources"},
+    {"section": TEXT, "form": one_of("id", "fqn", "flat"), "groups": list_of(_GROUP), "params": _SOURCES},
+    {"shapes": map_of(SHAPE)},
+    called={"params": "sources"},
 )
-_RUN = Record(
-    {"section": TEXT, "way": one_of(*ex.BY_CODE), "model": TEXT, "kwargs": OBJECT, "given": _SOURCES}, of=ModelRun
+_RUN = record(
+    ModelRun, {"section": TEXT, "way": one_of(*ex.BY_CODE), "model": TEXT, "kwargs": OBJECT, "given": _SOURCES}
 )
-PLAN = Record(
-    {
-        "outputs": ListOf(Record({**_PLACE, "from": EXPRESSION}, of=Output, called={"from": "source"})),
-        "dropped": ListOf(Record({**_PLACE, "reason": TEXT}, of=Dropped)),
-    },
-    {
-        "modules": ListOf(Record({"section": TEXT, "old": TEXT, "new": TEXT}, of=ModuleRename)),
-        "runs": ListOf(_RUN),
-        "optimizers": ListOf(_MOVE, unique="section"),
-    },
+_NEEDS: Members = {
+    "outputs": list_of(record(Output, {**_PLACE, "from": EXPRESSION}, called={"from": "source"})),
+    "dropped": list_of(record(Dropped, {**_PLACE, "reason": TEXT})),
+}
+PLAN = record(
     Plan,
+    _NEEDS,
+    {
+        "modules": list_of(record(ModuleRename, {"section": TEXT, "old": TEXT, "new": TEXT})),
+        "runs": list_of(_RUN),
+        "optimizers": list_of(_MOVE, unique="section"),
+    },
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -44,6 +44,12 @@ def plural(n: int, word: str) -> str:
     if word.endswith("y") and word[-2:-1] not in "aeiou":
         return f"{number(n)} {word[:-1]}ies"
     return f"{number(n)} {word}s"
+
+
+def some(words: Sequence[str], most: int = 5) -> str:
+    """The first of them, and how many more there are: ``a, b and 1,000 more``."""
+    more = f" and {number(len(words) - most)} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def a(value: object) -> str:

@@ -1,6 +1,6 @@
 """The names of from_pretrained: read, written, compared and swapped, with transformers as oracle.
 
-`CKPTTOOL_MODELS=all` tries every model of `pretrained_models`.
+`CKPTTOOL_PRETRAINED=all` tries every model of `pretrained_models`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
     int(transformers.__version__.split(".")[0]) < 5, reason="transformers 4 keeps no mapping of names as data"
 )
-ALL = os.environ.get("CKPTTOOL_MODELS") == "all"
+ALL = os.environ.get("CKPTTOOL_PRETRAINED") == "all"
 MODELS = [*FEW, *MANY] if ALL else list(FEW)
 State = dict[str, torch.Tensor]
 

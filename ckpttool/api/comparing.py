@@ -10,6 +10,7 @@ from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
+from ckpttool.io import work
 from ckpttool.io.together.job import only_first
 from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions
@@ -37,6 +38,7 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
     from ckpttool.operands.model import ModelOperand, operand_of
+    from ckpttool.operands.settled import settled
     from ckpttool.queries.diff.run import run
 
     if options.comparison is None:
@@ -48,9 +50,11 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
         if right is not None and other is None:
             raise CkptError(f"{left} is a names file, and is compared with a model", hint="leave the checkpoint out")
         return _judged(contract.run(str(left), other or operand_of(options), options), options)
-    first, second = (None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right))
     model = operand_of(options)
-    found = run(first, second, options, model)
+    opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
+    first, second = (None if ckpt is None else settled(ckpt, model) for ckpt in opened)
+    with options.comparing(first, second):
+        found = run(first, second, options, model)
     if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):
         # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
         return _judged(found, options)
@@ -76,9 +80,9 @@ def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
     from ckpttool.queries.diff.steps import compare_steps
 
     only_first()
-    if isinstance(run, str):
-        return compare_steps(steps_in(run), run, options)
-    return compare_steps(natural(run), "", options)
+    found, folder = (steps_in(run), run) if isinstance(run, str) else (natural(run), "")
+    with work.doing(f"comparing {len(found)} checkpoints", None):
+        return compare_steps(found, folder, options)
 
 
 @takes(DiffOptions)
@@ -93,7 +97,9 @@ def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since
 
     if options.comparison is None:
         only_first()
-    return compare_since(open_checkpoint(base), open_checkpoint(left), open_checkpoint(right), options)
+    three = open_checkpoint(base), open_checkpoint(left), open_checkpoint(right)
+    with options.comparing(*three, *three):  # each is compared with each
+        return compare_since(*three, options)
 
 
 def _judged(diff: Diff, options: DiffOptions) -> Diff:

@@ -11,11 +11,12 @@ from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
+from ckpttool.io import work
 
 if TYPE_CHECKING:
     from ckpttool.edits.remap.result import Remap
     from ckpttool.edits.swap.swap import Swap
-    from ckpttool.edits.write import Progress
+    from ckpttool.io.work import Progress
     from ckpttool.live.swap import Swapped
 
 
@@ -40,12 +41,12 @@ def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = Non
 def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None) -> Remap:
     """`remap`, with its options as a value."""
     from ckpttool.edits.run import run, undone
-    from ckpttool.edits.write import quiet
 
     options.check(ckpt if isinstance(ckpt, str) else None)
     if options.undo:
         return undone(ckpt, options)
-    return run(_with_values(ckpt), options, progress or quiet)
+    with work.shown(progress):
+        return run(_with_values(ckpt), options)
 
 
 @takes(SwapOptions)
@@ -68,10 +69,10 @@ def swap_weights(
 def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Progress | None = None) -> Swap:
     """`swap_weights` into a file, with its options as a value."""
     from ckpttool.edits.swap.run import run
-    from ckpttool.edits.write import quiet
 
     options.check()
-    return run(program, _with_values(new), options, progress or quiet)
+    with work.shown(progress):
+        return run(program, _with_values(new), options)
 
 
 def write(checkpoint: Checkpoint, out: str, **options: Any) -> None:

@@ -11,6 +11,7 @@ from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckpttool.cli.streams import quiet
+from ckpttool.cli.summary import watched
 from ckpttool.limits import limited, raised
 from ckpttool.options import Argument, Option, option
 
@@ -57,7 +58,8 @@ def with_common(function: Callable[..., int | None]) -> Callable[..., int | None
 
     def command(**given: Any) -> int | None:
         given.pop("no_defaults", None)
-        with limited(raised(given.pop("limit", None) or ())), quiet(given.pop("quiet", False)):
+        limits, is_quiet, verbose = (given.pop(name, None) for name in ("limit", "quiet", "verbose"))
+        with limited(raised(limits or ())), quiet(bool(is_quiet)), watched(bool(verbose)):
             return function(**given)
 
     signature = Signature.from_callable(function)
@@ -89,6 +91,12 @@ _COMMON = (
         ),
     ),
     _common("quiet", bool, False, option("-q", "--quiet", help="Print errors only; the exit status is the answer.")),
+    _common(
+        "verbose",
+        bool,
+        False,
+        option("-v", "--verbose", help="Say on stderr what was read, moved, computed and fetched, and the time."),
+    ),
     _common(
         "no_defaults",
         bool,

@@ -14,7 +14,7 @@ from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
-from ckpttool.edits.write import Progress, Writer, prove, quiet
+from ckpttool.edits.write import Writer, prove
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
@@ -31,6 +31,7 @@ from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import Target, target_for
+from ckpttool.operands.settled import settled
 from ckpttool.plan import Plan
 from ckpttool.words import shell
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ckpttool.edits.rules.steps import Step as RuleStep
 
 
-def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -> Remap:
+def run(source: Checkpoint, options: RemapOptions) -> Remap:
     """What `options` make of `source`, written where they name an output and ask for no dry run.
 
     Raises `Refused`, all problems at once, where the remap would lose, collide or guess, and `CkptError` where an
@@ -51,7 +52,6 @@ def run(source: Checkpoint, options: RemapOptions, progress: Progress = quiet) -
         not options.no_fsync,
         options.verify,
         options.link,
-        progress,
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
@@ -92,8 +92,8 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     """What is to be written: a saved plan carried out, or the one that the options ask for."""
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
-        return by_plan(source, plan, _runners(plan, model, _to_operand(options, model)))
-    source = made_whole(source)
+        return by_plan(source.read_for(plan.reads), plan, _runners(plan, model, _to_operand(options, model)))
+    source = made_whole(settled(source, model))
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
@@ -144,7 +144,7 @@ def _request(
         names=names,
         to=form,
         source_form=options.source_form,
-        like=_like(options),
+        like=_like(options, model),
         rules=() if steps else rules,
         rule_steps=steps,
         select=options.select,
@@ -252,8 +252,8 @@ def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, name
     return replace(done, form=options.to, notes=(*source.notes, *done.notes))
 
 
-def _like(options: RemapOptions) -> Section | None:
+def _like(options: RemapOptions, model: ModelOperand | None) -> Section | None:
     if options.like is None:
         return None
     other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
-    return model_section(other)
+    return model_section(settled(other, model))

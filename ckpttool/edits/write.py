@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import edit_in_place, sources, write_file, write_folder
+from ckpttool.io import edit_in_place, sources, work, write_file, write_folder
 from ckpttool.io.edit_in_place import Written
-from ckpttool.io.files import files_of, is_dir, names_in
+from ckpttool.io.files import files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Pieces, Ready
@@ -27,14 +27,6 @@ from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
-
-# Told of each long piece of work: its title and its bytes, then within it of the bytes that are done.
-Progress = Callable[[str, int], AbstractContextManager["Callable[[int], object]"]]
-
-
-def quiet(title: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
-    """A `Progress` that shows nothing."""
-    return nullcontext(lambda count: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +39,6 @@ class Writer:
     fsync: bool = True
     verify: bool = False
     link: str = "copy"
-    progress: Progress = quiet
 
     def check(self, target: Target) -> None:
         """Raises `CkptError` where OUT cannot or must not be written."""
@@ -75,7 +66,7 @@ class Writer:
                 self._put(files[place.name], out)
             return
         digest = hashlib.blake2b() if self.verify and not is_url(out) else None
-        with self.progress(out, sum(piece.nbytes for piece in pieces)) as advance:
+        with work.doing(out, sum(piece.nbytes for piece in pieces), "written"):
             write_file.write(
                 pieces,
                 out,
@@ -83,7 +74,6 @@ class Writer:
                 in_place=self.in_place,
                 readers_of=self._read,
                 fsync=self.fsync,
-                progress=advance,
                 digest=digest,
             )
         if digest is not None:
@@ -119,7 +109,7 @@ class Writer:
 
     def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
         digests: dict[str, Digest] | None = {} if self.verify and not is_url(folder) else None
-        with self.progress(folder, _nbytes(files)) as advance:
+        with work.doing(folder, _nbytes(files), "written"):
             write_folder.write_folder(
                 files,
                 folder,
@@ -129,7 +119,6 @@ class Writer:
                 replace=self.force or self.in_place,
                 readers_of=self._read,
                 fsync=self.fsync,
-                progress=advance,
                 digests=digests,
             )
         if digests is not None:
@@ -146,7 +135,7 @@ class Writer:
             from ckpttool.io.write_remote import replaced
 
             able = send.can(out) and (files is None or self.link == "copy")
-            if not able or (files is not None and job.of_first(lambda: bool(replaced(files, out, stale)))):
+            if not able or (files is not None and job.of_first("replaces", lambda: bool(replaced(files, out, stale)))):
                 job.only_first()
         return current()
 
@@ -154,18 +143,18 @@ class Writer:
         from ckpttool.io import write_remote
         from ckpttool.io.together import send
 
-        with self.progress(folder, _nbytes(files)) as advance:
+        with work.doing(folder, _nbytes(files), "written"):
             again = plan if self.fsync else None
-            with send.sent(job, files, {name: join(folder, name) for name in files}, again, advance) as contents:
+            with send.sent(job, files, {name: join(folder, name) for name in files}, again) as contents:
                 write_remote.complete(contents, folder, replace=replace)
 
     @contextmanager
     def _made(self, job: Job, files: Files, out: str, home: Path, plan: object) -> Iterator[Contents]:
         from ckpttool.io.together import make
 
-        with self.progress(out, _nbytes(files)) as advance:
+        with work.doing(out, _nbytes(files), "written"):
             again = self.fsync and plan is not None
-            asked = make.Asked(plan, self.link, self.fsync, self.verify, again, advance)
+            asked = make.Asked(plan, self.link, self.fsync, self.verify, again)
             with make.made(job, files, out, home, asked) as ready:
                 yield ready
 
@@ -216,15 +205,21 @@ def _of_ranks(folder: str, pattern: str) -> set[str]:
 
 def _prove_bytes(digests: Mapping[str, Digest]) -> None:
     """Raises `CkptError` where the disk does not hold what was written, to the byte."""
-    problems = [
-        Problem("other bytes on the disk than were written", path)
-        for path, digest in digests.items()
-        if digest_on_disk(path) != digest.digest()
-    ]
+    with work.doing(f"verifying {_and_more(digests)}", sum(map(size, digests))):
+        problems = [
+            Problem("other bytes on the disk than were written", path)
+            for path, digest in digests.items()
+            if digest_on_disk(path) != digest.digest()
+        ]
     if problems:
         raise CkptError(
             "what was written is not what the disk holds", hint="check the disk, and do not use it", problems=problems
         )
+
+
+def _and_more(paths: Collection[str]) -> str:
+    first, *more = paths
+    return f"{first} and {len(more)} more" if more else first
 
 
 def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> None:
@@ -232,6 +227,9 @@ def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | N
 
     `written` is the index of `out`, where it is not the usual one.
     """
-    problems = verify(written or open_checkpoint(out), expected)
+    found = written or open_checkpoint(out)
+    sides = 1 if isinstance(expected, Mapping) else 2
+    with work.doing(f"verifying {out}", sides * sum(section.nbytes for section in found.sections)):
+        problems = verify(found, expected)
     if problems:
         raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)

@@ -42,7 +42,7 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
 
 def _check_operators(plan: Plan) -> None:
     """Raises `CkptError` with every output that is made by an operator that no plan may hold."""
-    names = ((name, output.key) for output in plan.outputs for name in operators.operators_in(output.source))
+    names = ((name, output.key) for output in plan.outputs for name in ex.operators(output.source))
     found = dict.fromkeys((operators.problem(name), key) for name, key in names if name not in (ex.OPAQUE, *ex.BY_CODE))
     problems = [Problem(said, key) for said, key in found if said is not None]
     if problems:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckpttool.checkpoint import Checkpoint, Comparable, Digested, ExtraEntry, Lazy, Span, Storage, TensorEntry
+from ckpttool.checkpoint import (
+    Checkpoint,
+    Comparable,
+    Digested,
+    ExtraEntry,
+    Lazy,
+    Meaningful,
+    Span,
+    Storage,
+    TensorEntry,
+)
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem
 from ckpttool.evaluate import with_numpy
@@ -30,6 +40,8 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
         return False
     if _is_digest(left) or _is_digest(right):
         return _same_digest(left, right)
+    if _meaning(left) != _meaning(right):
+        return False
     if left.identity == right.identity:
         return True
     if left.storage is None or right.storage is None:
@@ -39,6 +51,11 @@ def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry)
         return same_data(mine, yours)
     pairs = with_numpy.in_step(elements(left), elements(right), itemsize(left.dtype))
     return all(a == b for a, b in pairs)
+
+
+def _meaning(entry: TensorEntry) -> str:
+    payload = entry.payload  # asking a protocol of None for each of many entries takes time
+    return payload.meaning if payload is not None and isinstance(payload, Meaningful) else ""
 
 
 def same_objects(left: ExtraEntry, right: ExtraEntry) -> bool:
@@ -128,7 +145,7 @@ Fingerprints = Mapping[tuple[str, str], tuple[object, ...]]
 
 def fingerprints(checkpoint: Checkpoint) -> Fingerprints:
     """What a checkpoint holds, without its files: by section and key the dtype, the shape and a hash of the bytes."""
-    return {at: fingerprint(entry) for at, entry in _entries(checkpoint).items()}
+    return {at: fingerprint(entry) for at, entry in checkpoint.entries().items()}
 
 
 def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
@@ -184,22 +201,17 @@ def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Pro
 
     Fingerprints stand for a checkpoint whose own files are no longer there: they were replaced.
     """
-    have = _entries(written)
+    want: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected
+    have = written.read_for(want).entries()
     if isinstance(expected, Checkpoint):
-        want: Mapping[tuple[str, str], object] = _entries(expected)
-        differ = [at for at, entry in _entries(expected).items() if at in have and not same_values(entry, have[at])]
+        differ = [at for at, entry in expected.entries().items() if at in have and not same_values(entry, have[at])]
     else:
-        want = expected
         differ = [
             at for at, entry in expected.items() if at in have and (None in entry or fingerprint(have[at]) != entry)
         ]
     problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
     problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
     return problems + [Problem("other bytes in the output", _place(*at)) for at in differ]
-
-
-def _entries(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
-    return {(section.path, key): entry for section in checkpoint.sections for key, entry in section.by_key().items()}
 
 
 def _place(section: str, key: str) -> str:

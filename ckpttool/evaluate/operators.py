@@ -9,13 +9,12 @@ Needs no torch: a check is given tensors, and asks them what they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import isfinite
 from typing import Any
 
-from ckpttool.expression import Argument, Op
 from ckpttool.limits import limits
 
 Arguments = Mapping[str, Any]  # by their names in torch's schema; what is left out is not there
@@ -35,18 +34,6 @@ class Operator:
 def problem(name: str) -> str | None:
     """Why no expression may hold the operator of that name; None where it may."""
     return None if name in OPERATORS else f"{name[:100]!r} is not an operator that a plan may hold"
-
-
-def operators_in(node: Argument) -> Iterator[str]:
-    """The names of the operators of an expression, with repeats."""
-    if isinstance(node, Op):
-        yield node.op
-        yield from operators_in(node.args)
-        for _, value in node.kwargs:
-            yield from operators_in(value)
-    elif isinstance(node, tuple):
-        for item in node:
-            yield from operators_in(item)
 
 
 def is_integer(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, co
 from ckpttool.dtypes import PLAIN
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem, sizes, unfit
-from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
+from ckpttool.expression import Argument, Expression, Op, Ref, Special, parts, refs
 from ckpttool.io.ranges import read_all, read_span
 from ckpttool.limits import limits
 from ckpttool.words import a, human_bytes
@@ -87,7 +87,7 @@ def evaluate(expression: Expression, load: Load) -> torch.Tensor:
     device = next((leaf.device for leaf in leaves.values()), torch.device("cpu"))
     held = _Held(leaves.values())
     known: dict[int, Any] = {}  # a part that occurs twice is computed once, and kept
-    repeated = {node for node, count in Counter(map(id, _operations(expression))).items() if count > 1}
+    repeated = {node for node, count in Counter(map(id, parts(expression))).items() if count > 1}
 
     def value(node: Argument) -> Any:
         if isinstance(node, Ref):
@@ -114,16 +114,6 @@ def evaluate(expression: Expression, load: Load) -> torch.Tensor:
     if not isinstance(result, torch.Tensor):
         raise CkptError(f"an expression gives {a(result)}, not a tensor", hint="check the plan")
     return result
-
-
-def _operations(node: Argument) -> Iterator[Op]:
-    if isinstance(node, Op):
-        yield node
-        for part in (*node.args, *(value for _, value in node.kwargs)):
-            yield from _operations(part)
-    elif isinstance(node, tuple):
-        for part in node:
-            yield from _operations(part)
 
 
 def _apply(name: str, args: list[Any], kwargs: dict[str, Any], device: torch.device, held: _Held) -> Any:
@@ -301,9 +291,8 @@ def load(entry: TensorEntry) -> torch.Tensor:
     if isinstance(data, Lazy):
         whole = read_all(data)
         return torch.frombuffer(whole, dtype=dtype).as_strided(entry.shape, entry.stride, entry.offset)
-    count = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride))
     size = dtype.itemsize
-    read = read_span(Span(data.path, data.offset + entry.offset * size, count * size))
+    read = read_span(Span(data.path, data.offset + entry.offset * size, (entry.end - entry.offset) * size))
     return torch.frombuffer(read, dtype=dtype).as_strided(entry.shape, entry.stride)
 
 

@@ -12,6 +12,7 @@ from ckpttool.checkpoint import Checkpoint, Resolvable, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import row_major
 from ckpttool.formats.form_mark import write_form
+from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.table import FORMATS, Format
 
 
@@ -36,6 +37,13 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
             f"storages of no tensor that is understood would be lost: {target.title} has no place for them",
             hint=f"leave them out: {' '.join('--drop ' + quote(problem.key) for problem in lost[:3])}",
             problems=lost,
+        )
+    apart = [] if target.name in ("safetensors", "sharded") else torchao.come_apart(checkpoint)
+    if apart:
+        raise Refused(
+            f"tensors of torchao would come apart: {target.title} has no place for what says which parts are one",
+            hint=f"let torchao put them together: {torchao.joined(checkpoint.source)}",
+            problems=apart,
         )
     fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
     fitted = write_form(fitted, tensors_only=target.tensors_only)

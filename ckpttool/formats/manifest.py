@@ -38,49 +38,50 @@ from ckpttool.json_schema import (
     SHAPE,
     TEXT,
     TEXTS,
-    Kind,
-    ListOf,
-    Nullable,
-    ObjectOf,
     check,
+    list_of,
+    nullable,
+    object_of,
     one_of,
+    plain,
 )
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:ckpttool:manifest:1"
 _AGAIN = "write it again: ckpttool inspect CKPT --manifest FILE"
 _DENSE = "strided"
+_DEEPEST = 64  # folders inside each other behind a URL
 _FILE, _TENSORS, _EXTRAS, _UNREACHED = "file", "tensors", "extras", "unreached"
 
-_SHA256 = Kind(
+_SHA256 = plain(
     "a SHA-256 in hexadecimal",
     lambda value: isinstance(value, str) and _is_sha256(value),
     {"type": "string", "pattern": "^[0-9a-f]{64}$"},
 )
-_TENSOR = ObjectOf(
-    {"key": TEXT, "dtype": DTYPE, "shape": SHAPE, "bytes": COUNT, "kind": TEXT, "sha256": Nullable(_SHA256)},
-    {"alias_of": Nullable(TEXT)},
+_TENSOR = object_of(
+    {"key": TEXT, "dtype": DTYPE, "shape": SHAPE, "bytes": COUNT, "kind": TEXT, "sha256": nullable(_SHA256)},
+    {"alias_of": nullable(TEXT)},
 )
-_EXTRA = ObjectOf({"key": TEXT, "sha256": Nullable(_SHA256)})
-_SECTION = ObjectOf(
+_EXTRA = object_of({"key": TEXT, "sha256": nullable(_SHA256)})
+_SECTION = object_of(
     {
         "path": TEXT,
         "kind": one_of("state_dict", "optimizer", "other"),
-        "tensors": ListOf(_TENSOR, unique="key"),
-        "extras": ListOf(_EXTRA, unique="key"),
+        "tensors": list_of(_TENSOR, unique="key"),
+        "extras": list_of(_EXTRA, unique="key"),
     }
 )
-MANIFEST_KIND = ObjectOf(
+MANIFEST_KIND = object_of(
     {
         "_type": one_of(STATEMENT),
-        "subject": ListOf(ObjectOf({"name": TEXT, "digest": ObjectOf({"sha256": _SHA256})}), unique="name"),
+        "subject": list_of(object_of({"name": TEXT, "digest": object_of({"sha256": _SHA256})}), unique="name"),
         "predicateType": one_of(PREDICATE),
-        "predicate": ObjectOf(
+        "predicate": object_of(
             {
                 "format": TEXT,
-                "sections": ListOf(_SECTION, unique="path"),
+                "sections": list_of(_SECTION, unique="path"),
                 "others": TEXTS,
-                "unreached": ListOf(ObjectOf({"path": TEXT, "bytes": COUNT, "sha256": _SHA256}), unique="path"),
+                "unreached": list_of(object_of({"path": TEXT, "bytes": COUNT, "sha256": _SHA256}), unique="path"),
             }
         ),
     }
@@ -101,7 +102,7 @@ def statement(checkpoint: Checkpoint, path: str, leave_out: Iterable[str] = ()) 
     """
     without = set(map(os.path.realpath, leave_out))
     names = {name: file for name, file in _files(path).items() if os.path.realpath(file) not in without}
-    digests = answers(dict(_digests(checkpoint, names)))
+    digests = answers(f"hashing {path}", dict(_digests(checkpoint, names)))
     return {
         "_type": STATEMENT,
         "subject": [{"name": name, "digest": {"sha256": digests[_FILE, name]}} for name in names],
@@ -171,15 +172,23 @@ def _without_tensors(value: Any) -> Any:
 def _files(source: str) -> dict[str, str]:
     """The checkpoint's files by their names in its folder: all files below it, since any may be a part of it."""
     if paths.is_url(source):
-        if not files.is_dir(source):
-            return {paths.name(source): source}
-        found = [paths.join(source, name) for name in files.names_in(source)]
-    elif os.path.isdir(source):
+        return dict(_below(source)) if files.is_dir(source) else {paths.name(source): source}
+    if os.path.isdir(source):
         within = (os.path.join(home, name) for home, _, names in os.walk(source) for name in names)
         return {os.path.relpath(path, source): path for path in sorted(within) if files.is_file(path)}
-    else:
-        found = files.files_of(source)
-    return {paths.name(path): path for path in sorted(found) if files.is_file(path)}
+    return {paths.name(path): path for path in sorted(files.files_of(source)) if files.is_file(path)}
+
+
+def _below(folder: str, way: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """The files behind a URL and in all folders below it, each by its way from there."""
+    if depth > _DEEPEST:
+        raise CkptError(f"{folder}: more than {_DEEPEST} folders inside each other", hint="name one of them")
+    for name in files.names_in(folder):
+        path = paths.join(folder, name)
+        if files.is_dir(path):
+            yield from _below(path, f"{way}{name}/", depth + 1)
+        elif files.is_file(path):
+            yield f"{way}{name}", path
 
 
 def _of_file(path: str) -> str:
@@ -246,5 +255,5 @@ def other_files(manifest: Checkpoint, path: str) -> list[str]:
     assert isinstance(subjects, dict)
     both = [name for name in subjects if name in have]
     asked = {name: Question(name, files.size(have[name]), partial(_of_file, have[name])) for name in both}
-    digests = answers(asked)
+    digests = answers("hashing files", asked)
     return [name for name, digest in subjects.items() if digests.get(name) != digest]

@@ -19,7 +19,7 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 def _open(path: str) -> Checkpoint:
     from ckpttool.formats.recognise_file import sniff
-    from ckpttool.formats.recognise_folder import DCP_METADATA, locate
+    from ckpttool.formats.recognise_folder import DCP_METADATA, locate, states_beside
 
     if files.is_glob(path):
         return FORMATS["rank_files"].read(path)
@@ -28,4 +28,7 @@ def _open(path: str) -> Checkpoint:
     if not files.is_dir(path):
         return FORMATS[sniff(path)].read(path)
     found = locate(path)
-    return replace(FORMATS[found.format].read(found.path), source=path)
+    checkpoint = FORMATS[found.format].read(found.path)
+    beside = checkpoint.beside or states_beside(path)
+    said = (f"{', '.join(beside)}: beside it, carried from folder to folder",) if beside else ()
+    return replace(checkpoint, source=path, notes=(*checkpoint.notes, *said))

@@ -25,7 +25,12 @@ _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(safetensors|bin)")
 _ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".distcp", ".metadata", ".ot", ".tflite")
 # What a trainer saves beside the weights; never meant where there is anything else.
-_BESIDE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)")
+_BESIDE = re.compile(
+    r"(training_args|optimizer(_\d+)?|scheduler(_\d+)?|sampler(_\d+)?|scaler|rng_state.*|random_states.*)\.(bin|pt|pth)"
+)
+# What accelerate saves under FSDP: a folder or a file for each model and each optimizer, or files of the ranks.
+_FSDP = re.compile(r"(?P<kind>pytorch_model_fsdp|optimizer)(_(?P<number>\d+))?(\.bin)?")
+_FSDP_RANK = re.compile(r"((pytorch_model_fsdp|optimizer)(_\d+)?_rank)\d+\.bin")
 _OPTIMIZER = re.compile(r"optimizer\.(bin|pt|pth)")
 _DEEPSPEED = re.compile(r"(.*_)?(mp_rank_\d+|zero_pp_rank_\d+_.*)_?(model|optim)_states\.pt")
 
@@ -67,12 +72,68 @@ def _candidates(folder: str, names: list[str]) -> list[Found]:
         return [Found("dcp", folder)]
     if _is_deepspeed(folder, names):
         return [Found("deepspeed", _step_of(folder, names))]
+    ranks = dict.fromkeys(found[1] for found in map(_FSDP_RANK.fullmatch, files) if found)
+    if ranks:
+        raise _files_of_ranks(folder, list(ranks))
+    if is_fsdp(folder):
+        return [Found("accelerate", folder)]
     found = [Found("sharded", join(folder, name)) for name in files if INDEX.fullmatch(name)]
     shards = {shard for index in found for shard in _shards_of(index.path)}
     single = [name for name in files if name.endswith(_ENDINGS) and not (_SHARD.fullmatch(name) or name in shards)]
     weights = [name for name in single if not _BESIDE.fullmatch(name)]
     single = weights if weights or found or parts_in(folder, names) else single
     return found + [Found("", join(folder, name)) for name in single]
+
+
+def fsdp_parts(folder: str) -> dict[str, str]:
+    """What accelerate saved in the folder under FSDP: ``model``, ``optimizer``, ``model_1`` … -> its name there.
+
+    Raises `CkptError` where two are of one model: of two runs with other settings.
+    """
+    found: dict[str, str] = {}
+    for name in names_in(folder):
+        match = _FSDP.fullmatch(name)
+        if match is None or is_dir(join(folder, name)) == name.endswith(".bin"):
+            continue
+        section = "model" if match["kind"] != "optimizer" else "optimizer"
+        section += f"_{match['number']}" if int(match["number"] or 0) else ""
+        if section in found:
+            raise CkptError(
+                f"{folder} holds the same twice, as accelerate saves it with other settings",
+                hint=f"name one of them: {quote(join(folder, name))}",
+                problems=[Problem(f"a part of the checkpoint: {section}", own) for own in (found[section], name)],
+            )
+        found[section] = name
+    return dict(sorted(found.items()))
+
+
+def is_fsdp(folder: str) -> bool:
+    """Whether accelerate saved a model in the folder under FSDP."""
+    return any(section.startswith("model") for section in fsdp_parts(folder))
+
+
+def weights_beside(folder: str) -> tuple[str, ...]:
+    """Files with weights in a folder of accelerate's that are no part of it: the Trainer's own copy."""
+    parts = set(fsdp_parts(folder).values())
+    names = (name for name in names_in(folder) if name.endswith(_ENDINGS) and name not in parts)
+    return tuple(name for name in names if not _BESIDE.fullmatch(name) and is_file(join(folder, name)))
+
+
+def states_beside(folder: str) -> tuple[str, ...]:
+    """What is saved beside the weights to go on with training: of the scheduler, random numbers, the user's own."""
+    parts = set(fsdp_parts(folder).values())
+    names = (name for name in names_in(folder) if _BESIDE.fullmatch(name) or name.endswith(".pkl"))
+    return tuple(name for name in names if name not in parts and is_file(join(folder, name)))
+
+
+def _files_of_ranks(folder: str, stems: list[str]) -> CkptError:
+    globs = [join(folder, f"{stem}*.bin") for stem in stems]
+    model = next((found for found in globs if "pytorch_model_fsdp" in found), globs[0])
+    return CkptError(
+        f"{folder} holds files of ranks, as accelerate saves them without torch.distributed.checkpoint",
+        hint=f"name those of all ranks together: {quote(model)}",
+        problems=[Problem("the files of all ranks", found) for found in globs],
+    )
 
 
 def parts_in(folder: str, names: list[str]) -> list[str]:
@@ -170,8 +231,9 @@ def companions(folder: str) -> dict[str, str]:
     Hidden files, subfolders and whatever holds weights are left out; what a trainer saves beside them is not.
     """
     found = {}
+    read = set(fsdp_parts(folder).values()) if is_fsdp(folder) else set()
     for name in names_in(folder):
-        weights = name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) and not _BESIDE.fullmatch(name)
+        weights = (name.endswith((*_ENDINGS, *_OTHER_WEIGHTS)) and not _BESIDE.fullmatch(name)) or name in read
         weights = weights or INDEX.fullmatch(name) is not None
         path = None if name.startswith(".") or weights else safe_path(folder, name)
         if path is not None and is_file(path):

@@ -8,9 +8,7 @@ from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
 from ckpttool.keys import is_flat
-from ckpttool.words import human_bytes, plural
-
-_NAMED = 5  # storages that are listed
+from ckpttool.words import human_bytes, plural, some
 
 _GATHER = "`ckpttool remap FOLDER -o whole.pt` gathers them from the folder of all ranks' files"
 PLACEHOLDER = (
@@ -46,10 +44,9 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _unreached(storages: Sequence[Unreached]) -> str:
-    names = ", ".join(storage.path for storage in storages[:_NAMED])
-    more = f" and {len(storages) - _NAMED} more" if len(storages) > _NAMED else ""
+    names = some([storage.path for storage in storages])
     size = human_bytes(sum(storage.storage.nbytes for storage in storages))
-    return f"{plural(len(storages), 'storage')} ({size}) of no tensor that is understood: {names}{more}"
+    return f"{plural(len(storages), 'storage')} ({size}) of no tensor that is understood: {names}"
 
 
 def _partitioned(section: Section) -> str:

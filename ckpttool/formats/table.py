@@ -91,6 +91,7 @@ TABLE = (
     ),
     Format("rank_files", "ranks.files", "files of the ranks of one run (torch.save)", ()),
     Format("deepspeed", "deepspeed.folder", "DeepSpeed folder (ZeRO, universal)", ()),
+    Format("accelerate", "accelerate", "accelerate's folder of an FSDP run", ()),
     Format(
         "dcp", "dcp.folder", "torch.distributed.checkpoint folder", (".metadata", ".dcp"), folder=True, pickled=True
     ),

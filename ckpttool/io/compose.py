@@ -15,9 +15,10 @@ from itertools import pairwise
 from typing import Any
 
 from ckpttool.checkpoint import Span
+from ckpttool.io import work
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Piece, Pieces, Progress
+from ckpttool.io.pieces import Piece, Pieces
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import check_assumed, filesystem, stat
@@ -209,7 +210,7 @@ class Upload:
                 after, more = said.get("NextPartNumberMarker", 0), said.get("IsTruncated", False)
         return found
 
-    def fill(self, made: Plan, progress: Progress | None = None) -> None:
+    def fill(self, made: Plan) -> None:
         """Sends the parts, and has the others copied, several at a time."""
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
             answers: list[tuple[int, Future[dict[str, Any]]]] = []
@@ -221,8 +222,7 @@ class Upload:
                         answers[-1][1].result()  # so that never many are in memory
                 for nbytes, answer in answers:
                     self.parts.append(answer.result())
-                    if progress is not None:
-                        progress(nbytes)
+                    work.has_written(nbytes)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

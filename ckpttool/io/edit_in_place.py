@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpttool.errors import CkptError
-from ckpttool.io import edit_journal
+from ckpttool.io import edit_journal, work
 from ckpttool.io.edit_journal import Change
 from ckpttool.io.journal import settle
 from ckpttool.io.kernel import NOT_HERE
@@ -75,7 +75,9 @@ def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Wri
             if error.errno in NOT_HERE and any(change.patch.shift for change in changes.values()):
                 return Written("copied", reason=_NO_ROOM)
             raise
-    return Written("edited", sum(change.patch.nbytes for change in changes.values()))
+    nbytes = sum(change.patch.nbytes for change in changes.values())
+    work.has_written(nbytes)
+    return Written("edited", nbytes)
 
 
 def undo(path: str, *, fsync: bool) -> None:

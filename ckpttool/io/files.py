@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url, parent
 
@@ -60,9 +60,17 @@ class LocalFile(io.BufferedReader):
         """Bytes of the file."""
         return os.fstat(self.fileno()).st_size
 
+    def read(self, count: int | None = -1, /) -> bytes:
+        """The next `count` bytes (default: all), fewer at the end of the file."""
+        data = super().read(count)
+        work.has_read(len(data))
+        return data
+
     def read_at(self, offset: int, count: int) -> bytes:
         """At most `count` bytes from byte `offset` on: fewer at the end of the file only."""
-        return os.pread(self.fileno(), count, offset)
+        data = os.pread(self.fileno(), count, offset)
+        work.has_read(len(data))
+        return data
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Nothing: the kernel reads ahead."""
@@ -85,6 +93,7 @@ def opened(path: str, *, pipes: bool = False) -> Iterator[Source]:
     try:
         with LocalFile(_plain(path, pipes)) as file:
             sources.note_opened(path, file.fileno())
+            work.has_opened(path)
             yield file
     except OSError as error:
         raise CkptError(f"cannot read {path}: {error.strerror or error}", hint=_HINT) from error

@@ -5,7 +5,7 @@ The writer decides every byte's place; no byte of tensor data has been read yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttool.checkpoint import Lazy, Span
@@ -70,4 +70,8 @@ class Edited:
 # The files of a folder by their names in it. They are written in this order; the last one makes the folder complete.
 Files = Mapping[str, Pieces | Link]
 
-Progress = Callable[[int], object]  # told how many more bytes have been written
+
+def amounts(pieces: Pieces) -> tuple[int, int]:
+    """Bytes of the pieces that lie in a source, and of those that are computed; the others are the format's own."""
+    moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
+    return moved, sum(piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpttool.errors import CkptError
-from ckpttool.io import kernel, modes, sources
+from ckpttool.io import kernel, modes, sources, work
 from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import LEAST, Pieces, Progress, Ready
+from ckpttool.io.pieces import LEAST, Pieces, Ready, amounts
 from ckpttool.io.ranges import stream
 from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
@@ -101,7 +101,6 @@ def write(
     in_place: bool = True,
     readers_of: Collection[str] = (),
     fsync: bool = True,
-    progress: Progress | None = None,
     digest: Digest | None = None,
 ) -> int:
     """Writes `pieces` to `out`, which appears complete or not at all; returns its size in bytes.
@@ -115,14 +114,14 @@ def write(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write(pieces, out, progress, replace=replace)
+        return write_remote.write(pieces, out, replace=replace)
     path = Path(os.path.realpath(out))
     nbytes = _nbytes(pieces)
     with failing(out):
         check_space(out, path.parent, nbytes)
         settle(path.parent)
         with staged_file(path) as (descriptor, staged):
-            fill(descriptor, pieces, progress, digest, flush=fsync)
+            fill(descriptor, pieces, digest, flush=fsync)
             read = tuple(sources.streamed)
             if not in_place and is_one_of(out, read):
                 raise CkptError(f"{out} is a source itself", hint="name another file")
@@ -186,15 +185,7 @@ def _put(staged: Path, path: Path, out: str, *, replace: bool) -> None:
         ) from error
 
 
-def fill(
-    descriptor: int,
-    pieces: Pieces,
-    progress: Progress | None,
-    digest: Digest | None = None,
-    at: int = 0,
-    *,
-    flush: bool = False,
-) -> None:
+def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int = 0, *, flush: bool = False) -> None:
     """Makes the open file, empty from byte `at` on, of the pieces; blocks are shared with sources where that can be.
 
     With `flush` the disk writes meanwhile, so that an `os.fsync` that follows has little to wait for. A `digest` is of
@@ -203,17 +194,16 @@ def fill(
     size = _nbytes(pieces)
     with sources_stay():
         segments = share(descriptor, pieces, at) if digest is None else [(at, pieces)]
-        if progress is not None:
-            progress(size - sum(_nbytes(own) for _, own in segments))
+        work.has_written(size - sum(_nbytes(own) for _, own in segments))
         for offset, own in segments:
             blocks = _Blocks(descriptor, offset, _nbytes(own), flush)
             for data in stream(own):
                 blocks.write(data)
                 if digest is not None:
                     digest.update(data)
-                if progress is not None:
-                    progress(len(data))
+                work.has_written(len(data))
             blocks.finish()
+    work.has_made(*amounts(pieces))
     if os.fstat(descriptor).st_size < at + size:  # nothing follows what was shared last
         os.ftruncate(descriptor, at + size)
 

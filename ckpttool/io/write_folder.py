@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.io import modes, sources
+from ckpttool.io import modes, sources, work
 from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress, Ready
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, Ready
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
@@ -68,7 +68,6 @@ def write_folder(
     replace: bool = True,
     readers_of: Collection[str] = (),
     fsync: bool = True,
-    progress: Progress | None = None,
     digests: MutableMapping[str, Digest] | None = None,
 ) -> int:
     """Writes `files` into the folder `out`, all of them or none, and returns their size in bytes.
@@ -86,7 +85,7 @@ def write_folder(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write_folder(_to_be_made(files), out, stale, link, progress)
+        return write_remote.write_folder(_to_be_made(files), out, stale, link)
     folder = Path(os.path.realpath(out))
     with failing(out):
         for place in {folder.parent, folder}:
@@ -97,7 +96,7 @@ def write_folder(
         change = Change(out, folder, tuple(new), tuple({*stale}.difference(files)), whole)
         if not replace:
             _check_absent(change)
-        writer = _Writer(link, fsync, progress, tuple(readers_of), digests)
+        writer = _Writer(link, fsync, tuple(readers_of), digests)
         _change(change, new, writer)
     _forget(folder, change)
     if fsync:
@@ -157,7 +156,6 @@ class _Writer:
 
     link: str
     fsync: bool
-    progress: Progress | None
     readers_of: tuple[str, ...]
     digests: MutableMapping[str, Digest] | None
     read: set[str] = field(default_factory=set)
@@ -182,6 +180,7 @@ class _Writer:
             self._write([Piece(Span(path, 0, nbytes))], place, replaced, digest)
             return
         _take_over(content, path, place, self.link)
+        work.has_made(nbytes, 0)
         self.nbytes += nbytes
 
     def _take(self, content: Ready, place: Path, replaced: Path) -> None:
@@ -193,7 +192,7 @@ class _Writer:
     def _write(self, pieces: Pieces, place: Path, replaced: Path, digest: Digest | None) -> None:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
         try:
-            fill(descriptor, pieces, self.progress, digest, flush=self.fsync)
+            fill(descriptor, pieces, digest, flush=self.fsync)
             read = set(sources.streamed)
             self.read |= read
             # what is made of no tensors, an index, says as much as all of them

@@ -12,12 +12,12 @@ from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.io import compose
+from ckpttool.io import compose, work
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, Progress
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, amounts
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.journal import replace, settle
@@ -81,7 +81,7 @@ def _same(left: str, right: str) -> bool:
     return left.rstrip("/") == right.rstrip("/")
 
 
-def write(pieces: Pieces, out: str, progress: Progress | None = None, *, replace: bool = True) -> int:
+def write(pieces: Pieces, out: str, *, replace: bool = True) -> int:
     """Writes `pieces` to the URL, which appears complete or not at all; returns its size in bytes.
 
     Without `replace`, what came there meanwhile stays. Raises `CkptError` on a source that changed while it was read,
@@ -90,21 +90,21 @@ def write(pieces: Pieces, out: str, progress: Progress | None = None, *, replace
     made = compose.plan(pieces, out)
     if made is not None:
         with compose.begun(out, replace=replace) as upload, sources_stay():
-            upload.fill(made, progress)
+            upload.fill(made)
     else:
-        _send(pieces, out, progress, replace=replace)
+        _send(pieces, out, replace=replace)
     forget(out)
+    work.has_made(*amounts(pieces))
     return sum(piece.nbytes for piece in pieces)
 
 
-def _send(pieces: Pieces, out: str, progress: Progress | None, *, replace: bool) -> None:
+def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
     with _appearing(out, sum(piece.nbytes for piece in pieces), replace) as file:
         with sources_stay():
             for data in stream(pieces):
                 with answered(out), uninterrupted(insisting=True):
                     file.write(data)
-                if progress is not None:
-                    progress(len(data))
+                work.has_written(len(data))
         if not replace:
             _check_absent(out)
 
@@ -175,7 +175,7 @@ def complete(files: Mapping[str, Pieces | Link | Upload], out: str, *, replace: 
             if isinstance(content, Upload):
                 content.complete(replace=replace)
             else:
-                _put(content, join(out, own), None)
+                _put(content, join(out, own))
             written.append(join(out, own))
     except BaseException:
         with uninterrupted(insisting=True):
@@ -184,7 +184,7 @@ def complete(files: Mapping[str, Pieces | Link | Upload], out: str, *, replace: 
     forget(out)
 
 
-def write_folder(files: Files, out: str, stale: Collection[str], link: str, progress: Progress | None = None) -> int:
+def write_folder(files: Files, out: str, stale: Collection[str], link: str) -> int:
     """Writes `files` into the folder `out`, a URL, the last one last, and returns their size in bytes.
 
     Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
@@ -200,7 +200,7 @@ def write_folder(files: Files, out: str, stale: Collection[str], link: str, prog
     try:
         nbytes = 0
         for own, content in files.items():
-            nbytes += _put(content, join(home, own), progress)
+            nbytes += _put(content, join(home, own))
             written.append(join(home, own))
     except BaseException:
         with uninterrupted(insisting=True):
@@ -212,17 +212,19 @@ def write_folder(files: Files, out: str, stale: Collection[str], link: str, prog
     return nbytes
 
 
-def _put(content: Pieces | Link, url: str, progress: Progress | None) -> int:
+def _put(content: Pieces | Link, url: str) -> int:
     if not isinstance(content, Link):
-        return write(content, url, progress)
+        return write(content, url)
     nbytes = size(content.path)
     if is_url(content.path):
         (fs, path), (target, place) = filesystem(content.path), filesystem(url)
         if fs is target:  # the store copies by itself
             with answered(url):
                 fs.cp_file(path, place)
+            work.has_written(nbytes)
+            work.has_made(nbytes, 0)
             return nbytes
-    return write([Piece(Span(content.path, 0, nbytes))], url, progress)
+    return write([Piece(Span(content.path, 0, nbytes))], url)
 
 
 def _remove(urls: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 import torch
@@ -24,11 +24,14 @@ Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are what stays as it is."""
+    """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict: they stay as they
+    are, but for those tensors that the model's loading makes anew (`remade`: these can be changed).
+    """
 
     title: str
     tensors: Mapping[str, torch.Tensor]
-    constants: tuple[str, ...] = ()
+    constants: Mapping[str, object] = field(default_factory=dict)
+    remade: bool = True
 
 
 def module_target(module: nn.Module) -> Target:
@@ -36,14 +39,11 @@ def module_target(module: nn.Module) -> Target:
     paths, items = wrapper_paths(module), listed(module)
     count = Counter(strip(item.fqn, paths) for item in items)
     tensors: dict[str, torch.Tensor] = {}
-    constants = []
+    constants: dict[str, torch.Tensor] = {}
     for item in items:
         name = strip(item.fqn, paths)
         name = name if count[name] == 1 else item.fqn
-        if item.persistent:
-            tensors[name] = item.tensor
-        else:
-            constants.append(name)
+        (tensors if item.persistent else constants)[name] = item.tensor
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise Refused(
@@ -51,12 +51,12 @@ def module_target(module: nn.Module) -> Target:
             hint="run the module once on an example, then swap",
             problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
         )
-    return Target(type(module).__name__, tensors, tuple(constants))
+    return Target(type(module).__name__, tensors, constants)
 
 
 def program_target(program: ExportedProgram) -> Target:
     """The program's state dict; its constants are lifted from its code and stay."""
-    return Target("ExportedProgram", dict(program.state_dict), tuple(program.constants))
+    return Target("ExportedProgram", dict(program.state_dict), dict(program.constants), remade=False)
 
 
 def package_target(package: Any, model: Model | None) -> Target:
@@ -70,31 +70,28 @@ def package_target(package: Any, model: Model | None) -> Target:
             "a loaded AOTInductor package does not say what shapes and dtypes its weights have",
             hint="pass model=: the program or the module that it was compiled from, or a file.py:build operand",
         )
-    have, like = package.get_constant_fqns(), _weights(model)
-    if have and not any(fqn in like for fqn in have):
+    have, (like, unsaved) = package.get_constant_fqns(), _weights(model)
+    if not any(fqn in like for fqn in have):
         raise Refused(
             "no constant of the package is a weight of the model",
             hint="pass the model that the package was compiled from",
             problems=[Problem("no such weight in the model", fqn) for fqn in have],
         )
     tensors = {fqn: like[fqn] for fqn in have if fqn in like}
-    return Target(type(package).__name__, tensors, tuple(fqn for fqn in have if fqn not in tensors))
+    return Target(type(package).__name__, tensors, {fqn: unsaved.get(fqn) for fqn in have if fqn not in tensors})
 
 
-def _weights(model: Model) -> Mapping[str, torch.Tensor]:
-    """Tensors with the shape, dtype and strides of the model's weights; contiguous where only names are known."""
-    if isinstance(model, ExportedProgram):
-        return program_target(model).tensors
-    if isinstance(model, nn.Module):
-        return module_target(model).tensors
-    names = names_of(model)
-    return {
-        tensor.fqn: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-        for tensor in (names.runtime if names is not None else ())
-        if tensor.persistent and tensor.shape is not None
-    }
+def _weights(model: Model) -> tuple[Mapping[str, torch.Tensor], Mapping[str, object]]:
+    """Tensors with the shape, dtype and strides of the model's weights; contiguous where only names are known.
 
-
-def names_of(model: Model | None) -> Names | None:
-    """The names that the model gives its tensors. Raises `CkptError` where it is none, or its own code fails."""
-    return None if model is None else ModelOperand(model).names()
+    Behind them those of buffers that are not saved.
+    """
+    if isinstance(model, (ExportedProgram, nn.Module)):
+        target = program_target(model) if isinstance(model, ExportedProgram) else module_target(model)
+        return target.tensors, target.constants
+    found: dict[bool, dict[str, torch.Tensor]] = {True: {}, False: {}}
+    for tensor in ModelOperand(model).names().runtime:
+        if tensor.shape is not None:
+            like = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+            found[tensor.persistent][tensor.fqn] = like
+    return found[True], found[False]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,16 +13,21 @@ from torch.export import ExportedProgram
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.swap.swap import Advice, Misfit, swap
 from ckpttool.errors import CkptError, Refused
-from ckpttool.expression import Expression
-from ckpttool.live.model import Model, Target, module_target, names_of, package_target, program_target
+from ckpttool.evaluate import with_torch
+from ckpttool.expression import LOADED, Expression, Ref
+from ckpttool.formats.pt2.program import CONSTANTS
+from ckpttool.live.model import Model, Target, module_target, package_target, program_target
 from ckpttool.live.section import section_of
 from ckpttool.live.sharded import at_rest, check_replaceable
 from ckpttool.live.stage import check_in_place, laid_out, stage
 from ckpttool.live.tensors import put, replacements, write
+from ckpttool.operands.model import ModelOperand
 from ckpttool.words import a
 
 _HINTS: dict[Advice, str] = {
     "cast": "cast=True converts them to the dtypes that are there",
+    "code": "a list of names cannot compute them, the model's code can: model=module, or a function that builds it",
+    "constants": "export the program again: its constants are a part of it",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in model=module",
 }
 
@@ -33,13 +38,15 @@ _COMPILED_IN = "a weight of 8 elements or fewer in a row is compiled into a pack
 class Swapped:
     """What a swap did. `sources`: FQN -> expression over the state dict's keys; `constants` stayed as they were.
 
-    `form` is the form that the keys were read in; `ignored` are entries that no module holds as a tensor.
+    `form` is the form that the keys were read in; `ignored` are entries that no module holds as a tensor. `by_code` are
+    the FQNs that were computed by running the model's own loading, as by the command.
     """
 
     sources: Mapping[str, Expression]
     form: str
     ignored: tuple[str, ...]
     constants: tuple[str, ...]
+    by_code: tuple[str, ...]
 
 
 def swap_weights(
@@ -104,14 +111,14 @@ def _into_tensors(
     take: Callable[[dict[int, torch.Tensor]], None] | None,
 ) -> Swapped:
     """Writes into the tensors that are there, or where there is `take` has it put new ones (by id of the old) there."""
-    done = _planned(target, state, model, cast)
-    news = stage({fqn: old for fqn, old in target.tensors.items() if fqn in done.sources}, done.sources, state)
+    plan = _planned(target, state, model, cast)
+    news = stage(_taking(target, plan), plan.sources, plan.state)
     if take is None:
         check_in_place(news)
         write(news)
     else:
         take(replacements(news))
-    return done
+    return plan.done
 
 
 def _into_package(package: Any, state: Mapping[str, object], model: Model | None, cast: bool) -> Swapped:
@@ -119,22 +126,45 @@ def _into_package(package: Any, state: Mapping[str, object], model: Model | None
         raise CkptError(f"torch {torch.__version__} cannot swap weights in a package", hint="pip install 'torch>=2.7'")
     target = package_target(package, model)
     try:
-        done = _planned(target, state, model, cast)
+        plan = _planned(target, state, model, cast)
     except Refused as error:
         raise Refused(error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems) from None
-    constants = {
-        fqn: laid_out(done.sources[fqn], like, state) for fqn, like in target.tensors.items() if fqn in done.sources
-    }
+    constants = {fqn: laid_out(plan.sources[fqn], like, plan.state) for fqn, like in _taking(target, plan).items()}
     package.load_constants(constants, check_full_update=False)
-    return done
+    return plan.done
 
 
-def _planned(target: Target, state: Mapping[str, object], model: Model | None, cast: bool) -> Swapped:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What is to be done: `sources` as in `done`, but for what the model's own code computed: a tensor in `state`."""
+
+    done: Swapped
+    sources: Mapping[str, Expression]
+    state: Mapping[str, object]
+
+
+def _taking(target: Target, plan: _Plan) -> dict[str, torch.Tensor]:
+    """The tensors that get new values."""
+    every = {**target.tensors, **target.constants}
+    return {fqn: old for fqn, old in every.items() if fqn in plan.sources and isinstance(old, torch.Tensor)}
+
+
+def _planned(target: Target, state: Mapping[str, object], model: Model | None, cast: bool) -> _Plan:
     """The plan and the refusals of the command, over an index of what is in memory."""
-    have = Checkpoint(target.title, "memory", 0, (section_of(target.tensors),))
+    constants = {fqn: value for fqn, value in target.constants.items() if isinstance(value, torch.Tensor)}
+    sections = section_of(target.tensors), replace(section_of(constants), path=CONSTANTS, kind="other")
+    have = Checkpoint(target.title, "memory", 0, sections)
+    operand = None if model is None else ModelOperand(model)
+    names = None if operand is None else operand.names()
+    code = operand if operand is not None and operand.is_definition else None
     try:
-        found = swap(have, section_of(state), names_of(model), cast=cast, packed=True)
+        found = swap(have, section_of(state), names, cast=cast, packed=True, remade=target.remade, code=code)
     except Misfit as error:
         hint = _HINTS.get(error.advice, "compare the keys of the two")
         raise Refused(error.message, hint=hint, problems=error.problems) from None
-    return Swapped(found.sources, found.form, found.ignored, target.constants)
+    made = {entry.key: entry for section in found.program.sections for entry in section.tensors}
+    by_code = {fqn: Ref(f"{LOADED}({fqn})") for fqn in found.by_code}
+    values = {ref.key: with_torch.load(made[fqn]) for fqn, ref in by_code.items()}
+    kept = tuple(fqn for fqn in target.constants if fqn not in found.sources)
+    done = Swapped(found.sources, found.form, found.ignored, kept, found.by_code)
+    return _Plan(done, {**found.sources, **by_code}, {**state, **values})

@@ -11,6 +11,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.form_mark import read_form
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
+from ckpttool.io import work
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
@@ -24,9 +25,12 @@ def open_operand(operand: str) -> Checkpoint:
     if _MODEL.fullmatch(operand) and not os.path.lexists(operand):
         raise CkptError(f"{operand} is a MODEL, and stands where a checkpoint is to stand", hint=f"--model {operand}")
     path, picked = split(operand)
-    checkpoint = read_form(open_checkpoint(path))
+    with work.doing(f"reading {path}", None):
+        checkpoint = read_form(open_checkpoint(path))
     if picked is None:
         return checkpoint
+    if all(section.path != picked for section in checkpoint.sections):
+        checkpoint = checkpoint.read_as([picked])
     try:
         section = checkpoint.section(picked)
     except KeyError:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.formats.recognise_folder import is_part, is_weights, optimizers_in, parts_in
+from ckpttool.formats.recognise_folder import is_fsdp, is_part, is_weights, optimizers_in, parts_in
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join
 from ckpttool.io.paths import name as name_of
@@ -30,17 +30,12 @@ def steps_in(folder: str) -> list[str]:
     inside = [name for name in names if is_dir(join(folder, name)) and _holds_one(join(folder, name))]
     files = [name for name in names if is_weights(name) and is_file(join(folder, name))]
     found = inside if len(inside) > 1 else files
-    if len(found) < 2 or (found is files and is_part(folder, names)) or _is_one(folder, names):
+    if len(found) < 2 or (found is files and is_part(folder, names)) or is_fsdp(folder):
         raise CkptError(f"{folder} is no folder of several checkpoints: nothing to compare", hint=_HINT)
     return natural(join(folder, name) for name in found)
 
 
 _HINT = "ckpttool diff LEFT RIGHT, ckpttool diff --model MODEL [CKPT], or ckpttool diff RUN_FOLDER: a run's steps"
-
-
-def _is_one(folder: str, names: list[str]) -> bool:
-    """Whether the folders inside are a model and its optimizer, as accelerate saves them."""
-    return any(name.startswith("optim") for name in parts_in(folder, names))
 
 
 def _holds_one(folder: str) -> bool:
@@ -53,7 +48,7 @@ def opened(step: str) -> Iterator[tuple[str, Checkpoint]]:
 
     Raises `CkptError` where one cannot be read.
     """
-    if not is_dir(step):
+    if not is_dir(step) or is_fsdp(step):
         yield "", open_operand(step)
         return
     names = names_in(step)

@@ -17,9 +17,8 @@ from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import infer, is_lightning, segments
 from ckpttool.optimizer_state import OptimizerState, Param
-from ckpttool.words import plural
+from ckpttool.words import plural, some
 
-_SHOWN = 5  # keys that a note names
 SCHEMA = "ckpttool.inspect/1"
 
 
@@ -168,8 +167,10 @@ def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
 
 def _all_statistics(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
     """Those of every dense tensor; what has several names is read once."""
+    title = f"reading the values of {checkpoint.source}"
     dense = [(section.path, entry) for section in checkpoint.sections for entry in section.tensors if entry.storage]
-    found = answers({entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for _, entry in dense})
+    asked = {entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for _, entry in dense}
+    found = answers(title, asked)
     return {(path, entry.key): Statistics(**found[entry.identity]) for path, entry in dense}
 
 
@@ -199,9 +200,7 @@ def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
         ("nothing but zeros", [at for at, own in found.items() if _is_zero(own)]),
     ):
         if hits:
-            keys = [".".join(filter(None, at)) for at in hits]
-            more = f", ... {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else ""
-            yield f"{plural(len(keys), 'tensor')} with {what}: {', '.join(keys[:_SHOWN])}{more}"
+            yield f"{plural(len(hits), 'tensor')} with {what}: {some(['.'.join(filter(None, at)) for at in hits])}"
 
 
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Union
+from typing import Literal, Union, get_args
 
 from ckpttool.errors import Problem
 
@@ -89,6 +89,12 @@ class Commands:
 
 
 Block = Union[Facts, Table, Note, Problems, Code, Commands]
+KINDS = get_args(Block)  # in the order in which renderers list what they do with each
+
+
+def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """The blocks, but for tables that have no rows."""
+    return tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,13 +99,18 @@ def _read(names: Names, model: nn.Module, optimizer: LoadedOptimizer, on_meta: b
 
 def _states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, ...]]:
     """The names of the state that a first step makes, by parameter; none where a step cannot be tried."""
+    with contextlib.suppress(Exception), prints_once():  # LBFGS wants a closure, others values
+        take_step(optimizer)
+    return {id(parameter): tuple(map(str, state)) for parameter, state in optimizer.state.items()}
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """A step of the optimizer with gradients of zeros. Raises what its code raises."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    with contextlib.suppress(Exception), prints_once():  # LBFGS wants a closure, others values
-        optimizer.step()
-    return {id(parameter): tuple(map(str, state)) for parameter, state in optimizer.state.items()}
+    optimizer.step()
 
 
 def _is_plain(value: Any) -> bool:

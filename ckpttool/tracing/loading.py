@@ -17,7 +17,7 @@ from torch import nn
 
 from ckpttool.checkpoint import Section
 from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import Argument, Expression, Op, Ref, refs
+from ckpttool.expression import Expression, Op, Ref, is_constant, parts
 from ckpttool.tracing.hooks import Watcher, quiet
 from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe, says_meta
 from ckpttool.tracing.recorder.memory import opaque
@@ -152,42 +152,27 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
                 f"load_state_dict fails{where}: {describe(error)}", hint="fix it there: torch fails the same way"
             ) from error
     with quiet():
-        return _read(instance, recorder, lists, failed, real)
+        missing, unexpected, errors = lists.read(failed)
+        return Verdict(
+            ok=failed is None,
+            missing=missing,
+            unexpected=unexpected,
+            errors=errors,
+            dtype_changes=_changes(instance, recorder),
+            reads={item.fqn: _over_keys(recorder.value(item.tensor)) for item in listed(instance)},
+            doubtful=recorder.doubtful,
+            by_values=bool(recorder.reads) or (real and recorder.outside),
+        )
 
 
 def _is_torchs_answer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith(_TORCH_SAYS) and not says_meta(str(error))
 
 
-def _reads(instance: nn.Module, recorder: Recorder) -> dict[str, Expression | None]:
-    found = {item.fqn: recorder.value(item.tensor) for item in listed(instance)}
-    return {fqn: _over_keys(value) for fqn, value in found.items()}
-
-
 def _over_keys(value: Expression) -> Expression | None:
-    if not any(True for _ in refs(value)):
+    if is_constant(value):
         return None
-    return opaque(value) if _holds(value, UNWRITTEN) else value
-
-
-def _holds(value: Argument, part: Expression) -> bool:
-    if isinstance(value, Op):
-        return value == part or _holds(value.args, part) or any(_holds(v, part) for _, v in value.kwargs)
-    return isinstance(value, tuple) and any(_holds(item, part) for item in value)
-
-
-def _read(instance: nn.Module, recorder: Recorder, lists: _Lists, failed: Exception | None, real: bool) -> Verdict:
-    missing, unexpected, errors = lists.read(failed)
-    return Verdict(
-        ok=failed is None,
-        missing=missing,
-        unexpected=unexpected,
-        errors=errors,
-        dtype_changes=_changes(instance, recorder),
-        reads=_reads(instance, recorder),
-        doubtful=recorder.doubtful,
-        by_values=bool(recorder.reads) or (real and recorder.outside),
-    )
+    return opaque(value) if UNWRITTEN in parts(value) else value
 
 
 def _changes(instance: nn.Module, recorder: Recorder) -> tuple[DtypeChange, ...]:

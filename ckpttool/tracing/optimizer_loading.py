@@ -16,7 +16,7 @@ from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.optimizer_state import GROUPS, STATE, Param, rebuilt
 from ckpttool.tracing.load_model import LoadedModel, says_meta
-from ckpttool.tracing.load_optimizer import LoadedOptimizer
+from ckpttool.tracing.load_optimizer import LoadedOptimizer, take_step
 
 _OWNER = "ckpttool.owner"  # stands in the state of each parameter, and says where it came from
 
@@ -66,7 +66,7 @@ def _tried(fresh: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], saved: 
     }
     if not _steps_after_loading(fresh):
         return OptimizerVerdict(landed, None, False)
-    error = _raised(lambda: _step(optimizer))
+    error = _raised(lambda: take_step(optimizer))
     if error is not None and says_meta(error):  # the file's hyperparameters ask for values that meta tensors have not
         return OptimizerVerdict(landed, None, False)
     return OptimizerVerdict(landed, error, True)
@@ -77,19 +77,11 @@ def _steps_after_loading(fresh: Callable[[], tuple[nn.Module, torch.optim.Optimi
     (_, first), (_, second) = fresh(), fresh()
 
     def run() -> None:
-        _step(first)
+        take_step(first)
         second.load_state_dict(first.state_dict())
-        _step(second)
+        take_step(second)
 
     return _raised(run) is None
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
 
 
 def _raised(run: Callable[[], object]) -> str | None:

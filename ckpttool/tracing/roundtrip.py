@@ -28,7 +28,8 @@ def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
     found = [Problem("load_state_dict expects a key that state_dict does not write", key) for key in verdict.missing]
     found += [Problem("state_dict writes a key that load_state_dict does not expect", k) for k in verdict.unexpected]
     found += [
-        Problem(f"load_state_dict refuses what state_dict wrote: {_line(text)}", _ROOT) for text in verdict.errors
+        Problem(f"load_state_dict refuses what state_dict wrote: {' '.join(text.split())}", _ROOT)
+        for text in verdict.errors
     ]
     if not verdict.ok and not found:
         found.append(Problem("load_state_dict refuses what state_dict wrote", _ROOT))
@@ -151,7 +152,3 @@ def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())

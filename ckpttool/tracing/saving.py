@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpttool.expression import Expression, Ref, is_opaque, refs
+from ckpttool.expression import Expression, Op, Ref, is_constant, is_opaque, refs
 from ckpttool.names import Hook, RuntimeTensor, SerializedKey
 from ckpttool.tracing.hooks import Watcher, quiet
 from ckpttool.tracing.load_model import LoadedModel
@@ -81,16 +81,13 @@ def save(model: LoadedModel, real: bool) -> Saved:
         by_key = {s.key: s for s in other.serialized}
         unstable = unstable or list(by_key) != [s.key for s in serialized]
         serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
-        varying |= {s.key for s in serialized if _is_unexplained(s) and _differs(saved.state, other.state, s.key)}
+        unexplained = [s.key for s in serialized if s.source and is_opaque(s.source) and is_constant(s.source)]
+        varying |= {key for key in unexplained if _differs(saved.state, other.state, key)}
     if not proven:
         serialized = tuple(_unproven(s, reads) for s in serialized)
     if varying:
         serialized = tuple(_with_feeders(model, saved, s) if s.key in varying else s for s in serialized)
     return replace(saved, serialized=serialized, unstable=unstable)
-
-
-def _is_unexplained(key: SerializedKey) -> bool:
-    return key.source is not None and is_opaque(key.source) and not any(True for _ in refs(key.source))
 
 
 def _differs(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
@@ -129,11 +126,7 @@ def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> S
 def _unproven(key: SerializedKey, reads: Reads) -> SerializedKey:
     """The key; opaque where its hook looked at values, and no other values could be tried."""
     seen = _seen(key, reads)
-    return (
-        key
-        if key.source is None or isinstance(key.source, Ref) or not seen
-        else replace(key, source=opaque(key.source, *seen))
-    )
+    return replace(key, source=opaque(key.source, *seen)) if isinstance(key.source, Op) and seen else key
 
 
 def _seen(key: SerializedKey, reads: Reads) -> list[Ref]:
@@ -143,12 +136,7 @@ def _seen(key: SerializedKey, reads: Reads) -> list[Ref]:
 
 def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, ...]:
     """The keys, with no expression for those that no runtime tensor feeds."""
-    return tuple(
-        s
-        if s.source is None or any(True for _ in refs(s.source))
-        else SerializedKey(s.key, s.dtype, s.shape, None, s.hook)
-        for s in keys
-    )
+    return tuple(s if s.source is None or not is_constant(s.source) else replace(s, source=None) for s in keys)
 
 
 def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
@@ -162,7 +150,7 @@ def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> No
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
             if not plain or tensor.is_quantized or tensor.device.type != "cpu" or 0 in tensor.stride():
                 continue
-            if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
+            if tensor.is_floating_point() or tensor.is_complex():
                 kind = tensor.dtype if tensor.is_complex() else None
                 tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=kind))
             else:

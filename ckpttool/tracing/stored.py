@@ -43,13 +43,12 @@ class NotMade(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A section as torch would hand it over. `real` says whether its tensors have their values, or none (meta).
+    """A section as torch would hand it over.
 
     `unknown` are the entries that could not be made, with the reason; `state` holds an `Unknown` in their place.
     """
 
     state: Mapping[str, Any]
-    real: bool
     unknown: tuple[Problem, ...] = ()
 
 
@@ -78,7 +77,7 @@ def stored(section: Section, real: bool) -> Stored:
     if section.modules is not None:
         versions = {path: dict(v) if isinstance(v, Mapping) else {} for path, v in section.modules.items()}
         state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    return Stored(state, real, tuple(unknown))
+    return Stored(state, tuple(unknown))
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +183,8 @@ class _Maker:
             self.made[id(node)] = io.BytesIO(state[0])
             return
         try:
-            made = self.made[id(node)] = function.__new__(function, *args) if _is_new(node) else function(*args)
+            is_new = node.how in ("NEWOBJ", "NEWOBJ_EX")
+            made = self.made[id(node)] = function.__new__(function, *args) if is_new else function(*args)
         except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
             raise NotMade(f"a {node.func} that cannot be made: {error}") from error
         if node.items is not None:
@@ -193,10 +193,6 @@ class _Maker:
             made.update((part(key), part(value)) for key, value in node.pairs.items())
         if node.state is not ABSENT:
             _set_state(made, part(node.state))
-
-
-def _is_new(node: Call) -> bool:
-    return node.how in ("NEWOBJ", "NEWOBJ_EX")
 
 
 def _set_state(made: Any, state: Any) -> None:

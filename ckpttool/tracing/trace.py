@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import Expression, Ref
-from ckpttool.names import AS_A_PART, LoadedTensor, Names
+from ckpttool.expression import Expression, Ref, refs
+from ckpttool.names import AS_A_PART, LoadedTensor, Names, SerializedKey
 from ckpttool.tracing.any_values import reads_of_any
 from ckpttool.tracing.load_model import CannotBuild, LoadedModel
 from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
 from ckpttool.tracing.meta_twin import beside_real
-from ckpttool.tracing.nested import nested_problems
-from ckpttool.tracing.overwritten import lost_problems
 from ckpttool.tracing.roundtrip import problems, settled
 from ckpttool.tracing.runtime import (
     check_memory,
@@ -27,11 +26,13 @@ from ckpttool.tracing.runtime import (
     on_meta_or_real,
     wrapper_paths,
 )
-from ckpttool.tracing.saving import Saved, save, without_constants
+from ckpttool.tracing.saving import Saved, run_once, save, without_constants
 from ckpttool.tracing.tried import brought_back, tried
 
 __all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
 
+_PART = "part"  # of another model; any name will do
+_ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too"
 _WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real where meta leaves a value unexplained
 
 
@@ -41,16 +42,18 @@ def trace(model: LoadedModel) -> Names:
     saved = _with_hidden(model, _saved(model))
     verdict = on_meta_or_real(model, lambda real: _load(model, saved, real))
     sources = {s.key: s.source for s in saved.serialized}
-    found = [*_unstable(saved), *lost_problems(model, saved), *_given_back(model, saved, verdict)]
+    found = [*_lost(model, saved), *_given_back(model, saved, verdict)]
+    if saved.unstable:
+        found.insert(0, Problem("which keys are saved depends on the values of the tensors", "(root)"))
     wrong = [problem for problem in found if problem.kind != "unknown"]
-    metadata = metadata_of(saved.state)
+    metadata, fed = metadata_of(saved.state), saved.fed
     return Names(
         model=model.operand,
         torch=torch.__version__,
         runtime=saved.runtime,
         serialized=saved.serialized,
         load=tuple(LoadedTensor(fqn, _by_own_name(fqn, value, sources)) for fqn, value in verdict.reads.items()),
-        not_serialized=_not_serialized(saved),
+        not_serialized=tuple(r.fqn for r in saved.runtime if (r.alias_of or r.fqn) not in fed),
         extra_state=saved.extra_state,
         roundtrips=not wrong,
         roundtrip_problems=tuple(wrong),
@@ -64,11 +67,62 @@ def trace(model: LoadedModel) -> Names:
 
 
 def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
-    """Asked only where hooks touch the keys: without them a module's path is all that is put before them."""
+    """What becomes of the keys where the model is a child of another module, as under DDP; none where all is as it
+    should be. Asked only where hooks touch the keys: without them a module's path is all that is put before them.
+    """
     if not any(key.hook is not None for key in saved.serialized):
         return ()
-    as_saved = replace(model, materialize=saved.real)  # hooks that read values cannot run on meta
-    return nested_problems(as_saved, [*(key.key for key in saved.serialized), *saved.extra_state])
+    outer = nn.Module()
+    outer.add_module(_PART, model.build(saved.real))  # hooks that read values cannot run on meta
+    try:
+        found = {key for key in outer.state_dict() if isinstance(key, str)}
+    except Exception as error:  # whatever a hook raises
+        return (Problem(f"is not saved at all as a part of another: {type(error).__name__}: {error}", "(root)"),)
+    expected = {f"{_PART}.{key}" for key in (*(key.key for key in saved.serialized), *saved.extra_state)}
+    lost, other = sorted(expected - found), sorted(found - expected)
+    instead = f"; {other[0].removeprefix(_PART + '.')} is there instead" if other else ""
+    problem = f"is not saved under this key where the model is a part of another: {_ABSOLUTE}{instead}"
+    return tuple(Problem(problem, key.removeprefix(_PART + ".")) for key in lost or other)
+
+
+def _lost(model: LoadedModel, saved: Saved) -> list[Problem]:
+    """Silent losses: every persistent tensor that no key holds, and the key it would have had, where another took that.
+
+    Found by saving without the others: those that are renamed, then all that are saved.
+    """
+    fed = saved.fed
+    lost = {r.fqn for r in saved.runtime if r.persistent and r.alias_of is None and r.fqn not in fed}
+    if not lost:
+        return []
+    keys = {s.key: s for s in saved.serialized}
+    renamed = {s.source.key for s in saved.serialized if isinstance(s.source, Ref) and s.source.key != s.key}
+    found: dict[str, Problem] = {}
+    for removed in (renamed, {r.fqn for r in saved.runtime} - lost):
+        for s in _saved_without(model, saved, removed):
+            if isinstance(s.source, Ref) and s.source.key in lost and s.key in keys:
+                found.setdefault(s.source.key, _sent_to_one(s.source.key, keys[s.key]))
+    return list(found.values())
+
+
+def _saved_without(model: LoadedModel, saved: Saved, removed: Collection[str]) -> tuple[SerializedKey, ...]:
+    instance = model.build(saved.real)
+    for tensor in saved.runtime:
+        path, _, name = tensor.fqn.rpartition(".")
+        if (tensor.alias_of or tensor.fqn) in removed:
+            with suppress(AttributeError):  # some wrappers' names lead through no module
+                module = instance.get_submodule(path)
+                for table in (module._parameters, module._buffers):
+                    table.pop(name, None)
+    try:
+        return run_once(instance)
+    except CkptError:
+        return ()  # the hooks need what was taken away
+
+
+def _sent_to_one(lost: str, taken: SerializedKey) -> Problem:
+    kept = ", ".join(dict.fromkeys(refs(taken.source))) if taken.source is not None else "a constant"
+    by = f", by {taken.hook}" if taken.hook else ""
+    return Problem(f"lost in saving: it and {kept} are sent to one key, {taken.key}{by}", lost)
 
 
 def _with_hidden(model: LoadedModel, saved: Saved) -> Saved:
@@ -118,12 +172,3 @@ def _by_own_name(fqn: str, value: Expression | None, sources: Mapping[str, Expre
     if isinstance(value, Ref) and source is not None and source == sources.get(value.key):
         return Ref(fqn)
     return value
-
-
-def _not_serialized(saved: Saved) -> tuple[str, ...]:
-    fed = saved.fed
-    return tuple(r.fqn for r in saved.runtime if (r.alias_of or r.fqn) not in fed)
-
-
-def _unstable(saved: Saved) -> list[Problem]:
-    return [Problem("which keys are saved depends on the values of the tensors", "(root)")] if saved.unstable else []

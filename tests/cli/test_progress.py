@@ -1,47 +1,144 @@
-"""The bar on a real terminal."""
+"""The bar on a real terminal, of everything that takes long; and what `-v` says of what was done."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-pty = pytest.importorskip("pty", reason="terminals of this kind are Unix's")
-SCRIPT = """
-import sys, time
-from ckpttool.cli.progress import bar
-with bar("copying", int(sys.argv[1])) as step:
-    for _ in range(4):
-        time.sleep(0.15)
-        step(64 << 20)
+from ckpttool.io import work
+from command import Run
+from places import ROOT
+
+MIB = 1 << 20
+SLOW = """
+import os, sys, time
+import fsspec
+from ckpttool.cli import progress
+from ckpttool.cli.app import main
+
+progress.PATIENCE = float(sys.argv[1])
+read, ranges = os.preadv, fsspec.filesystem("memory").cat_ranges
+pause = float(sys.argv[2])
+os.preadv = lambda *given: (time.sleep(pause), read(*given))[1]
+fsspec.filesystem("memory").pipe("/a.safetensors", open("a.safetensors", "rb").read())
+type(fsspec.filesystem("memory")).cat_ranges = lambda self, *given, **more: (time.sleep(0.4), ranges(*given, **more))[1]
+for line in sys.argv[3:]:
+    main(line.split())
+    print("=====", file=sys.stderr, flush=True)
 """
 
 
-def on_a_terminal(total: int) -> str:
-    """What the bar writes on stderr, where that is a terminal."""
+def on_a_terminal(folder: Path, patience: float, pause: float, *lines: str) -> list[str]:
+    """What each command line writes on stderr, where that is a terminal; each read of a file takes `pause` seconds."""
+    pty = pytest.importorskip("pty", reason="terminals of this kind are Unix's")
     ours, theirs = pty.openpty()
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(total)], stderr=theirs, check=True, stdout=subprocess.PIPE)
-    os.close(theirs)
-    said = b""
-    try:
-        while chunk := os.read(ours, 1 << 16):
-            said += chunk
-    except OSError:  # Linux's way to say that all is read
-        pass
+    command = [sys.executable, "-c", SLOW, str(patience), str(pause), *lines]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160", "TERM": "xterm"}
+    with (
+        open(folder / "stdout", "wb") as out,
+        subprocess.Popen(command, stderr=theirs, stdout=out, cwd=folder, env=env),
+    ):
+        os.close(theirs)
+        said = b""
+        try:
+            while chunk := os.read(ours, 1 << 16):
+                said += chunk
+        except OSError:  # Linux's way to say that all is read
+            pass
     os.close(ours)
-    assert done.stdout == b""
-    return said.decode()
+    return said.decode().split("=====")[:-1]
 
 
-def test_rate_and_time_left_are_shown_of_what_takes_long():
-    said = on_a_terminal(1 << 30)
-    assert "copying" in said
-    assert re.search(r"\d MB/s", said)
-    assert re.search(r"0:00:0\d", said)
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    state = {f"layers.{index}.w": torch.full((MIB // 2,), float(index + 1)) for index in range(5)}
+    save_file(state, "a.safetensors")
+    save_file({**state, "layers.2.w": torch.ones(MIB // 2)}, "b.safetensors")
+    torch.save(state, "a.pt")
+    return tmp_path
 
 
-def test_what_is_quickly_done_has_no_bar():
-    assert on_a_terminal(1 << 20) == ""
+LINES = {
+    "inspect a.safetensors --stats": ("reading the values of a.safetensors", 10),
+    "inspect a.safetensors --manifest m.json": ("hashing a.safetensors", 20),
+    "diff a.safetensors b.safetensors --values": ("comparing values", 20),
+    "remap a.safetensors -o c.safetensors --rule layers.{i}.w=>w.{i}": ("c.safetensors", 10),
+    "remap a.pt -o d.safetensors --verify": ("verifying d.safetensors", 20),
+    "inspect memory://a.safetensors --stats": ("reading the values of memory://a.safetensors", 10),
+}
+
+
+def test_rate_and_time_left_of_all_that_takes_long(folder: Path) -> None:
+    shown = dict(zip(LINES, on_a_terminal(folder, 0.1, 0.02, *LINES)))
+    for line, (title, total) in LINES.items():
+        assert title in shown[line], line
+        assert re.search(rf"\d/{total}\.\d MiB", shown[line]), (line, shown[line][-2000:])
+        assert re.search(r"\d [kM]B/s", shown[line]), line
+        assert re.search(r"0:00:0\d", shown[line]), line
+    assert (folder / "stdout").read_text().count("inspect a.safetensors") == 2
+
+
+def test_what_is_quickly_done_has_no_bar(folder: Path) -> None:
+    quick = on_a_terminal(folder, 5, 0, "inspect a.safetensors --stats", "inspect a.pt -q --stats")
+    assert [text.strip() for text in quick] == ["", ""]
+    assert [text.strip() for text in on_a_terminal(folder, 0.05, 0.02, "inspect a.safetensors --stats -q")] == [""]
+
+
+SUMMARY = re.compile(
+    r"summary: [\d.]+ s; read (.+) of (\d+) files?; moved (.+), computed (.+), wrote (.+); "
+    r"fetched (.+) in (\d+) requests?\n"
+)
+NOTHING = ("0 bytes", "0 bytes", "0 bytes")
+VERBOSE = {
+    "inspect a.safetensors": ("KiB", "1", *NOTHING),
+    "inspect a.safetensors --stats": ("10.0 MiB", "1", *NOTHING),
+    "diff a.safetensors b.safetensors --values": ("MiB", "2", *NOTHING),
+    "remap a.safetensors -o c.safetensors --rule layers.{i}.w=>w.{i}": ("10.0 MiB", "1", "10.0 MiB", "0 bytes", "10.0"),
+    "remap a.safetensors -o e.pt --rules half.toml": ("10.0 MiB", "2", "0 bytes", "5.0 MiB", "5.0 MiB"),
+    "remap a.safetensors --in-place --rule layers.{i}.w=>w.{i}": ("KiB", "1", "0 bytes", "0 bytes", "bytes"),
+    "swap-weights p.pt2 new.pt -o o.pt2": ("KiB", "2", "KiB", "0 bytes", "KiB"),
+    "check a.safetensors": ("KiB", "1", *NOTHING),
+    "inspect none.pt": ("0 bytes", "0", *NOTHING),
+}
+
+
+@pytest.mark.parametrize("line", VERBOSE)
+def test_what_was_read_moved_and_computed(folder: Path, run: Run, line: str) -> None:
+    Path("half.toml").write_text('[[rule]]\ncast = "layers.{i}.w"\ndtype = "float16"\n')
+    net = torch.nn.Linear(3, 2)
+    torch.export.save(torch.export.export(net, (torch.ones(1, 3),)), "p.pt2")
+    torch.save(net.state_dict(), "new.pt")
+    done = run(*line.split(), "-v")
+    found = SUMMARY.findall(done.err)
+    assert len(found) == 1, done.err
+    assert all(wanted in said for wanted, said in zip(VERBOSE[line], found[0])), found
+    assert found[0][5:] == ("0 bytes", "0")
+
+
+def test_bytes_are_counted_once_and_as_what_they_are(folder: Path, run: Run) -> None:
+    state = {f"layers.{index}.w": 2 * MIB for index in range(5)}
+    assert run("remap", "a.pt", "-o", "d.safetensors").status == 0
+    assert (work.counts.moved, work.counts.computed) == (sum(state.values()), 0)
+    assert work.counts.written == Path("d.safetensors").stat().st_size
+    quiet = run("remap", "a.pt", "-o", "f.safetensors", "-v", "-q")
+    assert quiet.said == (0, "")
+
+
+def test_what_a_store_sent_is_counted(folder: Path, run: Run) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/verbose.safetensors", Path("a.safetensors").read_bytes())
+    done = run("inspect", "memory://verbose.safetensors", "--stats", "-v", "--format", "json")
+    assert json.loads(done.out)["bytes"] == Path("a.safetensors").stat().st_size
+    ((*_, fetched, requests),) = SUMMARY.findall(done.err)
+    assert fetched.startswith(("10.", "11."))
+    assert int(requests) >= 2

@@ -20,6 +20,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import TABLE, Format
 from command import Done, Run
 from places import DATA, DOCS
+from torchrun_ranks import run_ranks
 
 PAGE = DOCS / "formats.md"
 START, END = "<!-- the table of ckpttool/formats -->\n", "<!-- end of the table -->\n"
@@ -59,6 +60,14 @@ def _dcp(run: Run, folder: Path) -> Path:
     return folder / "in.dcp"
 
 
+def _accelerate(run: Run, folder: Path) -> Path:
+    """As accelerate saves it, whose own folders are in tests/formats/test_accelerate.py."""
+    dcp.save({"model": STATE}, checkpoint_id=folder / "run" / "pytorch_model_fsdp_0")
+    optimizer = {"state": {"up.weight": {"step": torch.ones(())}}, "param_groups": [{"params": ["up.weight"]}]}
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "run" / "optimizer_0")
+    return folder / "run"
+
+
 def _ranks(run: Run, folder: Path) -> Path:
     for rank in range(2):
         torch.save(STATE, folder / f"rank_{rank}.pt")
@@ -80,9 +89,13 @@ SAMPLES: dict[str, Callable[[Run, Path], Path]] = {
     "sharded_bin": partial(_sharded, "bin"),
     "rank_files": _ranks,
     "deepspeed": partial(_copied, "deepspeed-0.19.8/zero-3"),
+    "accelerate": _accelerate,
     "dcp": _dcp,
 }
-HEADS = ("format", "in JSON", "on disk", "inspect", "diff", "remap from", "written", "in place", "URL", "holds")
+HEADS = (
+    *("format", "in JSON", "on disk", "inspect", "diff", "remap from", "written", "in place", "by torchrun", "URL"),
+    "holds",
+)
 
 
 def holds(row: Format) -> str:
@@ -93,27 +106,46 @@ def holds(row: Format) -> str:
     return "whatever `torch.save` pickles" if row.pickled else "what its writer put there"
 
 
-def is_written(row: Format, ending: str, run: Run, folder: Path) -> bool:
-    """Whether an output of that ending is a file or a folder of the format."""
+def is_written(row: Format, ending: str, run: Run, folder: Path) -> tuple[Path, tuple[object, ...]] | None:
+    """An output of that ending, with the command that wrote it, where it is a file or a folder of the format."""
     index = ending.endswith(".json")
     name = INDEX.format(ending.split(".")[1]) if index else ending if ending == ".metadata" else f"out{ending}"
     out = folder / f"outputs{ending}" / name
     out.parent.mkdir()
-    options = ("--max-shard-size", "3KB") if index else ()
-    done = run("remap", folder / "plain.safetensors", "-o", out, *options)
+    command = ("remap", folder / "plain.safetensors", *(("--max-shard-size", "2MB") if index else ()))
+    done = run(*command, "-o", out)
     at = out.parent if row.folder and not out.is_dir() else out
-    return done.status == 0 and open_checkpoint(str(at)).format == row.name
+    return (out, command) if done.status == 0 and open_checkpoint(str(at)).format == row.name else None
 
 
-def written(row: Format, sample: Path, run: Run, folder: Path) -> str:
-    """How an output of the format is asked for, where there is a way."""
-    save_file(STATE, folder / "plain.safetensors")
-    if row.endings and all(is_written(row, ending, run, folder) for ending in row.endings):
-        return " ".join(f"`{ending}`" for ending in row.endings)
+def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str]:
+    """How an output of the format is asked for, where there is a way, and whether ranks write it together."""
+    save_file({key: value.repeat(700) for key, value in STATE.items()}, folder / "plain.safetensors")
+    outputs = [is_written(row, ending, run, folder) for ending in row.endings]
+    if outputs and outputs[0] is not None and all(outputs):
+        return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(*outputs[0])
     out = folder / f"out{sample.suffix}"
-    if row.pickled and run("remap", sample, "-o", out, "--torch-format", "legacy").status == 0:
-        return "`--torch-format legacy`"
-    return "`swap-weights`" if run("swap-weights", sample, sample, "-o", out).status == 0 else "no"
+    legacy = ("remap", sample, "--torch-format", "legacy")
+    if row.pickled and run(*legacy, "-o", out).status == 0:
+        return "`--torch-format legacy`", by_ranks(out, legacy)
+    swap = ("swap-weights", sample, sample)
+    return ("`swap-weights`", by_ranks(out, swap)) if run(*swap, "-o", out).status == 0 else ("no", "no")
+
+
+def by_ranks(alone: Path, command: tuple[object, ...]) -> str:
+    """Whether two ranks write what one process wrote, to the byte."""
+    folder = alone.parent.with_name(f"{alone.parent.name}-by-ranks")
+    folder.mkdir()
+    done = run_ranks(folder, 2, *command, "-o", folder / alone.name)
+    same = files_in(folder / alone.name) == files_in(alone)
+    return "yes" if same and [one.status for one in done] == [0, 0] else "no"
+
+
+def files_in(out: Path) -> dict[str, bytes]:
+    """The bytes of the file, or of every file of the folder that it stands for or completes."""
+    folder = out if out.is_dir() else out.parent if out.suffix in (".json", "") else None
+    found = [out] if folder is None else sorted(folder.iterdir())
+    return {path.name: path.read_bytes() for path in found}
 
 
 def by_url(sample: Path, run: Run) -> str:
@@ -140,10 +172,10 @@ def cells(row: Format, run: Run, folder: Path) -> list[str]:
     on_disk = "folder" if sample.is_dir() else "files" if "*" in sample.name else "file"
     different = run("diff", sample, sample, "--values")
     converted = conversion(sample, run, folder)
-    url, out = by_url(sample, run), written(row, sample, run, folder)
+    url, (out, together) = by_url(sample, run), written(row, sample, run, folder)
     edited = run("remap", sample, "--rule", "re:(.*) => m.\\1", "--in-place", "--format", "json")
     way = edited.data["written"]["way"] if edited.status == 0 else "no"
-    tried = (_mark(listed), _mark(different), converted, out, way, url)
+    tried = (_mark(listed), _mark(different), converted, out, way, together, url)
     return [row.title, f"`{row.name}`", on_disk, *tried, holds(row)]
 
 

@@ -19,7 +19,7 @@ import torch
 from command import Run
 from places import DOCS, ROOT
 
-PAGES = ("recipes.md", "comparisons.md")
+PAGES = {"recipes.md": (), "comparisons.md": ("accelerate", "transformers")}  # and what is run beside torch
 BLOCK = re.compile(r'^```(python|pytb|console)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
 UNSTEADY = re.compile(r"\x1b\[[0-9;]*m|: \[\{.*\}\]")  # colours, and sets in whatever order
@@ -88,6 +88,8 @@ def test_the_page_shows_what_happens(name: str, run: Run) -> None:
     pinned = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     if torch.__version__.partition("+")[0] not in pinned:
         pytest.skip(f"the messages are those of torch {', '.join(pinned)}")
+    for package in PAGES[name]:
+        pytest.importorskip(package)
     text = (DOCS / name).read_text(encoding="utf-8")
     page = Page(name, run)
     new = BLOCK.sub(page.shown, text)
@@ -110,3 +112,11 @@ def test_headings_are_what_torch_says() -> None:
     ]
     assert wrong == []
     assert sum(map(len, said.values())) >= 8
+
+
+def test_every_symptom_that_people_report_has_its_recipe() -> None:
+    """By the numbers of the public issues in docs/pains.md."""
+    pains, recipes = ((DOCS / page).read_text(encoding="utf-8") for page in ("pains.md", "recipes.md"))
+    reported = set(re.findall(r"\b[\w-]+#\d+", pains))
+    assert len(reported) >= 26
+    assert [issue for issue in reported if not re.search(rf"\b{issue}\b", recipes)] == []

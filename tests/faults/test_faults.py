@@ -79,6 +79,12 @@ def legacy(folder: Path) -> None:
     torch.save(STATE, folder / "in.pt", _use_new_zipfile_serialization=False)
 
 
+def scripted(folder: Path) -> None:
+    (folder / "in.pt").write_bytes((DATA / "script-torch-2.5.1.pt").read_bytes())
+    state = torch.jit.load(folder / "in.pt").state_dict()
+    torch.save({key: value + 1 for key, value in state.items()}, folder / "new.pt")
+
+
 def sharded(folder: Path, name: str = "in", state: dict[str, torch.Tensor] = STATE) -> None:
     home = folder / name
     home.mkdir()
@@ -144,6 +150,8 @@ CASES = {
     "torch zip, in place": Case(zipped, "remap in.pt --in-place", look="in.pt", journal=True),
     "torch zip to safetensors": Case(zipped, "remap in.pt::model -o out.safetensors"),
     "torch legacy to torch zip": Case(legacy, "remap in.pt -o out.pt"),
+    "torch zip to torch legacy": Case(zipped, "remap in.pt -o out.pt --torch-format legacy"),
+    "torchscript": Case(scripted, "swap-weights in.pt new.pt -o out.pt"),
     "program": Case(program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"),
     "sharded, copied": Case(sharded, "remap in -o out/"),
     "sharded, in place, anew": Case(sharded, "remap in --in-place --copy"),
@@ -176,9 +184,11 @@ def scenario(case: Case, template: Path) -> Scenario:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process saw that went through all cases."""
-    scenarios = {name: asdict(scenario(case, tmp_path_factory.mktemp("template"))) for name, case in CASES.items()}
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process saw that went through the cases whose tests are run."""
+    tests = [test for test in request.session.items if isinstance(test, pytest.Function)]
+    asked = [test.callspec.params["name"] for test in tests if test.module is request.module]
+    scenarios = {name: asdict(scenario(CASES[name], tmp_path_factory.mktemp("template"))) for name in asked}
     # in memory where there is such a place, since what is tested is the order of the calls; but only a disk moves data
     scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) and not EVERY else None))
     done = subprocess.run(

@@ -54,9 +54,14 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
         (["notes.txt", "step_100/model.pt", "step_200/model.pt"], "no checkpoint", "step_200"),
         (["model-00001-of-00002.safetensors"], "1 shards without their index", "index.json"),
         (["__0_0.distcp"], "without its .metadata", "hidden"),
-        (  # as accelerate writes them: scheduler.bin is no checkpoint where there is another
-            ["optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata", "random_states_0.pkl", "scheduler.bin"],
+        (  # scheduler.bin is no checkpoint where there is another
+            ["optimizer_0/.metadata", "weights/.metadata", "random_states_0.pkl", "scheduler.bin"],
             "holds its checkpoint in folders, each one of its own",
+            "weights",
+        ),
+        (
+            ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp.bin"],
+            "holds the same twice, as accelerate saves it with other settings",
             "pytorch_model_fsdp_0",
         ),
         (

@@ -20,7 +20,14 @@ from hashlib import sha256
 from pathlib import Path
 
 from mutate import mutated
-from targets import TARGETS, Target
+
+if "--guided" in sys.argv:
+    import atheris
+
+    with atheris.instrument_imports(include=["ckpttool"]):
+        from targets import TARGETS, Target
+else:
+    from targets import TARGETS, Target
 
 FOUND = Path("found")
 SLOW = 2.0  # seconds of the processor; an input that takes longer is kept too
@@ -84,13 +91,10 @@ def _keep(name: str, data: bytes, why: str, tally: Tally) -> None:
 
 def guided(name: str, target: Target, seconds: float) -> None:
     """Hands the target over to atheris, which ends the process."""
-    import atheris
-
     folder = FOUND.parent / f".corpus-{name.replace(' ', '-')}"
     folder.mkdir(exist_ok=True)
     for number, data in enumerate(target.seeds()):
         (folder / f"seed-{number}").write_bytes(data)
-    atheris.instrument_all()
     options = [sys.argv[0], f"-max_total_time={int(seconds)}", "-max_len=65536", "-timeout=30", "-print_final_stats=1"]
     atheris.Setup([*options, f"-artifact_prefix={name.replace(' ', '-')}-", str(folder)], target.run)
     atheris.Fuzz()

@@ -8,13 +8,14 @@ import stat
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.pieces import Crc, Piece
 from ckpttool.io.ranges import CHUNK, same_bytes
 from ckpttool.io.write_file import preflight, write
@@ -49,8 +50,11 @@ def test_checksums_run_along(tmp_path: Path, source: Path) -> None:
 
 def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
     seen: list[int] = []
-    nbytes = write([Piece(b"x"), Piece(Span(str(source), 0, CHUNK + 1))], str(tmp_path / "out"), progress=seen.append)
-    assert sum(seen) == nbytes
+    work.begin()
+    with work.shown(lambda title, total: nullcontext(seen.append)), work.doing("out", CHUNK + 2, "written"):
+        nbytes = write([Piece(b"x"), Piece(Span(str(source), 0, CHUNK + 1))], str(tmp_path / "out"))
+    assert sum(seen) == nbytes == CHUNK + 2
+    assert (work.counts.read, work.counts.moved, work.counts.written) == (CHUNK + 1, CHUNK + 1, CHUNK + 2)
 
 
 def fails(kind: str, source: Path) -> list[Piece]:

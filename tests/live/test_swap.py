@@ -567,6 +567,10 @@ def test_a_loaded_package_takes_checked_weights(package: Any, tmp_path: Path) ->
             swap_weights(compiled, {**good.state_dict(), **broken}, model)
         assert problems(refused) == {says}
         assert torch.equal(compiled(x), start)
+    with pytest.raises(Refused) as other:
+        swap_weights(compiled, nn.Linear(2, 2).state_dict(), nn.Linear(2, 2))
+    assert other.value.message == "no constant of the package is a weight of the model"
+    assert "no such weight in the model @ inner.bias" in problems(other)
     with pytest.raises(CkptError) as unknown:
         swap_weights(compiled, good.state_dict())
     assert "does not say what shapes and dtypes" in unknown.value.message

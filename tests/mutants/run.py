@@ -13,9 +13,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +38,7 @@ from coverage import CoverageData
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 LEAST = 0.95  # of the mutants are to be killed
-_LONGEST = 120.0  # seconds of tests for one mutant
+_LONGEST = 120.0  # seconds of tests for one mutant, if nothing else is asked for
 _ARGUMENTS_NEEDED = ("VariableReplacer", "VariableInserter")
 _IDENTITY = {"Is", "IsNot"}
 _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
@@ -63,9 +65,10 @@ class Reach:
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[int, Sequence[str]]]
 
-    def tests(self, mutant: Mutant) -> list[str]:
+    def tests(self, mutant: Mutant, longest: float = _LONGEST) -> list[str]:
         """What to try the mutant with: what reaches its line, where it is in a function, else what reaches the module.
 
+        The quickest of them, of `longest` seconds together.
         A line that is reached in other processes alone is known to no test: then it is all of them.
         """
         lines = self.lines.get(mutant.path, {})
@@ -77,7 +80,7 @@ class Reach:
         total = 0.0
         for test in sorted(found or self.seconds, key=lambda test: self.seconds[test]):
             total += self.seconds[test]
-            if total > _LONGEST and chosen:
+            if total > longest and chosen:
                 break
             chosen.append(test)
         return chosen
@@ -226,26 +229,58 @@ def _measured(copy: Path, tests: Sequence[str]) -> list[object]:
 
 def survives(mutant: Mutant, copy: Path, tests: Sequence[str]) -> bool:
     """Whether all the tests pass with the mutant in its place; tests that do not come to an end have noticed it."""
-    path, asked = copy / mutant.path, copy / "asked.txt"
-    asked.write_text("\n".join(tests))
+    path = copy / mutant.path
     before = path.read_text()
     try:
         path.write_text(mutant.text)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"@{asked}"],
-            cwd=copy,
-            env=_environment(copy),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=3 * _LONGEST + 60,
-        )
-    except subprocess.TimeoutExpired:
-        return False
+        return passes(copy, tests)
     finally:
         path.write_text(before)
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink()  # which is told from the next one's by size and second only
-    return done.returncode == 0
+
+
+def preload() -> None:
+    """Imports what most tests would each import anew, and nothing that is mutated."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in ("torch.export", "torch.distributed.checkpoint", "safetensors.torch", "pytest", "typer"):
+        import_module(name)
+
+
+def passes(copy: Path, tests: Sequence[str]) -> bool:
+    """Whether all the tests of the copy pass, in a process that is forked from this one."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(_run(copy, tests))
+        finally:
+            os._exit(2)
+    return _status(child) == 0
+
+
+def _run(copy: Path, tests: Sequence[str]) -> int:
+    """Runs the tests of the copy in this process, which was forked for it."""
+    import pytest
+
+    os.setpgid(0, 0)
+    os.chdir(copy)
+    os.environ.update(_environment(copy))
+    sys.path[:0] = [str(copy)]
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+
+
+def _status(child: int) -> int:
+    """The exit status of the process, which is ended where it takes too long."""
+    end = time.monotonic() + 3 * _LONGEST + 60
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _environment(*folders: Path) -> dict[str, str]:
@@ -258,20 +293,25 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("-n", type=int, default=100, help="mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="modules and packages: ckpttool/edits")
+    parser.add_argument("--seconds", type=float, default=_LONGEST, help="of tests for a mutant, at most")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args(args)
     only = asked.only or ["ckpttool"]
     modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
     known, mutants = reach(mirrors(only)), drawn(modules, asked.seed)
     chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(asked.n))}.values())
+    preload()
     counts: Counter[bool] = Counter()
     with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder, ThreadPoolExecutor(asked.jobs) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(asked.jobs):
             copies.put(copied(Path(folder).resolve() / str(number)))
 
+        unchanged = Path(folder).resolve() / "0"
+        assert passes(unchanged, known.tests(chosen[0], asked.seconds)), "the tests fail without any change"
+
         def tried(mutant: Mutant) -> tuple[Mutant, bool, int]:
-            copy, tests = copies.get(), known.tests(mutant)
+            copy, tests = copies.get(), known.tests(mutant, asked.seconds)
             try:
                 return mutant, survives(mutant, copy, tests), len(tests)
             finally:

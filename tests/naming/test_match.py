@@ -64,3 +64,11 @@ def test_segments_taken_out_are_counted() -> None:
 def test_hostile_keys_are_not_searched_through_for_ever() -> None:
     key = ".".join(["module"] * 5000)
     assert match([key], {"a": "a"}).unmatched == (key,)
+
+
+def test_a_call_variant_that_could_be_of_two_names_is_of_none() -> None:
+    key = "module.x._orig_mod.f@1.w"
+    found = match([key], {name: name for name in ("module.x.f.w", "x._orig_mod.f.w")})
+    assert (found.unmatched, found.variants, found.names) == ((key,), {}, {})
+    assert match([key], {"x.f.w": "x.f.w"}).names == {key: "x.f.w"}
+    assert match([key], {"w": "w"}).unmatched == (key,)

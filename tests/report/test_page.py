@@ -87,6 +87,22 @@ def test_a_key_is_found_and_read_without_a_mouse(browser: Browser, report: Path)
     assert browser.ask(ACTIVE) == "layers.1.wq.weight"
 
 
+def test_the_state_of_optimizers_has_dtypes_and_shapes(browser: Browser, run: Run, tmp_path: Path) -> None:
+    for name, dtype in (("left", torch.float32), ("right", torch.bfloat16)):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2, dtype=dtype))
+        optimizer = torch.optim.AdamW(model.named_parameters())
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / f"{name}.pt")
+    page = tmp_path / "diff.html"
+    assert run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--report", page).status == 1
+    browser.open(page)
+    rows = browser.ask("[...document.querySelectorAll('#tree [data-at]')].map(row => row.innerText)")
+    (moment, *_) = [row.split() for row in rows if row.strip().startswith("exp_avg")]
+    assert "→".join(["float32", "bfloat16"]) in "".join(moment)
+    assert "[2,3]" in "".join(moment)
+
+
 def test_arrows_fold_and_move(browser: Browser, report: Path) -> None:
     browser.open(report)
     browser.ask("document.getElementById('tree').focus()")

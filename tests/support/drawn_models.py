@@ -14,7 +14,7 @@ import real_models
 
 REAL = [name for name in real_models.ALL if name != "wav2vec2"]
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    **{f"hook_zoo:{name}": build for name, build in hook_zoo.ZOO.items() if name not in ("lazy", "nested_dict")},
+    **{f"hook_zoo:{name}": build for name, build in hook_zoo.ZOO.items() if name != "lazy"},
     **{f"loading_zoo:{name}": build for name, build in loading_zoo.ZOO.items()},
     **{f"real_models:{name}": getattr(real_models, name) for name in REAL},
 }

@@ -385,3 +385,57 @@ def recurrent() -> nn.Module:
 @pattern
 def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, 4)
+
+
+# State dicts that look like something else where they are a whole file
+
+
+class Folded(nn.Linear):
+    """Saves the tensors of `inside` in a dict of their own."""
+
+    def __init__(self, *inside: str) -> None:
+        super().__init__(2, 2)
+        self.inside = inside
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}folded"] = {name: destination.pop(prefix + name) for name in self.inside}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name, value in state_dict.pop(f"{prefix}folded", {}).items():
+            state_dict[prefix + name] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pattern
+def dict_beside_tensors() -> nn.Module:
+    return Folded("bias")
+
+
+@pattern
+def dict_of_all_tensors() -> nn.Module:
+    return Folded("weight", "bias")
+
+
+@pattern
+def dicts_of_layers() -> nn.Module:
+    return nn.ModuleDict({"first": Folded("bias"), "second": Folded("weight", "bias")})
+
+
+@pattern
+def mostly_numbers() -> nn.Module:
+    settings = (Extra(lambda m: 3, lambda s: s == 3) for _ in range(3))
+    return nn.ModuleDict({"net": nn.Linear(2, 2, bias=False), **{f"s{i}": one for i, one in enumerate(settings)}})
+
+
+@pattern
+def like_a_random_state() -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("state", torch.zeros(16, dtype=torch.uint8))
+    return model
+
+
+@pattern
+def called_state() -> nn.Module:
+    """Its keys are those of a flattened optimizer state."""
+    return nn.ModuleDict({"state": nn.Linear(2, 2), "param_groups": nn.Linear(2, 2)})

@@ -10,15 +10,18 @@ import hashlib
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from ckpttool.checkpoint import Checkpoint, TensorEntry
+from ckpttool.cli.app import main as ckpttool
 from ckpttool.evaluate import with_torch
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import FORMATS
 
 Print = tuple[str, tuple[int, ...], str]  # dtype, shape, hash of the elements
 
@@ -88,6 +91,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             todo += [*part.keys(), *part.values(), getattr(part, "__dict__", None)]
         elif isinstance(part, (list, tuple, set, frozenset)):
             todo += part
+        elif isinstance(part, torch.ScriptObject):  # packed parameters
+            todo.append(part.__getstate__())  # type: ignore[attr-defined]
         else:
             todo.append(getattr(part, "__dict__", None))
 
@@ -122,6 +127,22 @@ def disagreements(path: str) -> list[str]:
     if packed + len(named) < sum(not _is_dense(tensor) for tensor in tensors_of(loaded)):
         found.append("packed tensors are missing")
     return found + _by_key(checkpoint, loaded) + _unaccounted(checkpoint, path)
+
+
+def problems(path: str, out: Path) -> Iterator[str]:
+    """What is wrong with what ckpttool makes of the file."""
+    yield from disagreements(path)
+    quiet = ("--report", str(out / "report.json"))
+    has_state_dict = any(section.kind == "state_dict" for section in open_checkpoint(path).sections)
+    if ckpttool(["diff", path, path, "--values", *quiet]) != (0 if has_state_dict else 2):  # 2: there is no answer
+        yield "differs from itself"
+    if FORMATS[open_checkpoint(path).format].endings:
+        ending = FORMATS[open_checkpoint(path).format].endings[0]
+        rewritten = str(out / f"rewritten{ending}")
+        if ckpttool(["remap", path, "-o", rewritten, "--verify", "--force", "--no-fsync", *quiet]) != 0:
+            yield "cannot be rewritten"
+        else:
+            yield from disagreements(rewritten)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Annotated
 from ckpttool.api import making
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest, write_text
-from ckpttool.cli.progress import bar
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
@@ -47,7 +46,7 @@ def command(
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
     check_texts((options.save_plan, manifest, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)
-    done = making.remap_by(ckpt, options, bar)
+    done = making.remap_by(ckpt, options)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     data = {**done.to_json(ckpt, out or ""), **({"plan": done.plan.to_json()} if options.dry_run else {})}

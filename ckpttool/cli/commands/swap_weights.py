@@ -8,7 +8,6 @@ from typing import Annotated
 from ckpttool.api import making
 from ckpttool.cli.fields import with_options
 from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest
-from ckpttool.cli.progress import bar
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
@@ -36,14 +35,14 @@ def command(
       ckpttool swap-weights deployed.pt2 train.pt --dry-run
       ckpttool swap-weights scripted.pt train.pt -o swapped.pt
     """
-    from ckpttool.report.documents.swap import document
+    from ckpttool.report.documents.remap import swapped as document
 
     out = options.target(split(program)[0])
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT")
     read = [path for operand in (program, new) for path in files_of(split(operand)[0])]
     check_texts((manifest, *(report or ())), read, force=options.force, out=out)
-    swapped = making.swap_weights_by(program, new, options, bar)
+    swapped = making.swap_weights_by(program, new, options)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     data = swapped.to_json(program, new, out or "")

@@ -12,7 +12,7 @@ from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.operands.names_file import saved_by
 from ckpttool.queries.diff.result import Diff
-from ckpttool.words import plural
+from ckpttool.words import plural, some
 
 _FEW = 3
 LOST = (
@@ -36,9 +36,8 @@ def of_names(question: Question, diff: Diff) -> Diff:
     lost = [t.fqn for t in names.runtime if t.persistent and t.alias_of is None and t.fqn not in have]
     notes = diff.notes
     if lost:
-        shown = ", ".join(lost[:_FEW]) + (", ..." if len(lost) > _FEW else "")
         tensors = f"{plural(len(lost), 'tensor')} {'is' if len(lost) == 1 else 'are'}"
-        notes = (*notes, LOST.format(tensors=tensors, names=shown))
+        notes = (*notes, LOST.format(tensors=tensors, names=some(lost, _FEW)))
     if not any(entry.status in ("renamed", "transformed") for entry in diff.entries):
         return replace(diff, notes=notes)
     swap = command("swap-weights", ("PROGRAM.pt2", "CKPT"), SwapOptions(**model, out="OUT.pt2"))

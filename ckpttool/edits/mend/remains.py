@@ -13,7 +13,7 @@ from ckpttool.operands.checkpoint import model_section
 from ckpttool.queries.diff.computed import COMPUTED, MENDED
 from ckpttool.queries.diff.elsewhere import MENDED_BY
 from ckpttool.queries.diff.result import KIND, Diff, Entry
-from ckpttool.words import plural
+from ckpttool.words import plural, some
 
 _FEW = 3
 
@@ -88,8 +88,7 @@ def _said(cause: str, entries: Sequence[Entry]) -> str:
     if any(KIND in entry.reason for entry in entries):
         is_so, instead = "of another kind", "read it where its class is known, and save plain tensors"
     keys = [(entry.right or entry.left)[0] for entry in entries]
-    more = f", and {len(keys) - _FEW} more" if len(keys) > _FEW else ""
-    return f"{plural(len(keys), noun)} {is_so} ({', '.join(keys[:_FEW])}{more}): {instead}"
+    return f"{plural(len(keys), noun)} {is_so} ({some(keys, _FEW)}): {instead}"
 
 
 def _of_the_file(left: Checkpoint) -> str | None:

@@ -35,7 +35,7 @@ from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.operands.checkpoint import saved_state_dicts, split
 from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.plan import OptimizerMove
-from ckpttool.words import plural, shell
+from ckpttool.words import plural, shell, some
 
 _MOST_DROPS = 20  # parameters that a hint names
 
@@ -367,17 +367,12 @@ def _notes(
             "that was saved has one value for each of the old ones"
         )
     if new:
-        notes.append(f"{where}: new, and without state: {_some(new)}")
+        notes.append(f"{where}: new, and without state: {some(new)}")
     if dropped:
-        notes.append(f"{where}: left out, the state of {plural(len(dropped), 'parameter')}: {_some(dropped)}")
+        notes.append(f"{where}: left out, the state of {plural(len(dropped), 'parameter')}: {some(dropped)}")
     if state.form == FLAT and to != FLAT and not any(group.param_names for group in state.groups):
         notes.append(
             f"{where}: the flattened form does not say which param groups there were; parameters with the same "
             f"hyperparameters are one group now ({len(state.groups)} in all)"
         )
     return tuple(notes)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

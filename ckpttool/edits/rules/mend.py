@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +12,13 @@ from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.printed import free, operand, outputs
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.suggestions import known
-from ckpttool.words import plural, shell
+from ckpttool.words import plural, shell, some
 
 PART = "the command mends a part"
 INFERRED = (
     "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
 )
 _FEW = 3  # rules that are shown as options; more of them go into a file
-_SHOWN = 5  # keys that a note names
 
 
 def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = False) -> Diff:
@@ -101,13 +99,9 @@ def _other_dtypes(diff: Diff, left: Checkpoint, right: Checkpoint) -> bool:
 def _undone(found: Suggestion, dtypes: bool) -> list[str]:
     notes = ["the suggested rules leave dtypes and values as they are, and some differ"] if dtypes else []
     if found.remaining:
-        keys = _named(found.remaining)
+        keys = some(found.remaining)
         notes.append(f"the suggested rules do not make {plural(len(found.remaining), 'key')} of the right: {keys}")
     if found.left_over:
-        keys = _named(found.left_over)
+        keys = some(found.left_over)
         notes.append(f"the suggested rules leave {plural(len(found.left_over), 'key')} of the left as they are: {keys}")
     return [PART, *notes] if notes else []
-
-
-def _named(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:_SHOWN]) + (f", ... {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else "")

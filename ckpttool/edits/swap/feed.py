@@ -11,7 +11,7 @@ from ckpttool.errors import Problem
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.pt2.program import CONSTANTS
 from ckpttool.names import RUNTIME, Names
-from ckpttool.naming.forms import left_to_code, read, with_keys
+from ckpttool.naming.forms import Reading, left_to_code, read, with_keys
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
@@ -23,7 +23,8 @@ from ckpttool.plan import ModelRun, Output, Plan
 class Feed:
     """What is to feed each FQN, before anything is compared.
 
-    `twins` are keys that must hold the same value, `runs` those of the model's own code that compute a part.
+    `twins` are keys that must hold the same value, `runs` those of the model's own code that compute a part. `remade`
+    are constants of the program, buffers that no checkpoint has, with what the model's loading makes of them.
     """
 
     sources: dict[str, Expression]
@@ -32,6 +33,7 @@ class Feed:
     ignored: list[str] = field(default_factory=list)
     twins: list[tuple[str, str]] = field(default_factory=list)
     runs: tuple[ModelRun, ...] = ()
+    remade: dict[str, Expression] = field(default_factory=dict)
 
 
 def constants_of(program: Checkpoint) -> tuple[TensorEntry, ...]:
@@ -79,11 +81,17 @@ def _other_names(found: Match, weights: Section) -> set[str]:
 
 
 def feed_by_model(
-    target: Section, weights: Section, names: Names, form: str | None, kwargs: Mapping[str, object] | None = None
+    target: Section,
+    constants: Mapping[str, str],
+    weights: Section,
+    names: Names,
+    form: str | None,
+    kwargs: Mapping[str, object] | None = None,
 ) -> Feed:
     """With the model: its names say what each FQN is of the checkpoint's keys, in whatever form these are.
 
-    Where its code can be run, `kwargs` are what it is built with.
+    `constants` are those of the program, each with its canonical name. Where the model's code can be run, `kwargs` are
+    what it is built with.
     """
     tables = NameTables(names)
     reading = read(tables, weights, form)
@@ -100,11 +108,17 @@ def feed_by_model(
     _share(values, tables.first)
     fqns = match([entry.key for entry in target.tensors], {t.fqn: t.canonical for t in names.runtime})
     fed = {p: values[fqn] for p, fqn in fqns.names.items() if fqn in values}
-    feed = Feed(fed, reading.form, _left_over(reading.match), runs=plan.runs)
+    feed = Feed(fed, reading.form, _left_over(reading.match), runs=plan.runs, remade=_remade(constants, names, values))
     feed.twins.extend(_variants(reading.match))
     feed.problems.extend(
         Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched
     )
+    _account(feed, names, tables, reading, keys)
+    return feed
+
+
+def _account(feed: Feed, names: Names, tables: NameTables, reading: Reading, keys: Mapping[str, str]) -> None:
+    """Says of each key (by its name) that feeds nothing why that is so, or that it should not be."""
     used = {key for source in feed.sources.values() for key in ex.refs(source)}
     by_source = {
         source: keys[key] for key, source in reversed(tables.saved.items()) if key in keys and keys[key] in used
@@ -119,7 +133,14 @@ def feed_by_model(
             feed.ignored.append(key)
         else:
             feed.problems.append(Problem("left over: the program has no such weight", key, "left_over"))
-    return feed
+
+
+def _remade(constants: Mapping[str, str], names: Names, values: Mapping[str, Expression]) -> dict[str, Expression]:
+    """Constant -> what the model's loading makes of it, where that depends on the checkpoint."""
+    unsaved = {t.fqn: t.canonical for t in names.runtime if not t.persistent and t.fqn in values}
+    fqns = {canonical: fqn for fqn, canonical in unsaved.items()}
+    found = {constant: values[fqns[name]] for constant, name in constants.items() if name in fqns}
+    return {constant: source for constant, source in found.items() if any(ex.refs(source)) or any(ex.calls(source))}
 
 
 def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ def fit_all(
 def _fit(entry: TensorEntry, source: Expression, have: Entries, cast: bool, packed: bool) -> TensorEntry | Problem:
     """The new value of the program's `entry`, or why it cannot be that."""
     if ex.is_opaque(source):
-        return Problem("a hook computes it by code that is no tensor operator", entry.key)
+        return Problem("a hook computes it by code that is no tensor operator", entry.key, "opaque")
     if entry.storage is None and not packed:
         return _pickled(entry, source, have)
     try:

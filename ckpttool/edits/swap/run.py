@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Swap, swap
-from ckpttool.edits.write import Progress, Writer, prove, quiet
+from ckpttool.edits.write import Writer, prove
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.pt2 import scripted
@@ -15,10 +15,11 @@ from ckpttool.formats.table import FORMATS
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import as_read, operand_of
+from ckpttool.operands.settled import settled
 from ckpttool.words import shell
 
 
-def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progress = quiet) -> Swap:
+def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     """`program` (``PATH`` or ``PATH::NAME``) with new weights, written where `options` name an output.
 
     Raises `Refused`, all problems at once, where they do not fit, and `CkptError` where the program cannot be read or
@@ -28,11 +29,12 @@ def run(program: str, weights: Checkpoint, options: SwapOptions, progress: Progr
     name = picked if options.name is None else options.name
     target = None if options.dry_run else options.target(path)
     fsync = not options.no_fsync
-    writer = Writer(path, options.force, options.in_place, fsync, options.verify, progress=progress)
+    writer = Writer(path, options.force, options.in_place, fsync, options.verify)
     if target is not None:
         writer.check_file(target, split(weights.source)[0])
     deployed = _read(path, name, weights, options.out)
-    new, model = model_section(weights), operand_of(options)
+    model = operand_of(options)
+    new = model_section(settled(weights, model))
     if model is not None and options.source_form is ModelForm.PRETRAINED:
         model = model.by_pretrained
     elif model is not None and options.source_form is None:

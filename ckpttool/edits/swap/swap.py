@@ -12,7 +12,14 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.swap.feed import canonical_names, chosen_constants, constants_of, feed_by_keys, feed_by_model
+from ckpttool.edits.swap.feed import (
+    Feed,
+    canonical_names,
+    chosen_constants,
+    constants_of,
+    feed_by_keys,
+    feed_by_model,
+)
 from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
@@ -80,10 +87,12 @@ class Swap:
         }
 
 
+_REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
 # What to do about weights that do not fit: a kind, and what the command line says of it.
-Advice = Literal["constants", "compiled", "model", "cast", "compare"]
+Advice = Literal["constants", "code", "compiled", "model", "cast", "compare"]
 _HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
+    "code": "a list of names cannot compute them, the model's code can: --model package.module:attr, or file.py:attr",
     "compiled": INSIDE,
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
     "--model file.py:build",
@@ -110,10 +119,11 @@ def swap(
     cast: bool = False,
     packed: bool = False,
     constants: bool = False,
+    remade: bool = False,
     code: ModelOperand | None = None,
 ) -> Swap:
     """`program` with every weight replaced by what `weights` holds for it, and with `constants` every constant that it
-    holds too.
+    holds too. With these, or `remade`, also buffers among the constants that the model's loading makes anew.
 
     Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
     allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
@@ -126,26 +136,40 @@ def swap(
     chosen = chosen_constants(program, weights) if constants else {}
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
-    own, word = canonical_names(program), form.names if isinstance(form, ModelForm) else None
-    arguments = None if code is None else code.arguments
-    feed = feed_by_keys(target, rest, own) if names is None else feed_by_model(target, rest, names, word, arguments)
-    feed.sources.update(chosen)
+    feed = _feed(program, target, rest, names, form, code)
+    stale = [] if constants or remade else [Problem(_REMADE, key) for key in feed.remade]
+    feed.sources.update(chosen if stale else {**feed.remade, **chosen})
     feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
     feed.ignored.extend(entry.key for entry in counters[len(counted) :])
     runners = {} if code is None else {run.way: code.run for run in feed.runs}
     found, computed = run_code(weights, list(feed.sources.values()), feed.runs, runners)
     sources = dict(zip(feed.sources, found))
     kept = (*(entry.key for entry in counted[len(counters) :]), *_not_saved(target, names, feed.sources))
-    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in chosen))
+    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in feed.sources))
     wanted = [entry for entry in taking if entry.key not in kept]
     have = {**computed, **{entry.key: entry for entry in counters}}
     fitted, misfits = fit_all(wanted, sources, have, cast, packed)
-    problems = [*feed.problems, *misfits]
+    problems = [*feed.problems, *stale, *misfits]
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
         raise Misfit(_advice(program, names, problems), [_of_code(program, problem, have) for problem in problems])
     return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
+
+
+def _feed(
+    program: Checkpoint,
+    target: Section,
+    weights: Section,
+    names: Names | None,
+    form: Form | None,
+    code: ModelOperand | None,
+) -> Feed:
+    own, word = canonical_names(program), form.names if isinstance(form, ModelForm) else None
+    if names is None:
+        return feed_by_keys(target, weights, own)
+    lifted = {entry.key: own[entry.key] for entry in constants_of(program)}
+    return feed_by_model(target, lifted, weights, names, word, None if code is None else code.arguments)
 
 
 def _with(program: Checkpoint, fitted: Mapping[str, TensorEntry]) -> Checkpoint:
@@ -222,6 +246,8 @@ def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem
     kinds, file = {problem.kind for problem in problems}, program_of(program)
     if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
         return "constants"
+    if "opaque" in kinds:
+        return "code"
     if "left_over" in kinds and file is not None and file.compiled:
         return "compiled"
     if names is None and kinds & {"left_over", "missing"}:

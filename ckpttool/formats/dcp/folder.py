@@ -24,9 +24,10 @@ from ckpttool.formats.dcp.metadata import BytesItem, Chunk, Item, Metadata, Plac
 from ckpttool.formats.dcp.safetensors_shards import located, read_shards
 from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
 from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import find_sections
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.files import exists, is_file, names_in, opened, size
@@ -76,20 +77,23 @@ def read(path: str) -> Checkpoint:
     storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key])
     for key, storage in reader.rebuilder.storages.items():
         storages.get(key, storage.nbytes)  # also those that no tensor looks at: the writer needs them all
-    tree = find_sections(root, storages)
-    tree.unreached = unreached(root, storages, storages.found, storages.found.__getitem__)
-    return Checkpoint(
-        source=path,
-        format=FORMAT,
-        nbytes=nbytes + sum(sizes.values()),
-        sections=tuple(place.section for place in tree.places.values()),
-        others=tuple(tree.others),
-        globals=_foreign([*metadata.globals, *reader.globals]),
-        container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
-        notes=(*tree.notes, *(f"{name} lies beside it: carried from folder to folder" for name in beside(path))),
-        unreached=tree.unreached,
-        beside=beside(path),
-    )
+
+    def made(tree: Tree) -> Checkpoint:
+        tree.unreached = unreached(root, storages, storages.found, storages.found.__getitem__)
+        return Checkpoint(
+            source=path,
+            format=FORMAT,
+            nbytes=nbytes + sum(sizes.values()),
+            sections=tuple(place.section for place in tree.places.values()),
+            others=tuple(tree.others),
+            globals=_foreign([*metadata.globals, *reader.globals]),
+            container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
+            notes=tuple(tree.notes),
+            unreached=tree.unreached,
+            beside=beside(path),
+        )
+
+    return read_tree(root, storages, made)
 
 
 def _read_metadata(path: str) -> tuple[Metadata, int]:

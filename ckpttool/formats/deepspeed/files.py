@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from shlex import quote
 from typing import Any
 
 from ckpttool.checkpoint import TensorEntry
@@ -24,7 +25,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor, malformed
 from ckpttool.io.files import is_dir, is_file, names_in
-from ckpttool.io.paths import join
+from ckpttool.io.paths import join, parent
 
 COPY = "copy the folder again, or take an older step: the file `latest` beside it names the one that DeepSpeed loads"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
@@ -85,7 +86,7 @@ def read_files(folder: str) -> Files:
     if others:
         raise CkptError(
             f"{folder} is a DeepSpeed checkpoint of a model that is cut by layers, by experts or within tensors",
-            hint="convert it with DeepSpeed's ds_to_universal.py",
+            hint=_weights_of(folder) if is_dir(join(folder, UNIVERSAL)) else _put_together(folder),
             problems=[Problem("not of the one model part that is read", name) for name in others],
         )
     optimizers, models = _ordered(found[_OPTIMIZER]), _ordered(found[_MODEL])
@@ -106,6 +107,28 @@ def read_files(folder: str) -> Files:
     )
     _check_ranks(folder, files, found)
     return files
+
+
+_WEIGHTS = (
+    "import sys, torch; from pathlib import Path; "
+    "found = {p.parent.name: torch.load(p) for p in Path(sys.argv[1]).glob('*/fp32.pt')}; "
+    "torch.save({k: v['param'] if isinstance(v, dict) else v for k, v in found.items()}, sys.argv[2])"
+)
+
+
+def _put_together(folder: str) -> str:
+    """The hint by which DeepSpeed makes a universal checkpoint of a folder; of some, that is the first of two ways."""
+    words = f"--input_folder {quote(folder)} --output_folder {quote(folder.rstrip('/') + '_universal')}"
+    return (
+        f"let DeepSpeed put it together, then name its output: python -m deepspeed.checkpoint.ds_to_universal {words}"
+    )
+
+
+def _weights_of(folder: str) -> str:
+    """The hint by which torch takes the weights out of a universal checkpoint, whatever the model was cut by."""
+    root = quote(join(folder, UNIVERSAL))
+    held = "the weights without their optimizer, in fp32 those that were trained, second names in the model's precision"
+    return f'{held}: python -c "{_WEIGHTS}" {root} OUT.pt'
 
 
 def _universal(folder: str, models: Sequence[str]) -> Files:
@@ -183,7 +206,7 @@ def partition_count(file: File) -> int:
     if len(set(counts)) > 1:
         raise CkptError(
             f"{file.path}: its param groups are cut over {counts} ranks, as those of experts are",
-            hint="convert it with DeepSpeed's ds_to_universal.py",
+            hint=_put_together(parent(file.path)),
         )
     return int(counts[0])
 

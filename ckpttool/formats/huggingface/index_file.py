@@ -7,10 +7,10 @@ from typing import Any
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
 from ckpttool.io.files import opened
-from ckpttool.json_schema import OBJECT, TEXT, MapOf, ObjectOf, check
+from ckpttool.json_schema import OBJECT, TEXT, check, map_of, object_of
 from ckpttool.limits import limits
 
-_INDEX = ObjectOf({"weight_map": MapOf(TEXT)}, {"metadata": OBJECT})
+_INDEX = object_of({"weight_map": map_of(TEXT)}, {"metadata": OBJECT})
 _AGAIN = "download or copy it again"
 
 

@@ -17,6 +17,7 @@ from ckpttool.formats.huggingface.index_file import read_index
 from ckpttool.formats.huggingface.plan_shards import DEFAULT_SIZE, Item, plan_shards, shard_names
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.safetensors import single as safetensors
+from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.io.files import is_file, look_ahead
@@ -79,7 +80,7 @@ def read(path: str) -> Checkpoint:
         globals=tuple(sorted({name for shard in shards.values() for name in shard.globals})),
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
-        notes=_size_notes(index, tensors),
+        notes=(*_size_notes(index, tensors), *torchao.remark(tensors)),
         unreached=tuple(
             replace(found, path=f"{name}: {found.path}") for name, shard in shards.items() for found in shard.unreached
         ),
@@ -161,6 +162,7 @@ def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_si
     Raises `Refused` for what the shards' format cannot hold.
     """
     source = checkpoint.container if isinstance(checkpoint.container, Shards) else None
+    checkpoint, source = _settled(checkpoint, source)
     stem, ending, layout = _LAYOUT[kind]
     if source is not None and max_shard_size is None:
         shards = _kept(checkpoint, source)
@@ -178,6 +180,8 @@ def layout_files(checkpoint: Checkpoint, kind: str, name: str = "", max_shard_si
 def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
     """The files with all data where it lies in those that were read; None where one of them has to be written anew."""
     source = checkpoint.container
+    if isinstance(source, Shards):
+        checkpoint, source = _settled(checkpoint, source)
     shards = _kept(checkpoint, source) if isinstance(source, Shards) else {}
     if not isinstance(source, Shards) or shards.keys() != source.shards.keys():
         return None
@@ -189,6 +193,15 @@ def layout_in_place(checkpoint: Checkpoint) -> Mapping[str, Edited] | None:
         files |= own
     index = _index_of(checkpoint, shards, source)
     return {**files, source.name: Edited([Piece(index)], source.text.encode(), index)}
+
+
+def _settled(checkpoint: Checkpoint, source: Shards | None) -> tuple[Checkpoint, Shards | None]:
+    """Both with the metadata in the names of now: the parts of a tensor of torchao may lie in several shards."""
+    names = torchao.new_names(checkpoint)
+    if names is not None and source is not None:
+        shards = {n: replace(s, metadata=torchao.renamed(s.metadata, names)) for n, s in source.shards.items()}
+        source = replace(source, shards=shards)
+    return torchao.settled(checkpoint), source
 
 
 def _index_of(checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None) -> bytes:

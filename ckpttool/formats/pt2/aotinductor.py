@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Section, Storage, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.formats.containers.zip_archive import Archive, read_record
 from ckpttool.formats.pt2.program import CONSTANTS, Home, Payload, Program, damaged, program_sections, read_json
-from ckpttool.formats.pt2.since_2_9 import element_reach
 from ckpttool.formats.pt2.until_2_8 import open_record, payload_of
 from ckpttool.formats.torch.tensors import entry_of, is_tensor
-from ckpttool.json_schema import COUNT, SHAPE, TEXT, Items, MapOf
+from ckpttool.json_schema import COUNT, SHAPE, TEXT, items, map_of
 from ckpttool.limits import limits
 
 FOLDER = "data/aotinductor/"
@@ -38,7 +38,7 @@ _CONFIG = "weights_config.json"
 _KIND = re.compile(r"constants_info_\[(\d+)\]\.type = [^;\n]*ConstantType::(\w+)\)")
 _FQN = re.compile(r'constants_info_\[(\d+)\]\.original_fqn = "([^"\n]*)"')
 _CONSTANTS = ("TensorConstant", "FoldedConstant")
-_WEIGHTS = MapOf(Items((TEXT, SHAPE, SHAPE, COUNT)))  # the record, sizes, strides, offset
+_WEIGHTS = map_of(items(TEXT, SHAPE, SHAPE, COUNT))  # the record, sizes, strides, offset
 
 
 def models(archive: Archive, root: str) -> list[str]:
@@ -120,11 +120,11 @@ def _view(fqn: str, whole: TensorEntry, geometry: list[Any], payload: Payload) -
     shape, stride, offset = tuple(geometry[0]), tuple(geometry[1]), geometry[2]
     if len(shape) != len(stride):
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
-    storage = whole.storage
-    reach = element_reach(shape, stride, offset) * itemsize(whole.dtype)
-    if storage is not None and reach > storage.nbytes:
-        raise ValueError(f"{fqn} needs {reach} bytes, its storage has {storage.nbytes}")
-    return TensorEntry(fqn, whole.dtype, shape, stride, offset, storage, whole.layout, whole.packed_bytes, payload)
+    view = replace(whole, key=fqn, shape=shape, stride=stride, offset=offset, payload=payload)
+    reach = view.end * itemsize(whole.dtype)
+    if view.storage is not None and reach > view.storage.nbytes:
+        raise ValueError(f"{fqn} needs {reach} bytes, its storage has {view.storage.nbytes}")
+    return view
 
 
 def _shared(archive: Archive, root: str, name: str) -> Mapping[str, list[str]]:

@@ -14,7 +14,7 @@ from ckpttool.formats.containers import json_text
 from ckpttool.formats.containers.zip_archive import Archive, Record, read_archive, read_record
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
-from ckpttool.json_schema import AnyKind, check
+from ckpttool.json_schema import Kind, check
 from ckpttool.limits import limits
 
 CONSTANTS = "constants"  # path of the section of constants; the state dict's is the root
@@ -112,7 +112,7 @@ def root_of(archive: Archive) -> str:
     return first[: first.find("/") + 1]
 
 
-def read_json(archive: Archive, name: str, kind: AnyKind, writer: str) -> Any:
+def read_json(archive: Archive, name: str, kind: Kind, writer: str) -> Any:
     """The JSON value of a record, which is of the kind: as `writer` writes it.
 
     Raises `CkptError`, every problem at its JSON path, where it is missing, damaged, no JSON, or something else.

@@ -7,6 +7,7 @@ subclasses pickled; see torch/export/pt2_archive/_package.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, Section, Storage, TensorEntry
@@ -23,34 +24,28 @@ from ckpttool.formats.pt2.program import (
     program_sections,
     read_json,
 )
-from ckpttool.json_schema import COUNT, FLAG, TEXT, ListOf, MapOf, Nullable, ObjectOf
+from ckpttool.json_schema import COUNT, FLAG, TEXT, list_of, map_of, nullable, object_of
 
 LAYOUT = "torch>=2.9"
 
-_LAYOUTS = {
-    1: "sparse_coo",
-    2: "sparse_csr",
-    3: "sparse_csc",
-    4: "sparse_bsr",
-    5: "sparse_bsc",
-    6: "mkldnn",
-    7: "strided",
-}
+_LAYOUTS = dict(
+    enumerate(("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "mkldnn", "strided"), start=1)
+)
 
 
-_SIZE = ObjectOf({"as_int": COUNT})  # a weight has no symbolic sizes
-_TENSOR = ObjectOf(
+_SIZE = object_of({"as_int": COUNT})  # a weight has no symbolic sizes
+_TENSOR = object_of(
     {
         "dtype": COUNT,
-        "sizes": ListOf(_SIZE),
-        "strides": ListOf(_SIZE),
+        "sizes": list_of(_SIZE),
+        "strides": list_of(_SIZE),
         "storage_offset": _SIZE,
         "layout": COUNT,
         "requires_grad": FLAG,
     }
 )
-_PAYLOAD = ObjectOf({"path_name": TEXT, "is_param": FLAG, "use_pickle": FLAG, "tensor_meta": Nullable(_TENSOR)})
-_CONFIG = ObjectOf({"config": MapOf(_PAYLOAD)})
+_PAYLOAD = object_of({"path_name": TEXT, "is_param": FLAG, "use_pickle": FLAG, "tensor_meta": nullable(_TENSOR)})
+_CONFIG = object_of({"config": map_of(_PAYLOAD)})
 
 
 def read(archive: Archive, root: str, name: str) -> Program:
@@ -101,11 +96,12 @@ def _tensor(
     source = RecordOf(archive, record) if pickled else None
     payload = Payload(record.name, meta["is_param"], tensor["requires_grad"], pickled, source)
     layout = "subclass" if pickled else _LAYOUTS.get(tensor["layout"], "unknown")
-    reach = element_reach(shape, stride, offset) * itemsize(dtype)
+    entry = TensorEntry(fqn, dtype, shape, stride, offset, None, layout, record.nbytes, payload)
+    reach = entry.end * itemsize(dtype)
     if layout == "strided" and reach and not record.nbytes:
-        layout = "meta"  # exported with fake weights: no values were saved
+        return replace(entry, layout="meta")  # exported with fake weights: no values were saved
     if layout != "strided":
-        return TensorEntry(fqn, dtype, shape, stride, offset, None, layout, record.nbytes, payload)
+        return entry
     if reach > record.nbytes:
         raise damaged(archive.path, f"{fqn} needs {reach} bytes, its record {record.name} has {record.nbytes}")
     if record.method != STORED:
@@ -113,16 +109,9 @@ def _tensor(
     # tensors without elements may share a record without sharing anything
     new = Storage(archive.span(record))
     storage = storages.setdefault(record.name, new) if reach else new
-    return TensorEntry(fqn, dtype, shape, stride, offset, storage, payload=payload)
+    return replace(entry, storage=storage, packed_bytes=0)
 
 
 def _sizes(values: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
     """Sizes, strides or offsets."""
     return tuple(value["as_int"] for value in values)
-
-
-def element_reach(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> int:
-    """How many elements of the storage lie before the end of the tensor's last element; 0 for no elements."""
-    if 0 in shape:
-        return 0
-    return offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride))

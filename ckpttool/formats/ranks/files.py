@@ -38,6 +38,7 @@ from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.io.files import glob
 from ckpttool.io.paths import name
 from ckpttool.keys import is_flat
+from ckpttool.words import some
 
 NAME = "rank_files"  # in the table of formats
 _COUNTER = re.compile(r"step|epoch|iter")  # in the name of what all ranks count alike
@@ -121,7 +122,8 @@ def read(pattern: str) -> Checkpoint:
     merge = _Merge()
     sections = tuple(merge.section(path, [_section(rank, path) for rank in ranks]) for path in _union(ranks))
     merge.counters(ranks)
-    notes.append(f"the files of {len(ordered)} ranks: {_some(ordered)}")
+    shown = [f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(ordered)]
+    notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
     if merge.problems:
         raise CkptError(
             f"the files of {pattern} are not the parts of one checkpoint",
@@ -143,11 +145,6 @@ def read(pattern: str) -> Checkpoint:
             for found in rank.unreached
         ),
     )
-
-
-def _some(paths: Sequence[str]) -> str:
-    shown = ", ".join(f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(paths[:8]))
-    return shown if len(paths) <= 8 else f"{shown} and {len(paths) - 8} more"
 
 
 def _read_file(path: str) -> Checkpoint:

@@ -39,5 +39,4 @@ def _extent(entry: TensorEntry) -> tuple[int, int]:
     """First byte and end of the elements in their storage; nothing for a tensor without elements or storage."""
     if entry.storage is None or not entry.numel:
         return 0, 0
-    last = entry.offset + sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride))
-    return entry.offset * itemsize(entry.dtype), (last + 1) * itemsize(entry.dtype)
+    return entry.offset * itemsize(entry.dtype), entry.end * itemsize(entry.dtype)

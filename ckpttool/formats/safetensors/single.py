@@ -16,6 +16,7 @@ from ckpttool.checkpoint import Checkpoint, Composite, Lazy, Section, TensorEntr
 from ckpttool.dtypes import BY_NAME
 from ckpttool.errors import Problem, Refused
 from ckpttool.formats.containers import json_text
+from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.safetensors.header import MAX_HEADER, METADATA, PAIRS_IN_A_BYTE, Header, Packed, read_header
 from ckpttool.formats.safetensors.overlap import overlapping
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece
@@ -39,9 +40,17 @@ def read(path: str) -> Checkpoint:
     Raises `CkptError` for what is no valid safetensors file; `problems` lists every tensor that is described wrongly.
     """
     header = read_header(path)
-    section = Section("", "state_dict", header.tensors)
+    tensors = torchao.marked(header.tensors, header.metadata)
     nbytes = header.data.offset + header.data.length
-    return Checkpoint(path, FORMAT, nbytes, (section,), metadata=header.metadata, container=header)
+    return Checkpoint(
+        path,
+        FORMAT,
+        nbytes,
+        (Section("", "state_dict", tensors),),
+        metadata=header.metadata,
+        container=header,
+        notes=torchao.remark(tensors),
+    )
 
 
 # Writing
@@ -56,9 +65,11 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     if found:
         raise Refused(
             "safetensors cannot hold this checkpoint",
-            hint="write a torch file (OUT ending in .pt), or drop these entries with --drop PATTERN",
+            hint="write a torch file (OUT ending in .pt), or drop these entries with --drop PATTERN"
+            + torchao.way(checkpoint),
             problems=found,
         )
+    checkpoint = torchao.settled(checkpoint)
     tensors = checkpoint.sections[0].tensors
     header = checkpoint.container
     if isinstance(header, Header) and checkpoint.metadata == header.metadata:
@@ -77,6 +88,7 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     header = checkpoint.container
     if not isinstance(header, Header) or problems(checkpoint):
         return None
+    checkpoint = torchao.settled(checkpoint)
     text = _rename(header, checkpoint.sections[0].tensors)
     if text is None:
         return None

@@ -17,9 +17,10 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
+from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, with_references
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import find_sections
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.zip_file import Container, foreign, tree_to_write
 from ckpttool.io.files import Source, assume, opened
@@ -46,19 +47,23 @@ def read(path: str) -> Checkpoint:
     for key, size in pickles.references.sizes.items():
         storages.get(key, size)  # those of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)
-    tree = find_sections(pickles.tree.root, storages)
-    tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
-    return Checkpoint(
-        source=path,
-        format="torch_legacy",
-        nbytes=nbytes,
-        sections=tuple(place.section for place in tree.places.values()),
-        others=tuple(tree.others),
-        globals=foreign(pickles.tree.globals),
-        container=Container(None, "", pickles.tree, tree),
-        notes=(*tree.notes, *((f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ())),
-        unreached=tree.unreached,
-    )
+    behind = (f"{nbytes - end:,} bytes follow the last storage: not read",) if end < nbytes else ()
+
+    def made(tree: Tree) -> Checkpoint:
+        tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
+        return Checkpoint(
+            source=path,
+            format="torch_legacy",
+            nbytes=nbytes,
+            sections=tuple(place.section for place in tree.places.values()),
+            others=tuple(tree.others),
+            globals=foreign(pickles.tree.globals),
+            container=Container(None, "", pickles.tree, tree),
+            notes=(*tree.notes, *behind),
+            unreached=tree.unreached,
+        )
+
+    return read_tree(pickles.tree.root, storages, made)
 
 
 # The pickles

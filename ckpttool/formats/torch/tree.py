@@ -1,30 +1,26 @@
-"""The sections of a torch file: where state dicts stand in the tree of its pickle, and how a changed one is put back.
+"""The sections of a torch file: where state dicts stand in the tree of its pickle.
 
-A place in the tree is a tuple of steps from the root. Changes copy the nodes on their way and share all others.
+A place in the tree is a tuple of steps from the root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool import dtypes
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
-from ckpttool.expression import Special
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call
 from ckpttool.formats.torch.mappings import is_mapping, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
-from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed
+from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
 from ckpttool.optimizer_state import looks_flat
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
 Step = tuple[str, Any]  # ("item", key or index), ("arg", index) or ("state", None)
 Steps = tuple[Step, ...]
-
-REMOVE = object()  # an edit that takes a node out of its container
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +49,16 @@ class Tree:
     barren: set[int] = field(default_factory=set)  # ids of containers inside which there is no tensor to be listed
     notes: list[str] = field(default_factory=list)
     unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
+    whole: Collection[str] = ()  # paths of dicts that are state dicts, whatever they look like
+    dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
 
 
-def find_sections(root: Any, storages: Storages) -> Tree:
-    """The sections of the tree, tensors outside of all as a last one (``other``). Raises `CkptError` on bad tensors."""
-    tree = Tree(storages)
+def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
+    """The sections of the tree, tensors outside of all as a last one (``other``). Raises `CkptError` on bad tensors.
+
+    The dicts at the dotted paths `whole` are state dicts.
+    """
+    tree = Tree(storages, whole=whole)
     if not _walk(tree, root, (), (), foreign=False) and not tree.others:
         tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(root, (), ()))
     if tree.loose:
@@ -74,14 +75,9 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     if len(steps) > _MAX_DEPTH or id(node) in tree.seen or not isinstance(node, (dict, list, tuple, Call)):
         return False
     tree.seen.add(id(node))
-    if is_module(node):
-        _add_module(tree, node, path, steps)
-        return True
-    if _is_optimizer(node):
-        _add_optimizer(tree, node, path, steps)
-        return True
-    if _is_state_dict(tree, node, foreign):
-        _add_state_dict(tree, node, path, steps)
+    add = _recognised(tree, node, ".".join(path), foreign)
+    if add is not None:
+        add(tree, node, path, steps)
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
     rest: list[tuple[tuple[str, ...], Steps]] = []
@@ -95,6 +91,22 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
         for child_path, child_steps in rest:
             tree.others[_free(".".join(child_path), tree.others)] = child_steps
     return found
+
+
+def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Callable[..., None] | None:
+    """What adds the node to the tree where it is a section; None for what may hold some."""
+    names = _names(node)
+    if path in tree.whole and names is not None and not foreign:
+        return _add_state_dict
+    if is_module(node):
+        return _add_module
+    is_optimizer = _is_optimizer(node)
+    is_around = any(whole.startswith(f"{path}." if path else "") for whole in tree.whole)
+    if not (is_optimizer or is_around or names is None) and _is_state_dict(tree, node, names, foreign):
+        return _add_state_dict
+    if names and not foreign:
+        tree.dicts.setdefault(path, names)
+    return _add_optimizer if is_optimizer else None
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
@@ -136,15 +148,20 @@ def _is_optimizer(node: Any) -> bool:
     return pairs_of(pairs.get("state")) is not None and type(pairs.get("param_groups")) is list
 
 
-def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
+def _names(node: Any) -> list[str] | None:
+    """The keys of a mapping as they are in text; None for one with other keys, or with one twice."""
+    pairs = pairs_of(node)
+    names = [text_of(key) for key in pairs or ()]
+    named = [name for name in names if name is not None]
+    return named if pairs is not None and len(set(named)) == len(names) else None
+
+
+def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -> bool:
     """True for a mapping that says so by its ``_metadata``, or that holds tensors and no section of tensors.
 
     A configuration with a tensor among its settings is none, and the states of random generators are none.
     """
-    pairs = pairs_of(node)
-    names = [text_of(key) for key in pairs or ()]
-    if pairs is None or None in names or len(set(names)) < len(names):
-        return False
+    pairs = pairs_of(node) or {}
     if metadata_of(node) is not None:
         return True
     tensors = [value for value in pairs.values() if is_tensor(value)]
@@ -152,7 +169,7 @@ def _is_state_dict(tree: Tree, node: Any, foreign: bool) -> bool:
         return False
     if all(_is_random_state(entry_of("", value, tree.storages)) for value in tensors):
         return False
-    named = [(str(name), value) for name, value in zip(names, pairs.values())]
+    named = list(zip(names, pairs.values()))
     inner = [name for name, value in named if not name.endswith("_extra_state") and _holds_tensors(tree, value)]
     # A module's own dict stands under the module's path, like the tensors beside it; a section has a name of one word.
     return not inner or (all("." in name for name in inner) and any("." in name for name, v in named if is_tensor(v)))
@@ -188,19 +205,29 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
             tensors.append(entry_of(name, value, tree.storages))
         else:
             extras.append(_extra(tree, name, value))
+            _note_dicts(tree, value, (*path, name), set())
     name = _free(".".join(path), tree.places)
     modules = metadata_of(node)
     section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
     tree.places[name] = Place(section, steps, node)
 
 
+def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...], seen: set[int]) -> None:
+    """Notes the dicts inside an entry of a state dict: one of them may be what a model is saved in."""
+    names = _names(node)
+    if not names or id(node) in seen or len(path) > _MAX_DEPTH:
+        return
+    seen.add(id(node))
+    tree.dicts.setdefault(".".join(path), names)
+    for name, value in zip(names, (pairs_of(node) or {}).values()):
+        _note_dicts(tree, value, (*path, name), seen)
+
+
 def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:
     """What stands under a key of a state dict and is no tensor, with the tensors inside it."""
     inner = Tree(tree.storages, barren=tree.barren)
     _walk_tensors(inner, node, (), ())
-    value = _plain(tree, node)
-    outline = _outline(tree, node) if value is None else value
-    return ExtraEntry(key, Carried(node, tree.storages), value, tuple(inner.loose), outline)
+    return ExtraEntry(key, Carried(node, tree.storages), _plain(tree, node), tuple(inner.loose))
 
 
 def extra_of(key: str, node: Any, storages: Storages) -> ExtraEntry:
@@ -269,28 +296,6 @@ _PLAIN_DEPTH = 16
 
 def _plain(tree: Tree, node: Any) -> object:
     """The Python value of a node that is numbers, strings, and lists and dicts of such; None for any other."""
-    return _converted(tree, node, lambda leaf: None, {list: list, tuple: list})
-
-
-def _outline(tree: Tree, node: Any) -> object:
-    """See `ExtraEntry.outline`."""
-
-    def leaf(node: Any) -> object:
-        if is_tensor(node):
-            return entry_of("", node, tree.storages)
-        is_dtype = type(node) is Global and node.module == "torch" and node.name in dtypes.BY_NAME
-        return Special("dtype", node.name) if is_dtype else None
-
-    return _converted(tree, node, leaf, {list: list, tuple: tuple})
-
-
-def _converted(
-    tree: Tree, node: Any, leaf: Callable[[Any], object], kinds: Mapping[type, Callable[..., Any]]
-) -> object:
-    """`node` with plain values as they are and `leaf` of all others; None where there is a part that is neither.
-
-    `kinds` says what becomes of lists and tuples.
-    """
 
     def convert(node: Any, depth: int) -> object:
         tree.plain_left -= 1
@@ -298,79 +303,14 @@ def _converted(
             raise ValueError
         if node is None or type(node) in (bool, int, float, str):
             return node
-        if type(node) in kinds:
-            return kinds[type(node)](convert(part, depth + 1) for part in node)
+        if type(node) in (list, tuple):
+            return [convert(part, depth + 1) for part in node]
         pairs = pairs_of(node)
         if pairs is not None and all(type(key) is str for key in pairs):
             return {key: convert(value, depth + 1) for key, value in pairs.items()}
-        found = leaf(node)
-        if found is None:
-            raise ValueError
-        return found
+        raise ValueError
 
     try:
         return convert(node, 0)
     except ValueError:
         return None
-
-
-# Changes
-
-
-def edited(root: Any, edits: Mapping[Steps, Any]) -> Any:
-    """The tree with the node at each of the steps replaced, or taken out (`REMOVE`)."""
-    trie: dict[Any, Any] = {}
-    for steps, node in edits.items():
-        if not steps:
-            return node
-        level = trie
-        for step in steps[:-1]:
-            level = level.setdefault(step, {})
-        level[steps[-1]] = _Edit(node)
-    return _edit(root, trie)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Edit:
-    node: Any
-
-
-def _edit(node: Any, trie: Mapping[Step, Any]) -> Any:
-    def changed(step: Step, child: Any) -> Any:
-        edit = trie.get(step)
-        if edit is None:
-            return child
-        return edit.node if isinstance(edit, _Edit) else _edit(child, edit)
-
-    def sequence(kind: str, children: Any) -> list[Any]:
-        parts = [changed((kind, index), child) for index, child in enumerate(children)]
-        return [part for part in parts if part is not REMOVE]
-
-    def mapping(pairs: dict[Any, Any]) -> dict[Any, Any]:
-        parts = {key: changed(("item", key), value) for key, value in pairs.items()}
-        return {key: part for key, part in parts.items() if part is not REMOVE}
-
-    if type(node) is dict:
-        return mapping(node)
-    if type(node) is list:
-        return sequence("item", node)
-    if type(node) is tuple:
-        return tuple(sequence("item", node))
-    if type(node) is not Call:
-        raise malformed("a change below what holds nothing")
-    made = clone(node)
-    made.args = tuple(sequence("arg", node.args))
-    made.kwargs = None if node.kwargs is None else {k: changed(("kwarg", k), v) for k, v in node.kwargs.items()}
-    made.items = None if node.items is None else sequence("element", node.items)
-    made.pairs = None if node.pairs is None else mapping(node.pairs)
-    if node.state is not ABSENT:
-        state = changed(("state", None), node.state)
-        made.state = ABSENT if state is REMOVE else state
-    return made
-
-
-def clone(node: Call) -> Call:
-    """A second node of the same call."""
-    made = Call(node.func, node.args, node.how, node.kwargs)
-    made.items, made.pairs, made.state, made.setter = node.items, node.pairs, node.state, node.setter
-    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -11,12 +12,13 @@ from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
 from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.optimizer_mapping import node_of
 from ckpttool.formats.torch.rebuild import Rebuilder
-from ckpttool.formats.torch.tensors import Carried, Storages
-from ckpttool.formats.torch.tree import REMOVE, Place, Steps, Tree, clone, edited
+from ckpttool.formats.torch.tensors import Carried, Storages, malformed
+from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
 from ckpttool.optimizer_state import kept
 
 _HINT = "leave it out with --drop PATTERN"
 _ORDERED_DICT = Global("collections", "OrderedDict")
+_REMOVE = object()  # an edit that takes a node out of its container
 _PLAIN = (type(None), bool, int, float, str, list, dict)
 
 
@@ -42,8 +44,8 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
             edits.update(change(section, place, nodes))
     kept = set(checkpoint.others)
-    edits.update((steps, REMOVE) for path, steps in tree.others.items() if path not in kept)
-    return edited(root, edits) if edits else root
+    edits.update((steps, _REMOVE) for path, steps in tree.others.items() if path not in kept)
+    return _edited(root, edits) if edits else root
 
 
 def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
@@ -148,10 +150,10 @@ def _mixed_storages(checkpoint: Checkpoint) -> set[int]:
 
 def _removal(place: Place) -> dict[Steps, Any]:
     if place.section.kind == "other":
-        return dict.fromkeys(place.tensors.values(), REMOVE)
+        return dict.fromkeys(place.tensors.values(), _REMOVE)
     if not place.steps:
         raise Refused("the file is this one state dict, nothing would be left", hint="keep some of it")
-    return {place.steps: REMOVE}
+    return {place.steps: _REMOVE}
 
 
 def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, Any]:
@@ -167,7 +169,7 @@ def _tensor_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Steps, 
     for entry in place.section.tensors:
         steps = place.tensors[entry.key]
         if entry.key not in now:
-            edits[steps] = REMOVE
+            edits[steps] = _REMOVE
         elif now[entry.key] is not entry and (node := nodes.of(now[entry.key])) is not _node(entry):
             edits[steps] = node
     return edits
@@ -188,7 +190,7 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
         return {}
     if type(place.node) is dict and same_modules:
         return {place.steps: pairs}
-    made = clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
+    made = _clone(place.node) if type(place.node) is Call else Call(nodes.ordered_dict, ())
     made.pairs = pairs
     if not same_modules:
         made.state = _state_with(made.state, section.modules, nodes)
@@ -207,7 +209,7 @@ def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes)
     if modules is None:
         return rest or ABSENT
     was = None if state is ABSENT else state.get("_metadata")
-    made = clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
+    made = _clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
     made.pairs = _modules(modules, nodes).pairs
     return {**rest, "_metadata": made}
 
@@ -220,3 +222,65 @@ def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> S
     queues: dict[bool, Iterator[TensorEntry | ExtraEntry]] = {True: iter(section.tensors), False: iter(section.extras)}
     ordered = [next(queues[text_of(key) in tensors], None) for key in was]
     return [entry for entry in (*ordered, *queues[True], *queues[False]) if entry is not None]
+
+
+# Edits of nodes: those on the way are copied, all others shared
+
+
+def _edited(root: Any, edits: Mapping[Steps, Any]) -> Any:
+    """The tree with the node at each of the steps replaced, or taken out (`_REMOVE`)."""
+    trie: dict[Any, Any] = {}
+    for steps, node in edits.items():
+        if not steps:
+            return node
+        level = trie
+        for step in steps[:-1]:
+            level = level.setdefault(step, {})
+        level[steps[-1]] = _Edit(node)
+    return _edit(root, trie)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edit:
+    node: Any
+
+
+def _edit(node: Any, trie: Mapping[Step, Any]) -> Any:
+    def changed(step: Step, child: Any) -> Any:
+        edit = trie.get(step)
+        if edit is None:
+            return child
+        return edit.node if isinstance(edit, _Edit) else _edit(child, edit)
+
+    def sequence(kind: str, children: Any) -> list[Any]:
+        parts = [changed((kind, index), child) for index, child in enumerate(children)]
+        return [part for part in parts if part is not _REMOVE]
+
+    def mapping(pairs: dict[Any, Any]) -> dict[Any, Any]:
+        parts = {key: changed(("item", key), value) for key, value in pairs.items()}
+        return {key: part for key, part in parts.items() if part is not _REMOVE}
+
+    if type(node) is dict:
+        return mapping(node)
+    if type(node) is list:
+        return sequence("item", node)
+    if type(node) is tuple:
+        return tuple(sequence("item", node))
+    if type(node) is not Call:
+        raise malformed("a change below what holds nothing")
+    made = _clone(node)
+    made.args = tuple(sequence("arg", node.args))
+    made.kwargs = None if node.kwargs is None else {k: changed(("kwarg", k), v) for k, v in node.kwargs.items()}
+    made.items = None if node.items is None else sequence("element", node.items)
+    made.pairs = None if node.pairs is None else mapping(node.pairs)
+    if node.state is not ABSENT:
+        state = changed(("state", None), node.state)
+        made.state = ABSENT if state is _REMOVE else state
+    return made
+
+
+def _clone(node: Call) -> Call:
+    """A second node of the same call."""
+    made = Call(node.func, node.args, node.how, node.kwargs)
+    made.items, made.pairs, made.state, made.setter = node.items, node.pairs, node.state, node.setter
+    return made

@@ -17,10 +17,11 @@ from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive, layout_behind
 from ckpttool.formats.containers.zip_place import ALIGNMENT
+from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
 from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
-from ckpttool.formats.torch.tree import Tree, find_sections
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Edited, Piece, Pieces
@@ -55,19 +56,22 @@ def read(path: str) -> Checkpoint:
 def read_from(archive: Archive, source: str) -> Checkpoint:
     """The index of an archive that torch.save wrote; `source` is what the user calls it."""
     folder, pickle, storages = open_tree(archive)
-    tree = find_sections(pickle.root, storages)
-    tree.unreached = unreached_in(archive, folder, pickle.root, storages)
-    return Checkpoint(
-        source=source,
-        format="torch_zip",
-        nbytes=archive.length,
-        sections=tuple(place.section for place in tree.places.values()),
-        others=tuple(tree.others),
-        globals=foreign(pickle.globals),
-        container=Container(archive, folder, pickle, tree),
-        notes=tuple(tree.notes),
-        unreached=tree.unreached,
-    )
+
+    def made(tree: Tree) -> Checkpoint:
+        tree.unreached = unreached_in(archive, folder, pickle.root, storages)
+        return Checkpoint(
+            source=source,
+            format="torch_zip",
+            nbytes=archive.length,
+            sections=tuple(place.section for place in tree.places.values()),
+            others=tuple(tree.others),
+            globals=foreign(pickle.globals),
+            container=Container(archive, folder, pickle, tree),
+            notes=tuple(tree.notes),
+            unreached=tree.unreached,
+        )
+
+    return read_tree(pickle.root, storages, made)
 
 
 def unreached_in(archive: Archive, folder: str, root: Any, storages: Storages) -> tuple[Unreached, ...]:

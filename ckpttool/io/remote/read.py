@@ -20,7 +20,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from ckpttool.errors import CkptError
-from ckpttool.io import paths
+from ckpttool.io import paths, work
 from ckpttool.io.remote.errors import CameShort, answered, is_failure, patiently
 from ckpttool.io.sources import note_streamed
 from ckpttool.limits import limits
@@ -373,6 +373,7 @@ def _answers(wanted: Sequence[tuple[str, int, int]]) -> list[bytes | BaseExcepti
     for (url, _, _), data in zip(wanted, found):
         _kept.requests[url] += 1
         _kept.fetched[url] += len(data) if isinstance(data, bytes) else 0
+    work.has_fetched(sum(len(data) for data in found if isinstance(data, bytes)), len(wanted))
     log.debug(
         "%s: %s bytes in %d requests, from byte %s", wanted[0][0], f"{nbytes:,}", len(wanted), f"{wanted[0][1]:,}"
     )

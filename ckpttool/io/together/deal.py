@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.together.job import Job, current
 
 Key = TypeVar("Key", bound=Hashable)
@@ -19,20 +19,25 @@ class Question:
 
     what: str
     nbytes: int
-    answer: Callable[[], Any]
+    find: Callable[[], Any]
+
+    def answer(self) -> Any:
+        """Finds it, as a part of the work at hand."""
+        with work.part(self.nbytes):
+            return self.find()
 
 
-def answers(questions: Mapping[Key, Question]) -> dict[Key, Any]:
-    """The answer to each question, by one process or by all ranks of the job that it is one of.
+def answers(title: str, questions: Mapping[Key, Question]) -> dict[Key, Any]:
+    """The answer to each question, by one process or by all ranks of the job that it is one of: a piece of work.
 
     Each rank takes the next question that nobody has, the largest first. Raises `CkptError` where the ranks do not ask
     the same of the same files, and what an answer raises; `FailedElsewhere` where it did so on another rank.
     """
     job = current()
-    if job is None:
-        return {key: question.answer() for key, question in questions.items()}
-    found = _of_all(job, list(questions.values()))
-    return dict(zip(questions, found))
+    with work.doing(title, sum(question.nbytes for question in questions.values())):
+        if job is None:
+            return {key: question.answer() for key, question in questions.items()}
+        return dict(zip(questions, _of_all(job, list(questions.values()))))
 
 
 def _of_all(job: Job, questions: Sequence[Question]) -> list[Any]:
@@ -55,7 +60,10 @@ def _own(job: Job, counter: str, questions: Sequence[Question]) -> list[tuple[in
     """The answers that this rank found, by the numbers of their questions."""
     order = sorted(range(len(questions)), key=lambda number: -questions[number].nbytes)
     found = []
+    told = 0
     while (at := job.next(counter)) < len(order):
         job.check()
+        work.advance(sum(questions[number].nbytes for number in order[told:at]))  # what others took
+        told = at + 1
         found.append((order[at], questions[order[at]].answer()))
     return found

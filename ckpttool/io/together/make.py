@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import CkptError, Problem
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.journal import NEW
-from ckpttool.io.pieces import Files, Link, Pieces, Progress, Ready
+from ckpttool.io.pieces import Files, Link, Pieces, Ready
 from ckpttool.io.ranges import digest_on_disk
 from ckpttool.io.switch import sync_folder
 from ckpttool.io.temporary import is_mine, remove
@@ -43,7 +43,6 @@ class Asked:
     fsync: bool = True
     verify: bool = False
     again: bool = True
-    progress: Progress | None = None
 
 
 Record = dict[str, Any]  # of a unit: its file, offset, size, digest or None, checksums, what it was read from
@@ -206,9 +205,8 @@ class _Task:
                 wanted = self.known[number]["blake2b"] if number in self.known else None
                 if wanted is not None and self._holds(number, wanted):
                     continue
-                if self.asked.progress is not None:  # what came before is taken by others, or done
-                    self.asked.progress(sum(self.units[n].nbytes for n in todo[told : at + 1]))
-                    told = at + 1
+                work.advance(sum(self.units[n].nbytes for n in todo[told:at]))  # taken by others, or done
+                told = at + 1
                 records.append(self._write(number))
                 list_of_mine.write(json.dumps(records[-1]) + "\n")
                 list_of_mine.flush()
@@ -219,7 +217,7 @@ class _Task:
         found = hashlib.blake2b() if self.asked.verify else None
         descriptor = os.open(self.staging / NEW / unit.name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
-            fill(descriptor, unit.pieces, None, found, unit.offset, flush=self.asked.fsync)
+            fill(descriptor, unit.pieces, found, unit.offset, flush=self.asked.fsync)
             read = sorted(sources.streamed)
             if self.asked.fsync:
                 os.fsync(descriptor)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.io import compose, paths, sources
+from ckpttool.io import compose, paths, sources, work
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
-from ckpttool.io.pieces import BLOCK, Crc, Files, Link, Piece, Pieces, Progress
+from ckpttool.io.pieces import BLOCK, Crc, Files, Link, Piece, Pieces, amounts
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem
 from ckpttool.io.together.job import Job
@@ -63,9 +63,7 @@ def can(out: str) -> bool:
 
 
 @contextmanager
-def sent(
-    job: Job, files: Files, urls: Mapping[str, str], plan: object, progress: Progress
-) -> Iterator[dict[str, Pieces | Link | Upload]]:
+def sent(job: Job, files: Files, urls: Mapping[str, str], plan: object) -> Iterator[dict[str, Pieces | Link | Upload]]:
     """The files, those that hold tensors as uploads to their URLs with all parts there.
 
     The block, in which they are completed, runs on the first rank only. Without a `plan` no later run may go on. Raises
@@ -81,13 +79,13 @@ def sent(
     if not job.is_first:
         uploads, known = job.hear("begun")
         begun = {name: Upload(urls[name], place) for name, place in uploads.items()}
-        job.tell(f"sent/{job.rank}", _Task(job, shares, begun, known, progress).run())
+        job.tell(f"sent/{job.rank}", _Task(job, shares, begun, known).run())
         job.only_first()
     record = None if plan is None else _Record.of(urls, agreed)
     with _begun(job, urls, {share.name for share in shares}, record) as begun:
         known = _known(shares, begun)
         job.tell("begun", ({name: dict(upload.place) for name, upload in begun.items()}, known))
-        task = _Task(job, shares, begun, known, progress)
+        task = _Task(job, shares, begun, known)
         job.tell("sent/0", task.run())
         told = [one for some in job.heard_of_all("sent") for one in some]
         job.only_first()
@@ -240,18 +238,17 @@ class _Task:
     shares: Sequence[Share]
     uploads: Mapping[str, Upload]
     known: Mapping[str, list[dict[str, Any]]]
-    progress: Progress
-    _told: int = field(default=0, init=False)
 
     def run(self) -> list[Told]:
         """What the store said of each share that this rank sent. Raises `CkptError`, `FailedElsewhere`."""
         early = [number for number, share in enumerate(self.shares) if not share.late and str(number) not in self.known]
         todo = sorted(early, key=lambda number: -sum(self.shares[number].sizes))
         done: list[Told] = []
+        told = 0
         while (at := self.job.next("share")) < len(todo):
             self.job.check()
-            self.progress(sum(sum(self.shares[number].sizes) for number in todo[self._told : at + 1]))
-            self._told = at + 1
+            work.advance(sum(sum(self.shares[number].sizes) for number in todo[told:at]))  # sent by others
+            told = at + 1
             try:
                 done.append(self._send(todo[at]))
             except CkptError:
@@ -264,6 +261,8 @@ class _Task:
         upload = self.uploads[share.name]
         with answered(upload.url), sources_stay():
             said = [upload.put(share.first + at, part) for at, part in enumerate(share.parts())]
+        work.has_written(sum(share.sizes))
+        work.has_made(*((share.run.length, 0) if isinstance(share.run, Span) else amounts(share.run)))
         return number, said, [crc.value for crc in share.crcs]
 
     def finish(self, told: Sequence[Told]) -> None:

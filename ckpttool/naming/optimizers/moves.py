@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,13 +53,10 @@ def between(old: Names, new: Names, renamed: Mapping[str, str]) -> dict[str, Exp
     by_name: dict[str, Expression] = {name: Ref(by_new_name[name]) for name in theirs.shapes if name in by_new_name}
     taken = {key for source in by_name.values() for key in ex.refs(source)}
     saved = {key: source for key, source in NameTables(old).saved.items() if source is not None}
-    for fqn, source in NameTables(new).runtime_values(saved).items():
-        name = theirs.canonical.get(fqn)
-        if name is None or name in by_name:
-            continue
+    for name, source in _of_parameters(theirs, saved).items():
         made = _canonical(ex.substitute(source, lambda key: saved[key]), mine)
         if made is not None and have.issuperset(ex.refs(made)) and not taken.intersection(ex.refs(made)):
-            by_name[name] = made
+            by_name.setdefault(name, made)
     return {name: by_name[name] for name in theirs.shapes if name in by_name}
 
 
@@ -84,9 +81,13 @@ def from_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expressi
         return None
     if not any(isinstance(saved[str(param)], Op) for param in params):
         return None
-    canonical = Parameters(names).canonical
-    values = NameTables(names).runtime_values(map(str, params))
-    return {canonical[fqn]: source for fqn, source in values.items() if fqn in canonical}
+    return _of_parameters(Parameters(names), map(str, params))
+
+
+def _of_parameters(parameters: Parameters, present: Iterable[str]) -> dict[str, Expression]:
+    """Each parameter as an expression over the serialized keys in `present`; without those that they do not give."""
+    values = NameTables(parameters.names).runtime_values(present)
+    return {parameters.canonical[fqn]: source for fqn, source in values.items() if fqn in parameters.canonical}
 
 
 def _canonical(source: ex.Argument, parameters: Parameters) -> Expression | None:
@@ -132,7 +133,8 @@ def _computed(
     if any(own.keys() != owned[0].keys() for own in owned):
         problems.append(Problem(f"{' and '.join(refs)} have not taken the same steps", name))
         return None
-    bad = next((op for op in _operators(source) if op not in _MOVES and op != "getitem"), None)
+    used = (".".join(op.split(".")[:2]) for op in ex.operators(source))  # without their overloads: `aten.cat`
+    bad = next((op for op in used if op not in _MOVES and op != "getitem"), None)
     if bad is not None:
         problems.append(Problem(f"computed by {bad}, which changes values: moments do not follow it", name))
         return None
@@ -168,14 +170,6 @@ def _value(key: str, source: Expression, values: Mapping[str, Any], shapes: Shap
 def _is_moment(name: str, value: Any, shape: tuple[int, ...] | None) -> bool:
     """Whether it has an element for each of the parameter's. Of a parameter without dimensions only the name tells."""
     return isinstance(value, TensorEntry) and value.shape == shape and (bool(shape) or name in ELEMENTWISE)
-
-
-def _operators(source: ex.Argument) -> list[str]:
-    """The operators of an expression without their overloads: ``aten.cat``."""
-    if isinstance(source, Op):
-        inner = [name for part in (*source.args, *(value for _, value in source.kwargs)) for name in _operators(part)]
-        return [".".join(source.op.split(".")[:2]), *inner]
-    return [name for part in source for name in _operators(part)] if isinstance(source, tuple) else []
 
 
 def placed(state: OptimizerState, sources: Sources) -> tuple[ParamGroup, ...]:

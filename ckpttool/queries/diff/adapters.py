@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from ckpttool.naming.adapters import Adapter, adapter_of, missing_modules
-from ckpttool.words import plural
-
-_SHOWN = 5  # modules that a note names
+from ckpttool.words import plural, some
 
 
 def adapter_notes(left: Collection[str], right: Collection[str], names: tuple[str, str]) -> tuple[str, ...]:
@@ -34,9 +32,5 @@ def _notes(adapter: Adapter, base: Collection[str], side: str, other: str) -> tu
         mend = "PEFT's merge_and_unload() merges it"
     notes = [f"{what}: {mend}"]
     if lost:
-        notes.append(f"{plural(len(lost), 'adapted module')} not in {other}: {_some(lost)}")
+        notes.append(f"{plural(len(lost), 'adapted module')} not in {other}: {some(lost)}")
     return tuple(notes)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f", ... {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

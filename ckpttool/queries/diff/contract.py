@@ -41,7 +41,9 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     left, right = saved_by(old), saved_by(new)
     keys = tuple(_as_made(compare(model_section(left), model_section(right)), old, new))
     inferred = suggestions(left, right, keys, False)
-    entries = (*keys, *_runtime_renames(old, new), *_ids(old, new, keys, _renames(old, new, inferred)))
+    renamed = [(was, now) for was, now in _renames(old, new).items() if was != now]
+    runtime = (Entry("renamed", (was,), (now,), _RUNTIME) for was, now in renamed)
+    entries = (*keys, *runtime, *_ids(old, new, keys, _renames(old, new, inferred)))
     harmless = HARMLESS - {"alias"}
     identical = all(entry.status in harmless for entry in entries) and old.optimizer_class == new.optimizer_class
     notes = tuple(_notes(old, new, entries, model))
@@ -83,17 +85,11 @@ def _source(key: SerializedKey, renames: Mapping[str, str]) -> Expression | None
     return None if key.source is None else substitute(key.source, lambda name: Ref(renames.get(name, name)))
 
 
-def _runtime_renames(old: Names, new: Names) -> Iterator[Entry]:
-    for was, now in _renames(old, new).items():
-        if was != now:
-            yield Entry("renamed", (was,), (now,), _RUNTIME)
-
-
 def _ids(old: Names, new: Names, keys: tuple[Entry, ...], renames: Mapping[str, str]) -> Iterator[Entry]:
     """Parameters whose id is another one, and those that only one of the optimizers has."""
     if old.optimizer_class is None:
         new = replace(new, optimizer_class=None, optimizer=())
-    was, now = (_places(names) for names in (old, new))
+    was, now = ({param.fqn: (param.id, param.group) for param in names.ids} for names in (old, new))
     was = {renames.get(name, name): place for name, place in was.items()}
     changed = any(entry.status in ("missing", "unexpected") for entry in keys)
     known = set(Parameters(old).canonical) & set(Parameters(new).canonical)
@@ -105,11 +101,6 @@ def _ids(old: Names, new: Names, keys: tuple[Entry, ...], renames: Mapping[str, 
     for name, place in now.items():
         if name not in was and (name in known or not changed):
             yield Entry("missing", (), (_key(place),), _ADDED, None, name)
-
-
-def _places(names: Names) -> dict[str, tuple[int, int]]:
-    """Each parameter's id, and its group."""
-    return {param.fqn: (param.id, param.group) for param in names.ids}
 
 
 def _key(place: tuple[int, int]) -> str:

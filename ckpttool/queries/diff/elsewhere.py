@@ -6,7 +6,7 @@ Only what differs is looked at again, and what it could be: tensors of its dtype
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from ckpttool.checkpoint import Section, TensorEntry
@@ -29,6 +29,7 @@ MENDED_BY = {
     ),
 }
 
+_FIRST = 4096  # bytes by which most tensors are told apart
 _ROWS = 1 << 20  # of more rows the order is not looked for
 _HEADS = 256  # rows of one head at most; of four rows the order is its own reverse, so that it tells nothing
 
@@ -41,7 +42,7 @@ def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[
     if not differing:
         return entries
     mine, theirs = Digests(have), Digests(want)
-    homes = _homes(right, theirs, {_likeness(have[entry.left[0]]) for entry in differing})
+    homes = _homes(right, theirs, {_beginning(have[entry.left[0]]) for entry in differing})
     found: dict[Entry, Entry] = {}
     for entry in differing:
         old, new = have[entry.left[0]], want[entry.right[0]]
@@ -64,12 +65,25 @@ def _likeness(entry: object) -> Hashable:
     return entry.dtype, entry.shape
 
 
-def _homes(section: Section, digests: Digests, likenesses: set[Hashable]) -> dict[Hashable, list[str]]:
-    """Dtype, shape and hash -> the keys that have these values."""
+def _beginning(entry: object) -> tuple[Hashable, bytes]:
+    """Dtype, shape and first bytes: of tensors that differ in these the rest is not read."""
+    assert isinstance(entry, TensorEntry)
+    first = b""
+    for chunk in elements(entry):
+        first += chunk[:_FIRST]
+        if len(first) >= _FIRST:
+            break
+    return _likeness(entry), first[:_FIRST]
+
+
+def _homes(section: Section, digests: Digests, beginnings: Set[tuple[Hashable, bytes]]) -> dict[Hashable, list[str]]:
+    """Dtype, shape and hash -> the keys that have these values, of tensors that begin so."""
     found: defaultdict[Hashable, list[str]] = defaultdict(list)
-    aliases = section.aliases()
+    aliases, likenesses = section.aliases(), {likeness for likeness, _ in beginnings}
     for entry in section.tensors:
-        if _likeness(entry) in likenesses and entry.storage is not None and entry.key not in aliases:
+        if entry.storage is None or entry.key in aliases or _likeness(entry) not in likenesses:
+            continue
+        if _beginning(entry) in beginnings:
             found[_likeness(entry), digests(Ref(entry.key))].append(entry.key)
     return found
 

@@ -58,7 +58,7 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     differs = None if values is None else values(left, right)
     if differs is None:
         return Entry("same", *names)
-    return Entry("value", *names, "other values", None, differs.text, differs.spread)
+    return Entry("value", *names, "other values", None, differs.text, differs.spread or None)
 
 
 def is_one_kind(left: TensorEntry, right: TensorEntry) -> bool:

@@ -9,7 +9,6 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry
 from ckpttool.evaluate.compare import sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.table import MANIFEST
-from ckpttool.io.paths import is_url
 from ckpttool.operands.checkpoint import split
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
@@ -71,7 +70,7 @@ def _other_files(left: Checkpoint, right: Checkpoint) -> list[str]:
     """The files of the manifest that the checkpoint has not; of two manifests the digests of tensors tell."""
     manifest, other = (right, left) if right.format == MANIFEST.name else (left, right)
     whole = other.format not in (MANIFEST.name, "rank_files") and split(other.source)[1] is None
-    if manifest.container is None or not whole or is_url(other.source):  # a URL's folders are seen one level deep
+    if manifest.container is None or not whole:
         return ["the files were not compared"]
     return [f"{name} is another file than the manifest's" for name in other_files(manifest, other.source)]
 

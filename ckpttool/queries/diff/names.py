@@ -43,7 +43,8 @@ def compare_names(names: Names) -> tuple[Entry, ...]:
             )
     entries += [Entry("extra_state", (key,), (), "extra state: no tensor of a program") for key in names.extra_state]
     named = {fqn for entry in entries for fqn in entry.right}
-    lost, left_out = _lost(names), set(names.not_serialized)
+    lost = {problem.key: str(problem) for problem in reversed(names.roundtrip_problems)}
+    left_out = set(names.not_serialized)
     entries += [
         _unsaved(tensor, named, lost, tensor.fqn not in left_out) for tensor in names.runtime if tensor.fqn not in named
     ]
@@ -72,7 +73,8 @@ def _transformed(tables: NameTables, hooks: Mapping[str, Hook | None]) -> list[E
 def _computed(source: Expression) -> str:
     if ex.is_opaque(source):
         return "computed by code that is no tensor operator"
-    return f"computed: {_operators(source)}"
+    names = (op.removeprefix("aten.").partition(".")[0] for op in ex.operators(source))
+    return f"computed: {', '.join(dict.fromkeys(name for name in names if name != 'getitem'))}"
 
 
 def _components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], list[str]]]:
@@ -89,23 +91,6 @@ def _components(links: Mapping[str, Sequence[str]]) -> list[tuple[list[str], lis
     return groups
 
 
-def _operators(source: ex.Argument) -> str:
-    """The operators of an expression, innermost first: ``split, transpose``."""
-    names: list[str] = []
-
-    def walk(node: ex.Argument) -> None:
-        if isinstance(node, Op):
-            for arg in node.args:
-                walk(arg)
-            names.append(node.op.removeprefix("aten.").partition(".")[0])
-        elif isinstance(node, tuple):
-            for item in node:
-                walk(item)
-
-    walk(source)
-    return ", ".join(dict.fromkeys(name for name in names if name != "getitem"))
-
-
 def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, str], carried: bool) -> Entry:
     fqn, first = tensor.fqn, tensor.alias_of
     if first is not None and first in named:
@@ -116,11 +101,6 @@ def _unsaved(tensor: RuntimeTensor, named: Collection[str], lost: Mapping[str, s
     if not tensor.persistent:
         return Entry("not_serialized", (), (fqn,), NON_PERSISTENT)
     return Entry("not_serialized", (), (fqn,), "state_dict() leaves it out", None, lost.get(fqn))
-
-
-def _lost(names: Names) -> dict[str, str]:
-    """Key -> what `trace` found wrong with it."""
-    return {problem.key: str(problem) for problem in reversed(names.roundtrip_problems)}
 
 
 def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tuple[Entry, ...]:
@@ -186,8 +166,9 @@ def _other_form(tables: NameTables, section: Section, mine: Entries, theirs: dic
     for form in (SERIALIZED, RUNTIME):
         names = read(tables, section, form).match.names
         for key, name in names.items():
-            target = next((t for t in _targets(tables, name, form) if t in theirs), None) if key in mine else None
-            if target is not None:
+            keys = [name] if form == SERIALIZED else tables.keys_of.get(tables.first.get(name, name), ())
+            target = next((key for key in keys if key in theirs), None)
+            if target is not None and key in mine:
                 reason, hook = _why(key, name, target, form, tables.hooks)
                 del mine[key], theirs[target]
                 entries.append(Entry("renamed", (key,), (target,), reason, hook))
@@ -229,11 +210,6 @@ def _call_variants(names: Names, section: Section, mine: Entries, theirs: dict[s
             del theirs[key]
             entries.append(Entry("alias", (), (key,), CALL_VARIANT, None, f"same as {base}"))
     return entries
-
-
-def _targets(tables: NameTables, name: str, form: str) -> Sequence[str]:
-    """The serialized keys that a name stands for."""
-    return [name] if form == SERIALIZED else tables.keys_of.get(tables.first.get(name, name), ())
 
 
 def _why(key: str, name: str, target: str, form: str, hooks: Mapping[str, Hook | None]) -> tuple[str, Hook | None]:

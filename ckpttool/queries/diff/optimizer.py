@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import Refused
@@ -19,11 +20,17 @@ from ckpttool.naming.optimizers.saved_order import same_key_order
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered, renamed
 from ckpttool.queries.diff.keys import Values
-from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries
-from ckpttool.queries.diff.result import HARMLESS, Entry
+from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries, tensors_of
+from ckpttool.queries.diff.result import HARMLESS, Entry, Outlines
 from ckpttool.words import plural, shell
 
-Found = tuple[tuple[Entry, ...], tuple[str, ...]]  # the entries of a diff, and the notes on them
+
+class Found(NamedTuple):
+    """The entries of a diff of two optimizers, the notes on them, and the tensors of each side by the entries' keys."""
+
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...]
+    outlines: tuple[Outlines, Outlines]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,7 @@ def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | Non
         if section.kind != "optimizer" or section.path not in theirs or not section.mapping:
             continue
         saved = SavedOptimizer.of(left, section), SavedOptimizer.of(right, theirs[section.path])
-        entries, _ = compare_optimizers(*saved, names)
-        count = sum(entry.status not in HARMLESS for entry in entries)
+        count = sum(entry.status not in HARMLESS for entry in compare_optimizers(*saved, names).entries)
         if count:
             sides = " ".join(f"{one.source}::{section.path}" for one in (left, right))
             notes.append(f"{section.path}: {plural(count, 'difference')} (ckpttool diff {sides})")
@@ -122,7 +128,7 @@ def compare_optimizers(
     if {entry.status for entry in entries} - HARMLESS == {"order"} and mine.known and theirs.known:
         notes.append("by the names of the parameters nothing differs but their places")
     notes += _classes(class_of(mine.state), class_of(theirs.state))
-    return tuple(entries), tuple(notes)
+    return Found(tuple(entries), tuple(notes), (tensors_of(mine.state), tensors_of(theirs.state)))
 
 
 def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str]) -> _Side:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import TensorEntry
 from ckpttool.naming.optimizers.moves import different
 from ckpttool.optimizer_state import GROUPS, PARAMS, STATE, OptimizerState, Param
-from ckpttool.queries.diff.keys import Values
+from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import Entry
 
 
@@ -141,6 +141,11 @@ def _flat(state: OptimizerState) -> dict[str, _Value]:
     }
 
 
+def tensors_of(state: OptimizerState) -> dict[str, TensorEntry]:
+    """The tensors of the state by the keys that entries have for them."""
+    return {key: own.value for key, own in _flat(state).items() if isinstance(own.value, TensorEntry)}
+
+
 def _lacking(value: _Value, state: OptimizerState, side: str) -> str:
     """Why a side has no such state."""
     if state.state.get(value.param):
@@ -155,11 +160,4 @@ def _pair(key: str, left: Any, right: Any, values: Values | None) -> Entry:
             return Entry("dtype", *keys, "a tensor on one side, a Python value on the other")
         differing = different({"": left}, {"": right})
         return Entry("value", *keys, "another value") if differing else Entry("same", *keys)
-    if left.shape != right.shape:
-        return Entry("shape", *keys, "another shape", None, f"{list(left.shape)} instead of {list(right.shape)}")
-    if left.dtype != right.dtype:
-        return Entry("dtype", *keys, f"{left.dtype} instead of {right.dtype}")
-    found = None if values is None else values(left, right)
-    if found is None:
-        return Entry("same", *keys)
-    return Entry("value", *keys, "other values", None, found.text, found.spread)
+    return replace(compare_pair(left, right, values), left=keys[0], right=keys[1])

@@ -79,7 +79,9 @@ def compare_with_optimizer(
         *(Entry("missing", (), (key,), _LACKS) for key in needs if not _is_hyperparameter(key)),
         *([] if state.form == ID else _stateless(mine, target)),
     ]
-    differing = bool(needs) or any(e.status not in HARMLESS and not _is_option(e) for e in entries)
+    # Loading takes the file's hyperparameters, whatever they are.
+    weighing = (next(iter((*e.left, *e.right))) for e in entries if e.status not in HARMLESS)
+    differing = bool(needs) or not all(map(_is_hyperparameter, weighing))
     failed = verdict is not None and verdict.error is not None
     fits = not (differing or failed or known.doubt)
     notes += more
@@ -158,9 +160,9 @@ def _same_parameters(state: OptimizerState, target: Parameters) -> bool:
 def _astray(state: OptimizerState, target: Parameters, known: Owners, verdict: OptimizerVerdict | None) -> Astray:
     """The parameters that would not get their own state, and why."""
     if known.doubt is not None:
+        names = {str(param): name for param, name in known.names.items()}
         told = {problem.key: problem.problem for problem in known.doubt.problems}
-        named = {known.names.get(_param(key, state), key): text for key, text in told.items()}
-        return Astray(known.doubt.message, named)
+        return Astray(known.doubt.message, {names.get(key, key): text for key, text in told.items()})
     if state.form != ID or [len(group.params) for group in state.groups] != [len(group) for group in target.groups]:
         return Astray("", {})
     landed: Mapping[Param, Param] = dict(zip(target.fresh_optimizer.params, state.params))
@@ -173,10 +175,6 @@ def _astray(state: OptimizerState, target: Parameters, known: Owners, verdict: O
         wanted = {name: index for index, group in enumerate(target.groups) for name in group}
         told = {name: text for name, text in told.items() if saved.get(name) != wanted[name]}
     return Astray(_OF_ANOTHER, told)
-
-
-def _param(key: str, state: OptimizerState) -> Param:
-    return next((param for param in state.params if str(param) == key), key)
 
 
 def _needs(mine: OptimizerState, target: Parameters, verdict: OptimizerVerdict | None) -> tuple[list[str], list[str]]:
@@ -210,11 +208,6 @@ def _grounds(state: OptimizerState, mine: OptimizerState, target: Parameters, kn
             "and would give state to other parameters (remap --optimizer-keys id puts it in order)"
         ]
     return [] if known.evidence in ("param_names", "names") else [known.rests_on("left")]
-
-
-def _is_option(entry: Entry) -> bool:
-    """Whether it is about a hyperparameter: loading takes the file's."""
-    return _is_hyperparameter(next(iter((*entry.left, *entry.right))))
 
 
 def _is_hyperparameter(key: str) -> bool:

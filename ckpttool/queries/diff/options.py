@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.errors import CkptError
+from ckpttool.io import work
 from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff.result import STATUSES
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ckpttool.checkpoint import Checkpoint, TensorEntry
+    from ckpttool.evaluate.with_numpy import Difference
     from ckpttool.queries.diff.keys import Values
 
 
@@ -56,8 +62,18 @@ class DiffOptions(OptimizerOptions):
         """What compares two tensors of one dtype and shape, where values are asked for."""
         if not (self.values or self.rtol or self.atol):
             return None
-        from functools import partial
-
         from ckpttool.evaluate.compare import difference
 
-        return partial(difference, rtol=self.rtol, atol=self.atol)
+        def compared(left: TensorEntry, right: TensorEntry) -> Difference | None:
+            with work.part(left.nbytes + right.nbytes):
+                return difference(left, right, self.rtol, self.atol)
+
+        return compared
+
+    def comparing(self, *sides: Checkpoint | None) -> AbstractContextManager[None]:
+        """Inside, these are compared: a piece of work where their values are."""
+        if self.comparison is None:
+            return nullcontext()
+        return work.doing(
+            "comparing values", sum(own.nbytes for one in sides if one is not None for own in one.sections)
+        )

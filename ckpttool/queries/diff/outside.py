@@ -9,9 +9,8 @@ from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import Entry
-from ckpttool.words import plural
+from ckpttool.words import plural, some
 
-_NAMED = 5  # keys that a note lists
 _NOT_UNDERSTOOD = "a storage of no tensor that is understood"
 
 
@@ -29,27 +28,18 @@ def compare_loose(left: Checkpoint, right: Checkpoint, values: Values | None) ->
     return [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
 
 
-def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section | None, Section | None]) -> tuple[str, ...]:
+def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section, Section]) -> tuple[str, ...]:
     """Sentences on what the comparison of the models left out: other state dicts, tensors that one side has."""
     notes = []
     for side, checkpoint, model, other in (("left", left, chosen[0], right), ("right", right, chosen[1], left)):
-        more = [s.path or "(root)" for s in checkpoint.sections if s.kind == "state_dict" and s.path != _path(model)]
+        more = [s.path or "(root)" for s in checkpoint.sections if s.kind == "state_dict" and s.path != model.path]
         if more:
-            notes.append(f"not compared: {_some(more)} of {side} ({checkpoint.source}::{more[0]} is one)")
+            notes.append(f"not compared: {some(more)} of {side} ({checkpoint.source}::{more[0]} is one)")
         alone = [key for key in _loose(checkpoint) if key not in _loose(other)]
         if alone:
             what = plural(len(alone), "tensor")
-            notes.append(f"not compared: {what} outside of state dicts that only {side} has: {_some(alone)}")
+            notes.append(f"not compared: {what} outside of state dicts that only {side} has: {some(alone)}")
     return tuple(notes)
-
-
-def _path(section: Section | None) -> str | None:
-    return None if section is None else section.path
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _loose(checkpoint: Checkpoint) -> dict[str, TensorEntry]:

@@ -13,6 +13,9 @@ from ckpttool.words import plural
 FLAT = "FSDP1's flat parameter: all parameters of its module end to end, in the files of all ranks"
 
 
+_REORDERED = "the same wrappers in another order"
+
+
 def segment_change(old: str, new: str) -> str:
     """How a name became another, in words: ``hides the segment `layer` ``."""
     a, b = old.split("."), new.split(".")
@@ -31,7 +34,7 @@ def segment_change(old: str, new: str) -> str:
 def segment_reason(left: str, right: str) -> str:
     """Why two names of one tensor differ, where wrappers' segments are all that differs."""
     a, b = left.split("."), right.split(".")
-    return _segments_reason(_more(a, b), _more(b, a))
+    return _segments_reason(_more(a, b), _more(b, a)) or ("" if left == right else _REORDERED)
 
 
 def _more(segments: Iterable[str], others: Sequence[str]) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
+from ckpttool.json_schema import COUNT, TEXT, TEXTS, Members, list_of, nullable, object_of, one_of, plain, record
 from ckpttool.names import HOOK, Hook, Names
-from ckpttool.naming.inference.values import Inference
+from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
@@ -65,7 +66,7 @@ class Entry:
     reason: str = ""
     hook: Hook | None = None
     detail: str | None = None
-    spread: tuple[tuple[int, int], ...] = ()
+    spread: tuple[tuple[int, int], ...] | None = None
     ignored: str | None = None
 
     @property
@@ -147,13 +148,19 @@ class Diff:
             "right": self.right,
             "identical": self.identical,
             "summary": self.summary,
-            "entries": [_entry_json(entry) for entry in self.entries],
+            "entries": ENTRIES.write(self.entries),
             "fix": list(self.fix),
             "notes": list(self.notes),
             **({"exchangeable": [list(keys) for keys in self.exchangeable]} if self.exchangeable else {}),
             **self._acceptance_json(),
-            **({} if self.inferred is None else {**_inferred_json(self.inferred), "rules": self.rules}),
+            **self._inferred_json(),
         }
+
+    def _inferred_json(self) -> dict[str, Any]:
+        if self.inferred is None:
+            return {}
+        found, open_ = SUGGESTED.write(self.inferred.pairs), AMBIGUOUS.write(self.inferred.ambiguous)
+        return {"suggested": found, "ambiguous": open_, "rules": self.rules}
 
     def _acceptance_json(self) -> dict[str, Any]:
         if self.accepted is None:
@@ -163,29 +170,19 @@ class Diff:
         return {"accepted": self.accepted, "ignored": ignored, "unused_ignores": list(self.unused_ignores)}
 
 
-def _inferred_json(inferred: Inference) -> dict[str, Any]:
-    return {
-        "suggested": [
-            {"left": list(p.left), "right": list(p.right), "evidence": p.evidence, "transposed": p.transposed or None}
-            for p in inferred.pairs
-        ],
-        "ambiguous": [
-            {"left": list(one.left), "right": list(one.right), "reason": one.reason} for one in inferred.ambiguous
-        ],
-    }
-
-
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "status": entry.status,
-        "left": list(entry.left),
-        "right": list(entry.right),
-        "reason": entry.reason,
-    }
-    if entry.hook is not None:
-        found["hook"] = HOOK.write(entry.hook)
-    if entry.detail is not None:
-        found["detail"] = entry.detail
-    if entry.ignored is not None:
-        found["ignored"] = entry.ignored
-    return found
+_SIDES: Members = {"left": TEXTS, "right": TEXTS}
+_WAY = replace(one_of("left", "right"), write=lambda way: way or None)
+_EXPONENT = plain("an integer", lambda value: type(value) is int, {"type": "integer"})
+_SPREAD = replace(
+    list_of(object_of({"exponent": _EXPONENT, "elements": COUNT})),
+    write=lambda spread: [{"exponent": exponent, "elements": count} for exponent, count in spread],
+)
+ENTRIES = list_of(
+    record(
+        Entry,
+        {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT},
+        {"hook": HOOK, "detail": TEXT, "spread": _SPREAD, "ignored": TEXT},
+    )
+)
+SUGGESTED = list_of(record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(_WAY)}))
+AMBIGUOUS = list_of(record(Ambiguous, {**_SIDES, "reason": TEXT}))

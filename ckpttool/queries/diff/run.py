@@ -109,9 +109,8 @@ def _load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Di
     """A checkpoint against what the model loads; for a model's code the answer is torch's own."""
     section = model_section(checkpoint)
     model = as_read(model, section, checkpoint.source) if model.is_folder else model
-    names, verdict = model.names(), None
-    if model.is_definition:
-        verdict = _verdict(model, checkpoint, section)
+    names = model.names()
+    verdict = _verdict(model, checkpoint, section) if model.is_definition else None
     entries = computed.explained(compare_load(names, section, verdict))
     if verdict is None and loads(entries):
         _of_known_kinds(model, checkpoint, section)
@@ -183,9 +182,8 @@ def _said(verdict: Verdict | None, entries: Iterable[Entry]) -> list[str]:
     """What torch says of loading beside the two lists of keys and the shapes that are listed."""
     if verdict is None:
         return []
-    errors = _torch_says(verdict, entries)
-    assigns = ["load_state_dict(..., assign=True) loads it: the file's tensors then take the place of the model's"]
-    return [*errors, *(assigns if verdict.assigns else [])]
+    assigns = "load_state_dict(..., assign=True) loads it: the file's tensors then take the place of the model's"
+    return [*_torch_says(verdict, entries), *([assigns] if verdict.assigns else [])]
 
 
 def _torch_says(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
@@ -296,7 +294,7 @@ def _checkpoints(
     """Two checkpoints, read through a model where one is given."""
     saved = optimizer_alone(left), optimizer_alone(right)
     if saved[0] is not None and saved[1] is not None:
-        return _optimizers(left, right, (saved[0], saved[1]), model, None if model is None else model.names(), values)
+        return _optimizers(left, right, (saved[0], saved[1]), model, values)
     mine, theirs, names = _read(left, right, model)
     entries = computed.explained(explained(_by_key(mine, theirs, names, values), mine, theirs))
     entries = (*entries, *compare_outside(left, right, values))
@@ -317,16 +315,17 @@ def _optimizers(
     right: Checkpoint,
     sections: tuple[Section, Section],
     model: ModelOperand | None,
-    names: Names | None,
     values: Values | None,
 ) -> Diff:
     """Two saved optimizers."""
+    names = None if model is None else model.names()
     saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
-    entries, notes = compare_optimizers(*saved, names, values)
-    entries = (*entries, *compare_outside(left, right, values))
+    found = compare_optimizers(*saved, names, values)
+    entries = (*found.entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
     remedy = _alike(saved, model is not None, entries)
-    return Diff(left.source, right.source, identical, entries, (), notes, remedy=remedy)
+    shown = Diff(left.source, right.source, identical, entries, (), found.notes, remedy=remedy)
+    return replace(shown, outlines=found.outlines)
 
 
 def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:

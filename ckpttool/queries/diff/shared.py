@@ -31,7 +31,7 @@ def shared(values: Values | None, *comparisons: Callable[[Values], object]) -> V
     for compare in comparisons:
         compare(noted)
     asked = {at: Question(a.key, a.nbytes + b.nbytes, partial(_asked, values, a, b)) for at, (a, b) in pairs.items()}
-    found = answers(asked)
+    found = answers("comparing values", asked)
     only_first()
 
     def known(left: TensorEntry, right: TensorEntry) -> Difference | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.operands.model import operand_of
+from ckpttool.operands.settled import settled
 from ckpttool.queries.diff.manifest import is_about_manifest
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff, Entry
@@ -110,6 +111,7 @@ def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options
     if is_about_manifest(base, left) or is_about_manifest(base, right):
         raise CkptError("a manifest is no base, and has none", hint="name the checkpoints themselves")
     model = operand_of(options)
+    base, left, right = (settled(checkpoint, model) for checkpoint in (base, left, right))
     pairs = (base, left), (base, right), (left, right)
     values = shared(options.comparison, *(partial(ask, *pair, model) for pair in pairs))
     mine, theirs, both = (run(*pair, options, model, values) for pair in pairs)

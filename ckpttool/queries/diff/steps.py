@@ -206,7 +206,7 @@ def _optimizers(
     where: str, whole: tuple[Checkpoint, Checkpoint], pair: tuple[Section, Section], values: Values | None
 ) -> _Found:
     now, before = (SavedOptimizer.of(one, section) for one, section in zip(whole, pair))
-    entries, notes = compare_optimizers(now, before, None, values)
+    entries, notes, _ = compare_optimizers(now, before, None, values)
     entries = tuple(entry for entry in entries if values is not None or entry.status != "value")
     names = [class_of(read(section)) or "not one of torch's" for section in pair]
     if names[0] == names[1]:

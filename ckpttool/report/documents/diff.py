@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
@@ -14,13 +15,14 @@ from ckpttool.report.document import (
     Commands,
     Document,
     Facts,
-    Finding,
     Listing,
     Note,
     Role,
     Table,
+    filled,
     shortened,
 )
+from ckpttool.report.documents.listing import of_diff
 from ckpttool.words import number, plural
 
 _ROWS = 40
@@ -64,8 +66,7 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
-    shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
-    return Document("diff", _verdict(diff), diff.passes, shown, _listing(diff))
+    return Document("diff", _verdict(diff), diff.passes, filled(blocks), _listing(diff))
 
 
 def _verdict(diff: Diff) -> str:
@@ -101,14 +102,10 @@ def _ignored(diff: Diff) -> Table:
 
 def _listing(diff: Diff) -> Listing:
     """Every entry; those that are the same are hidden at first where there are others."""
-
-    def findings() -> Iterable[Finding]:
-        from ckpttool.report.documents.listing import of_diff  # shown by few formats
-
-        return of_diff(diff)
-
     roles = {status: _ROLES.get(status, "bad") for status in diff.summary}
-    return Listing((diff.left, diff.right), roles, findings, frozenset({"same"} if len(roles) > 1 else ()))
+    return Listing(
+        (diff.left, diff.right), roles, partial(of_diff, diff), frozenset({"same"} if len(roles) > 1 else ())
+    )
 
 
 def _summary(diff: Diff) -> Table:
@@ -144,16 +141,8 @@ def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
         why += f": {', '.join(details)}"
     elif details and first.status == "shape":
         why += f": {', '.join(details[:_FEW])}, and {len(details) - _FEW} more"
-    sides = [first_pattern(key for entry in group for key in side(entry)) for side in (_left, _right)]
+    sides = [first_pattern(key for entry in group for key in getattr(entry, side)) for side in ("left", "right")]
     return (Cell(first.status, _ROLES.get(first.status, "bad")), number(len(group)), why, *sides)
-
-
-def _left(entry: Entry) -> tuple[str, ...]:
-    return entry.left
-
-
-def _right(entry: Entry) -> tuple[str, ...]:
-    return entry.right
 
 
 def _suggested(inferred: Inference) -> Table:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection, names_in_file
 from ckpttool.report.collapse import Group, collapse
-from ckpttool.report.document import Cell, Column, Document, Finding, Inline, Listing, Note, Table, shortened
+from ckpttool.report.document import Cell, Column, Document, Inline, Listing, Note, Table, shortened
+from ckpttool.report.documents.listing import of_inspection
 from ckpttool.report.documents.tree import tree
 from ckpttool.words import human_bytes, number, plural, shape_text
 
@@ -45,16 +46,8 @@ def document(
     )
     notes = [Note(note, "warning") for note in inspection.notes]
     shown = [table for table in tables if table.rows]
-    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown), _listing(inspection))
-
-
-def _listing(inspection: Inspection) -> Listing:
-    def findings() -> Iterator[Finding]:
-        from ckpttool.report.documents.listing import of_inspection  # shown by few formats
-
-        return of_inspection(inspection)
-
-    return Listing((inspection.checkpoint.source,), {"tensor": "plain"}, findings)
+    listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(of_inspection, inspection))
+    return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown), listing)
 
 
 def _sections(inspection: Inspection) -> Table:
@@ -107,15 +100,11 @@ def _statistics(inspection: Inspection) -> Table:
     rows: list[tuple[Inline, ...]] = []
     for (section, key), own in (inspection.statistics or {}).items():
         counts = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (own.nan, own.inf)]
-        values = [_rounded(value) for value in (own.minimum, own.maximum, own.mean)]
+        values = ["" if value is None else f"{value:.4g}" for value in (own.minimum, own.maximum, own.mean)]
         zeros = "" if own.zeros is None else number(own.zeros)
         name = f"{section}.{key}" if section else key
         rows.append((name, *values, zeros, *counts, own.sha256[:_DIGITS]))
     return Table("Values", columns, tuple(rows))
-
-
-def _rounded(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _groups(section: Section, all: bool) -> list[Group]:
@@ -173,16 +162,9 @@ def _aliases(inspection: Inspection) -> Table:
 
 
 def _extras(inspection: Inspection) -> Table:
-    return Table(
-        "Not tensors, carried as they are", (Column("key", "key"),), tuple((key,) for key in _no_tensors(inspection))
-    )
-
-
-def _no_tensors(inspection: Inspection) -> Iterator[str]:
-    for section in inspection.checkpoint.sections:
-        for extra in section.extras:
-            yield f"{section.path}.{extra.key}" if section.path else extra.key
-    yield from inspection.checkpoint.others
+    places = ((section.path, extra.key) for section in inspection.checkpoint.sections for extra in section.extras)
+    keys = (*(".".join(filter(None, place)) for place in places), *inspection.checkpoint.others)
+    return Table("Not tensors, carried as they are", (Column("key", "key"),), tuple((key,) for key in keys))
 
 
 def _globals(inspection: Inspection) -> Table:

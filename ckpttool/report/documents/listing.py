@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf, prod
+from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import TensorEntry
 from ckpttool.dtypes import itemsize
-from ckpttool.queries.diff.result import Diff, Entry, Outline, Outlines
-from ckpttool.queries.inspection import Inspection
 from ckpttool.report.document import Finding, Named
 from ckpttool.words import shape_text
+
+if TYPE_CHECKING:
+    from ckpttool.queries.diff.result import Diff, Entry, Outline, Outlines
+    from ckpttool.queries.inspection import Inspection
 
 
 def of_diff(diff: Diff) -> Iterator[Finding]:
@@ -25,7 +28,7 @@ def of_diff(diff: Diff) -> Iterator[Finding]:
 
     for entry in sorted(diff.entries, key=place):
         sides = _named(entry.left, left), _named(entry.right, right)
-        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread)
+        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread or ())
 
 
 def of_inspection(inspection: Inspection) -> Iterator[Finding]:

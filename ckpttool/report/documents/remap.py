@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ckpttool.edits.remap.optimizer import OptimizerRemap
-from ckpttool.edits.remap.result import Remap
-from ckpttool.edits.rules.ready import Ready
 from ckpttool.expression import BY_CODE, Ref, refs
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse, first_pattern
-from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, shortened
+from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, filled, shortened
 from ckpttool.words import number, plural
+
+if TYPE_CHECKING:
+    from ckpttool.edits.remap.optimizer import OptimizerRemap
+    from ckpttool.edits.remap.result import Remap
+    from ckpttool.edits.rules.ready import Ready
+    from ckpttool.edits.swap.swap import Swap
 
 _ROWS = 20
 
@@ -42,8 +46,35 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool, verifi
         blocks.append(Note("dry run: nothing was written"))
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
     blocks += [Note(note, "warning") for note in done.notes]
-    shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
-    return Document("remap", verdict, True, shown)
+    return Document("remap", verdict, True, filled(blocks))
+
+
+def swapped(done: Swap, program: str, new: str, out: str | None, *, dry_run: bool, verified: bool) -> Document:
+    """What a swap did, or would do."""
+    renamed = sum(isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items())
+    computed = sum(not isinstance(source, Ref) for source in done.sources.values())
+    pairs: list[tuple[str, str | Cell]] = [("program", Cell(program, "key")), ("weights", Cell(new, "key"))]
+    if out is not None:
+        pairs.append(("output", Cell(out, "key")))
+    pairs += [
+        ("keys read as", done.form),
+        ("under another name", number(renamed)),
+        ("computed", number(computed)),
+        *([("by the model's own load_state_dict()", number(len(done.by_code)))] if done.by_code else []),
+        ("constants kept", number(len(done.constants))),
+    ]
+    if done.kept:
+        pairs.append(("kept as they are", ", ".join(done.kept)))
+    if verified and not dry_run:
+        pairs.append(("verified", "every weight of the output was read back and compared"))
+    blocks: list[Block] = [Facts(tuple(pairs))]
+    ignored = tuple((key,) for key in done.ignored)
+    table = Table("In the checkpoint, and no part of any program", (Column("key", "key"),), ignored)
+    blocks.append(shortened(table, _ROWS, "--format json"))
+    if dry_run:
+        blocks.append(Note("dry run: nothing was written"))
+    verdict = f"{plural(len(done.sources), 'weight')} {'fit' if dry_run else 'swapped'}"
+    return Document("swap-weights", verdict, True, filled(blocks))
 
 
 def ready_sets(sets: Sequence[Ready]) -> Document:

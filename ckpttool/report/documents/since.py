@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.queries.diff.since import BY, Change, Point, Since
 from ckpttool.report.collapse import first_pattern
-from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Role, Table
+from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Role, Table, filled
 from ckpttool.words import number, plural
 
 _ROLES: dict[str, Role] = {"left": "ok", "right": "ok", "both": "dim", "conflict": "bad"}
@@ -28,8 +28,7 @@ def document(found: Since, *, all: bool = False) -> Document:
         _changes(found, all),
         *(Note(note, "notice" if found.passes else "warning") for note in found.notes),
     ]
-    shown = tuple(block for block in blocks if not (isinstance(block, Table) and not block.rows))
-    return Document("diff", verdict, found.passes, shown)
+    return Document("diff", verdict, found.passes, filled(blocks))
 
 
 def _changes(found: Since, all: bool) -> Table:

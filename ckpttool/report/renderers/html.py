@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from ckpttool.report.document import (
+    KINDS,
     Cell,
     Code,
     Commands,
@@ -39,7 +40,7 @@ _LISTED = 200  # rows of a table whose rows the tree has, too
 def render(document: Document) -> str:
     """The document as one HTML page, ending with a newline."""
     title = _escape(document.title)
-    verdict = f'<p class="verdict {_mood(document)}">{_escape(document.verdict)}</p>'
+    verdict = f'<p class="verdict {"ok" if document.ok else "bad"}">{_escape(document.verdict)}</p>'
     style, script = (f"\n{_page(name)}" for name in ("report.css", "report.js"))
     parts = [
         "<!doctype html>",
@@ -110,16 +111,8 @@ def _json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _mood(document: Document) -> str:
-    return "ok" if document.ok else "bad"
-
-
 def _escape(text: str) -> str:
     return escape(visible(text))
-
-
-def _span(entry: Cell) -> str:
-    return f'<span class="{entry.role}">{_escape(entry.text)}</span>'
 
 
 def _cell(tag: str, entry: Cell, title: str = "") -> str:
@@ -170,7 +163,7 @@ def _note(note: Note) -> list[str]:
 
 def _problems(block: Problems) -> list[str]:
     label = f'<strong class="{block.severity}">{block.severity}:</strong>'
-    items = [f"<li>{label} {_escape(p.problem)} @ {_span(Cell(p.key, 'key'))}</li>" for p in block.problems]
+    items = [f"<li>{label} {_escape(p.problem)} @ {_cell('span', Cell(p.key, 'key'))}</li>" for p in block.problems]
     return ["<ul>", *items, "</ul>"]
 
 
@@ -182,11 +175,6 @@ def _commands(block: Commands) -> list[str]:
     return [f"<h2>{_escape(block.title)}</h2>", *_code(Code(block.commands))]
 
 
-_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = {
-    Facts: _facts,
-    Table: _table,
-    Note: _note,
-    Problems: _problems,
-    Code: _code,
-    Commands: _commands,
-}
+_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(
+    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
+)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import KINDS, Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
 from ckpttool.words import visible
 
 _CODE_ROLES = ("key", "dtype", "shape")  # a code span interprets nothing, not even @mentions
@@ -86,11 +86,6 @@ def _commands(block: Commands) -> list[str]:
     return [_escape(block.title), "", *_fenced(block.commands, "shell")]
 
 
-_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = {
-    Facts: _facts,
-    Table: _table,
-    Note: _note,
-    Problems: _problems,
-    Code: _code,
-    Commands: _commands,
-}
+_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(
+    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
+)

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ckpttool.report.document import Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import KINDS, Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
 from ckpttool.words import visible
 
 # What each role looks like, in the sixteen colours that the user's own theme sets.
@@ -133,11 +133,6 @@ def _commands(block: Commands) -> list[RenderableType]:
     return [_text(block.title, "plain"), *(_text(f"  {command}", "command") for command in block.commands)]
 
 
-_BLOCKS: Mapping[type, Callable[[Any], list[RenderableType]]] = {
-    Facts: _facts,
-    Table: _table,
-    Note: _note,
-    Problems: _problems,
-    Code: _code,
-    Commands: _commands,
-}
+_BLOCKS: Mapping[type, Callable[[Any], list[RenderableType]]] = dict(
+    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
+)

@@ -8,7 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.report.document import Block, Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import (
+    KINDS,
+    Block,
+    Cell,
+    Code,
+    Commands,
+    Document,
+    Facts,
+    Note,
+    Problems,
+    Table,
+    cell,
+    cells,
+)
 from ckpttool.words import visible
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
@@ -78,11 +91,6 @@ def _pad(entry: Cell, text: str, width: int) -> str:
     return text.rjust(width) if entry.role == "number" else text.ljust(width)
 
 
-_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = {
-    Facts: _facts,
-    Table: _table,
-    Note: _note,
-    Problems: _problems,
-    Code: _code,
-    Commands: _commands,
-}
+_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(
+    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
+)

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpttool.expression import Expression, Op, refs
+from ckpttool.expression import Argument, Expression, Op, refs
 from ckpttool.tracing.load_model import says_meta
 from ckpttool.tracing.recorder import operators as fn
 from ckpttool.tracing.recorder.identity import Token, inside, token
 from ckpttool.tracing.recorder.memory import Memory, opaque
-from ckpttool.tracing.recorder.size_limit import Bounds
 
 # Questions about a tensor that are answered without reading its values.
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
@@ -27,6 +26,10 @@ _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "s
 # Of other dtypes few operators know on any device, and meta says of more that they do.
 _COMMON = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
                      torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # fmt: skip
+
+
+_DEEPEST = 100  # operators inside each other; everything that walks expressions recurses
+_LARGEST = 20_000  # nodes, those that occur twice counted twice
 
 
 class NeedsValues(Exception):
@@ -57,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self.blind = False
         self.doubtful = False
         self.outside = False
-        self.bounds = Bounds()
+        self.bounds = _Bounds()
         self.conversions: list[tuple[Token, torch.dtype, torch.dtype, Expression]] = []
 
     def name(self, tensor: torch.Tensor, expression: Expression) -> None:
@@ -272,6 +275,36 @@ class Recorder(TorchDispatchMode):
         """The arguments, all on meta where one of them has no values: torch refuses to mix devices."""
         devices = {self._is_unreal(t) for t in _tensors(args, kwargs)}
         return [_on_meta(arg) for arg in args] if len(devices) > 1 or (devices == {True}) else args
+
+
+class _Bounds:
+    """How large an expression may grow: code that loops over a tensor makes it deep, doubling wide. Remembers the size
+    of every expression it has seen, so that each new one costs only its own arguments.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Op, int, int]] = {}
+
+    def within(self, expression: Expression) -> Expression:
+        """`expression`, or where it is too large what it was computed from."""
+        if isinstance(expression, Op):
+            size, depth = self._measure(expression)
+            if size > _LARGEST or depth > _DEEPEST:
+                return opaque(expression)
+        return expression
+
+    def _measure(self, node: Argument) -> tuple[int, int]:
+        if isinstance(node, tuple):
+            sizes = [self._measure(item) for item in node]
+            return sum(size for size, _ in sizes), max((depth for _, depth in sizes), default=0)
+        if not isinstance(node, Op):
+            return 1, 0
+        known = self.known.get(id(node))
+        if known is None:
+            parts = [self._measure(arg) for arg in (*node.args, *(value for _, value in node.kwargs))]
+            size, depth = sum(size for size, _ in parts) + 1, max((depth for _, depth in parts), default=0) + 1
+            known = self.known[id(node)] = (node, size, depth)  # holding the node keeps its id its own
+        return known[1:]
 
 
 def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:

@@ -218,6 +218,15 @@ def test_the_plan_cuts_each_parameter_out_of_its_flat_one(tmp_path: Path, names:
     same(made, {key: expected[key] for key in made})
 
 
+def test_a_flat_parameter_whose_parameters_are_there_by_name_is_dropped(tmp_path: Path, run: Run) -> None:
+    state = Net().state_dict()
+    torch.save({**state, "_flat_param": torch.zeros(28)}, tmp_path / "both.pt")
+    done = run("remap", tmp_path / "both.pt", *MODEL, "-o", tmp_path / "out.pt", "--format", "json")
+    assert done.status == 0
+    assert done.data["dropped"] == ["_flat_param"]
+    same(torch.load(tmp_path / "out.pt"), state)
+
+
 def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:
     status, out, _ = run("inspect", runs[2] / "flat_rank_*.pt", "--format", "json")
     assert status == 0

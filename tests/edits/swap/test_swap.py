@@ -198,3 +198,35 @@ def test_dry_run_writes_nothing(tmp_path: Path, program: Path, answer: Any) -> N
     status, done, _ = answer("swap-weights", program, tmp_path / "new.pt", "--model", MODEL, "--dry-run")
     assert (status, done["output"]) == (0, "")
     assert os.listdir(tmp_path) == ["new.pt"]
+
+
+class Doubled(nn.Module):
+    """Computes with a buffer that loading makes anew, and no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("doubled", torch.zeros(4, 4), persistent=False)
+        self.register_load_state_dict_post_hook(self._double)
+        self.load_state_dict(self.state_dict())
+
+    @staticmethod
+    def _double(module: Any, _: object) -> None:
+        module.doubled.copy_(module.w.detach() * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.doubled
+
+
+def test_a_constant_that_loading_makes_anew_is_not_left_behind(tmp_path: Path, run: Run) -> None:
+    program, weights, out = (str(tmp_path / name) for name in ("p.pt2", "w.pt", "o.pt2"))
+    new = Doubled()
+    torch.export.save(torch.export.export(Doubled(), (torch.ones(4, 4),)), program)
+    torch.save(new.state_dict(), weights)
+    words = ["swap-weights", program, weights, "--model", f"{__file__}:Doubled", "-o", out]
+    refused = run(*words)
+    assert refused.status == 1
+    assert "doubled" in refused.err
+    assert "--constants" in refused.err
+    assert run(*words, "--constants").status == 0
+    assert torch.equal(torch.export.load(out).module()(torch.eye(4)), new(torch.eye(4)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import struct
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +239,34 @@ def test_a_universal_checkpoint_that_is_not_whole_is_refused(
     damage(tmp_path / "run" / "global_step2_universal" / "zero")
     done = run("inspect", tmp_path / "run")
     assert (done.status, says in done.err) == (2, True), done.err
+
+
+def test_of_a_model_that_was_cut_the_hint_takes_the_weights(universal: Path, run: Run, tmp_path: Path) -> None:
+    """Its universal checkpoint has a model file for each part, and the parameters whole."""
+    step = shutil.copytree(universal / "global_step2_universal", tmp_path / "step")
+    first = next(step.glob("*model_states.pt"))
+    shutil.copy(first, step / first.name.replace("mp_rank_00", "mp_rank_01"))
+    done = run("inspect", step)
+    assert done.status == 2
+    assert "cut by layers, by experts or within tensors" in done.err
+    words = shlex.split(done.err.rpartition("precision: ")[2])
+    subprocess.run([sys.executable, *words[1:-1], str(tmp_path / "OUT.pt")], check=True)
+    made = torch.load(tmp_path / "OUT.pt")
+    whole = gathered(universal, run, tmp_path / "whole.pt")["model"]
+    assert made
+    for name, value in made.items():  # of ZeRO-3 flat
+        trained = (step / "zero" / name / "exp_avg.pt").exists()  # a second name of one has the model's precision
+        want = whole[name].flatten().float()
+        assert torch.equal(value.flatten(), want if trained else want.to(torch.bfloat16).float()), name
+
+
+def test_the_hint_for_a_model_that_is_cut_is_deepspeeds_own_program(saved: Path, run: Run, tmp_path: Path) -> None:
+    step = next(shutil.copytree(saved, tmp_path / "run").glob("global_step*"))
+    first = next(step.glob("*model_states.pt"))
+    shutil.copy(first, step / first.name.replace("mp_rank_00", "mp_rank_01"))
+    done = run("inspect", step)
+    assert done.status == 2
+    assert f"ds_to_universal --input_folder {step} --output_folder {step}_universal" in done.err
 
 
 def test_what_a_universal_checkpoint_has_beside_is_said(universal: Path, run: Run, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
 from ckpttool.formats.pt2.archive import layout, read, read_program
+from ckpttool.formats.pt2.signature import names
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.operands.program_names import names
 from files import write_pieces
 from places import DATA
 
@@ -220,7 +220,7 @@ def test_reading_needs_neither_torch_nor_the_operators(folder):
     """The program calls an operator that the other process has never heard of."""
     code = (
         "import sys; from ckpttool.formats.pt2.archive import read, layout\n"
-        "from ckpttool.operands.program_names import names\n"
+        "from ckpttool.formats.pt2.signature import names\n"
         "layout(read(sys.argv[1])), names(sys.argv[1]); assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "old.pt2")], check=True)

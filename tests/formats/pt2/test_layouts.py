@@ -22,8 +22,8 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read
+from ckpttool.formats.pt2.signature import names
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.program_names import names
 from files import write_pieces
 from places import DATA
 from torch_version import needs_torch

@@ -97,7 +97,14 @@ def test_what_is_no_optimizer_state_is_said(state: Any, problem: str, tmp_path: 
     torch.save({"optimizer": state, "model": {"weight": torch.ones(1)}}, tmp_path / "o.pt")
     with pytest.raises(CkptError) as raised:
         read(open_checkpoint(str(tmp_path / "o.pt")).section("optimizer"))
+    assert raised.value.message == "optimizer is not an optimizer's state dict as torch writes it"
     assert problem in map(str, raised.value.problems)
+
+
+def test_an_optimizer_that_is_the_whole_file_is_called_the_root() -> None:
+    with pytest.raises(CkptError) as raised:
+        read(Section("", "optimizer", (), mapping={"state": {}, "param_groups": [{}]}))
+    assert raised.value.message == "(root) is not an optimizer's state dict as torch writes it"
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,14 @@ def test_a_wrapped_models_names_are_recognised_as_the_plain_models(form: str) ->
     assert list(canonical_keys(names).values()) == parameters(plain())
 
 
+def test_a_counter_is_known_by_its_name_and_by_the_module_beside_it() -> None:
+    assert counters(["n_averaged", "module.w", "a.n_averaged", "b.n_averaged", "b.module.w"]) == [
+        "n_averaged",
+        "b.n_averaged",
+    ]
+    assert counters(["bias", "module.w", "step"]) == []
+
+
 def test_the_counter_of_an_averaged_model_does_not_hide_its_wrapper() -> None:
     names = canonical_keys(AveragedModel(plain()).state_dict())
     assert list(names.values()) == ["n_averaged", *plain().state_dict()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -169,7 +170,7 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default:
+            if func is torch.ops.aten.copy_.default and isinstance(args[1], torch.Tensor):  # it takes a number too
                 converted.append(args[0].dtype != args[1].dtype)
             return func(*args, **(kwargs or {}))
 
@@ -244,3 +245,17 @@ for n in (2000, 8000):
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
     calls = [int(line.split()[2]) for line in ran.stdout.splitlines()]
     assert all(large < 5 * small for small, large in zip(calls[:3], calls[3:]))
+
+
+def test_how_far_values_are_apart_is_in_json_too(tmp_path: Path, run: Run) -> None:
+    left = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    right = left + torch.tensor([0.0, 0.25, 0.375, 3.0, -2.0, float("nan")])
+    for name, values in (("left", left), ("right", right)):
+        torch.save({"w": values, "same": torch.ones(2)}, tmp_path / f"{name}.pt")
+    entries = run("diff", tmp_path / "left.pt", tmp_path / "right.pt", "--values", "--format", "json").data["entries"]
+    spread = {entry["left"][0]: entry.get("spread") for entry in entries}
+    wanted = Counter(math.frexp(d)[1] - 1 for d in (left - right).abs().tolist() if d and not math.isnan(d))
+    assert spread["same"] is None
+    numbers = {own["exponent"]: own["elements"] for own in spread["w"] if own["exponent"] < 1023}
+    assert numbers == dict(wanted) == {-2: 2, 1: 2}
+    assert [own["elements"] for own in spread["w"] if own["exponent"] >= 1023] == [1]

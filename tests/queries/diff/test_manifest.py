@@ -181,3 +181,22 @@ def test_a_changed_file_below_a_folder_is_noticed(run: Run, tmp_path: Path) -> N
     assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 0
     save_file({"a": torch.ones(2)}, tmp_path / "m" / "sub" / "x.safetensors")
     assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 1
+
+
+def test_behind_a_url_all_folders_below_count(run: Run, tmp_path: Path) -> None:
+    """The manifest is that of the same folder on the disk, and a changed byte far below is noticed."""
+    import fsspec
+
+    folder = Path(written(tmp_path, "folder/model.safetensors.index.json"))
+    (folder / "one" / "two").mkdir(parents=True)
+    (folder / "one" / "two" / "tokens.json").write_text("{}")
+    memory, url = fsspec.filesystem("memory"), "memory://manifests"
+    memory.put(f"{folder}/", f"{url}/", recursive=True)
+    here, there = (manifest(run, ckpt, tmp_path / f"{name}.json") for name, ckpt in (("a", str(folder)), ("b", url)))
+    assert [subject["name"] for subject in here["subject"]] == sorted(subject["name"] for subject in there["subject"])
+    assert {str(subject) for subject in here["subject"]} == {str(subject) for subject in there["subject"]}
+    assert "one/two/tokens.json" in {subject["name"] for subject in there["subject"]}
+    done = run("diff", "--values", url, tmp_path / "a.json")
+    assert (done.status, "another file" in done.out) == (0, False)
+    memory.pipe(f"{url}/one/two/tokens.json", b"[]")
+    assert "one/two/tokens.json is another file" in run("diff", "--values", url, tmp_path / "a.json").out

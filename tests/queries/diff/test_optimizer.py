@@ -34,7 +34,7 @@ def told(entries: tuple[Entry, ...]) -> list[tuple[str, str, str, str | None]]:
 
 def test_the_same_state_is_the_same(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.named)
-    entries, notes = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.named))
+    entries, notes, _ = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.named))
     assert not told(entries)
     assert not notes
     keys = [key for entry in entries for key in entry.left]
@@ -47,7 +47,7 @@ def test_pytorch_124546_one_state_under_ids_and_under_names(keys: str, tmp_path:
     names = names_of("Net")
     path = save(tmp_path / "id.pt", *train(models.Net, models.adamw))
     remapped(path, tmp_path / "named.pt", keys=keys, names=names)
-    entries, notes = compare_optimizers(beside(path), beside(str(tmp_path / "named.pt")), names)
+    entries, notes, _ = compare_optimizers(beside(path), beside(str(tmp_path / "named.pt")), names)
     assert [found[0] for found in told(entries)] == ["renamed"]
     assert told(entries)[0][2].startswith("left's parameters are ids")
     assert not notes
@@ -56,7 +56,7 @@ def test_pytorch_124546_one_state_under_ids_and_under_names(keys: str, tmp_path:
 def test_another_order_of_equal_names_is_a_difference_of_places(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.named)
     right = saved(tmp_path / "b.pt", models.Net, lambda m: torch.optim.AdamW(list(m.named_parameters()), 0.01))
-    entries, notes = compare_optimizers(left, right)
+    entries, notes, _ = compare_optimizers(left, right)
     assert {found[0] for found in told(entries)} == {"order"}
     assert len(told(entries)) == 8  # the fifth of nine stays
     assert "number 0 on the left, 8 on the right" in str(told(entries)[0])
@@ -69,7 +69,7 @@ def test_ids_alone_of_models_in_another_order_are_not_the_same(tmp_path: Path) -
     )
     state = torch.load(left)
     torch.save({**torch.load(right), "optimizer": state["optimizer"]}, right)
-    entries, _ = compare_optimizers(beside(left), beside(right))
+    entries, _, _ = compare_optimizers(beside(left), beside(right))
     assert {found[0] for found in told(entries)} == {"order"}
     assert not told(compare_optimizers(section(left), section(right))[0])
 
@@ -82,7 +82,7 @@ def test_hyperparameters_and_values(tmp_path: Path) -> None:
     right = section(save(tmp_path / "b.pt", model, optimizer))
     without = told(compare_optimizers(left, right)[0])
     assert without == [("value", "param_groups.0.lr param_groups.0.lr", "another `lr`", "0.01 instead of 0.5")]
-    entries, _ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
+    entries, _, _ = compare_optimizers(left, right, values=lambda a, b: difference(a, b, 0.0, 0.0))
     assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in told(entries)]
 
 
@@ -94,7 +94,7 @@ def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) ->
     with pytest.raises(KeyError, match="betas"):
         steps(other, optimizer, 0, 1)
     model, sgd = train(models.Net, models.sgd, 1)
-    entries, notes = compare_optimizers(
+    entries, notes, _ = compare_optimizers(
         beside(save(tmp_path / "sgd.pt", model, sgd)),
         beside(save(tmp_path / "adamw.pt", *train(models.Net, models.adamw, 1))),
         names_of("Net"),
@@ -146,6 +146,6 @@ def test_ids_that_nothing_names_are_compared_as_they_are(tmp_path: Path) -> None
 
 def test_without_names_ids_are_compared(tmp_path: Path) -> None:
     left = saved(tmp_path / "a.pt", models.Net, models.adamw)
-    entries, notes = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.backwards))
+    entries, notes, _ = compare_optimizers(left, saved(tmp_path / "b.pt", models.Net, models.backwards))
     assert ("shape", "state.0.exp_avg state.0.exp_avg", "another shape", "[4, 3] instead of [2, 4]") in told(entries)
     assert "by their ids" in notes[0]

@@ -1,0 +1,126 @@
+"""Tensors that torchao saves in parts: what says which belong together follows a rename, or the rename is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from command import Run
+from places import DATA
+
+GOLDEN = DATA / "torchao-0.18.0.safetensors"
+RULE = ["--rule", "{x}.{y*} => net.{x}.{y*}"]
+PARTS = ["0._weight_qdata", "0._weight_scale"]
+
+
+def content(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safe_open(path, "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118 - no mapping
+
+
+def saved(path: Path, change: dict[str, str]) -> Path:
+    """The golden file with other words in its metadata."""
+    tensors, metadata = content(GOLDEN)
+    save_file(tensors, path, {**metadata, **change})
+    return path
+
+
+def written(way: str, run: Run, folder: Path) -> Path:
+    """The golden file renamed: to a copy, in place, or over shards that part what is one."""
+    out = folder / "out.safetensors"
+    if way == "in place":
+        out.write_bytes(GOLDEN.read_bytes())
+        assert run("remap", out, *RULE, "--in-place").status == 0
+    elif way == "a copy":
+        assert run("remap", GOLDEN, *RULE, "-o", out).status == 0
+    else:
+        size = ["--max-shard-size", "1KB"] if way == "over shards" else []
+        assert run("remap", GOLDEN, *RULE, *size, "-o", f"{folder}/shards/").status == 0
+        assert run("remap", folder / "shards", "-o", out).status == 0
+    return out
+
+
+WAYS = ["a copy", "in place", "over shards", "to a folder"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_says_what_belongs_together_follows(run: Run, tmp_path: Path, way: str) -> None:
+    (tensors, metadata), (before, said) = content(written(way, run, tmp_path)), content(GOLDEN)
+    names = json.loads(said["tensor_names"])
+    assert json.loads(metadata["tensor_names"]) == [f"net.{name}" for name in names]
+    assert {f"net.{name}": said[name] for name in names}.items() <= metadata.items()
+    assert not metadata.keys() & set(names)
+    assert tensors.keys() == {f"net.{key}" for key in before}
+
+
+def test_a_rename_and_its_inverse_give_the_same_bytes(run: Run, tmp_path: Path) -> None:
+    there = written("a copy", run, tmp_path)
+    assert run("remap", there, *RULE, "--reverse", "-o", tmp_path / "back.safetensors").status == 0
+    assert (tmp_path / "back.safetensors").read_bytes() == GOLDEN.read_bytes()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torchao_makes_the_same_tensors_of_it(run: Run, tmp_path: Path, way: str) -> None:
+    support: Any = pytest.importorskip("torchao.prototype.safetensors.safetensors_support", reason="no torchao")
+    made, rest = support.unflatten_tensor_state_dict(*content(written(way, run, tmp_path)))
+    want, _ = support.unflatten_tensor_state_dict(*content(GOLDEN))
+    assert (list(made), rest) == ([f"net.{name}" for name in want], {})
+    for name, tensor in want.items():
+        own = made[f"net.{name}"]
+        assert type(own) is type(tensor)
+        plain = (lambda t: t) if type(tensor) is torch.Tensor else (lambda t: t.dequantize())
+        assert torch.equal(plain(own), plain(tensor))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--rule", "0._weight_scale => 0._other_scale"], "torchao would not find its parts together"),
+        (["--rule", "0._weight_scale => 0.scale"], "torchao would not find its parts together"),
+        (["--drop", "0._weight_scale"], "not all of its parts are there as they were: 0._weight_qdata"),
+    ],
+)
+def test_parts_are_not_taken_apart(run: Run, tmp_path: Path, options: list[str], says: str) -> None:
+    for out in ("out.safetensors", "out/"):
+        done = run("remap", GOLDEN, *options, "-o", f"{tmp_path}/{out}")
+        assert (done.status, list(tmp_path.iterdir())) == (1, [])
+        assert f"{says}" in done.err
+        assert "@ 0.weight" in done.err
+
+
+def test_a_tensor_is_left_out_with_all_its_parts(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    assert run("remap", GOLDEN, "--drop", "0._weight_*", "-o", out).status == 0
+    tensors, metadata = content(out)
+    assert not tensors.keys() & set(PARTS)
+    assert "0.weight" not in json.loads(metadata["tensor_names"])
+    assert "0.weight" not in metadata
+
+
+def test_other_formats_have_no_place_for_it(run: Run, tmp_path: Path) -> None:
+    done = run("remap", GOLDEN, "-o", tmp_path / "out.pt")
+    assert (done.status, list(tmp_path.iterdir())) == (1, [])
+    assert "a Float8Tensor in 2 parts @ 0.weight" in done.err
+    assert "unflatten_tensor_state_dict" in done.err
+
+
+def test_what_is_written_of_a_tensor_is_a_part_of_its_value(run: Run, tmp_path: Path) -> None:
+    other = saved(
+        tmp_path / "other.safetensors", {"0.weight": content(GOLDEN)[1]["0.weight"].replace("bfloat16", "float32")}
+    )
+    assert run("diff", GOLDEN, other, "--values", "--format", "json").data["summary"]["value"] == 2
+    assert run("inspect", GOLDEN, "--manifest", tmp_path / "m.json").status == 0
+    assert run("diff", "--values", GOLDEN, tmp_path / "m.json").status == 0
+
+
+@pytest.mark.parametrize("names", ["", "{", "[1]", '["no.such"]', '"text"'])
+def test_metadata_that_only_looks_like_it(run: Run, tmp_path: Path, names: str) -> None:
+    other = saved(tmp_path / "other.safetensors", {"tensor_names": names})
+    assert run("remap", other, *RULE, "-o", tmp_path / "out.safetensors").status == 0
+    assert content(tmp_path / "out.safetensors")[1]["tensor_names"] == names

@@ -1,0 +1,95 @@
+"""Folders that accelerate saves under FSDP: what it wrote itself is read as the one checkpoint that it is, and back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from accelerate_run import KINDS, LOADED
+from command import Run
+from places import ROOT, SUPPORT
+
+SCRIPT = SUPPORT / "accelerate_run.py"
+WHOLE = [kind for kind in KINDS if "LOCAL" not in kind]
+BESIDE = ["random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"]
+DROPPED = [word for name in BESIDE for word in ("--drop", name)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What accelerate saved, a folder for each of `KINDS`."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    folder = tmp_path_factory.mktemp("accelerate")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def same(left: Any, right: Any, way: str = "") -> None:
+    if isinstance(left, dict):
+        assert set(left) == set(right), way
+        for key, value in left.items():
+            same(value, right[key], f"{way}.{key}")
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, way
+        assert torch.equal(left, right), way
+    else:
+        assert left == right, way
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_one_checkpoint(saved: Path, run: Run, tmp_path: Path, kind: str) -> None:
+    out, expected = tmp_path / "whole.pt", torch.load(saved / f"{kind}.pt")
+    done = run("remap", saved / kind, "-o", out, *DROPPED, "--verify")
+    assert done.status == 0, done.err
+    made = torch.load(out)
+    same(made["model"], expected["model"])
+    same(made["optimizer"]["state"], expected["optimizer"]["state"])
+    assert run("diff", saved / kind, saved / f"{kind}.pt", "--values").status == 0
+
+
+def test_what_lies_beside_is_refused_by_name_or_carried(saved: Path, run: Run, tmp_path: Path) -> None:
+    done = run("remap", saved / KINDS[0], "-o", tmp_path / "whole.pt")
+    assert done.status == 1
+    assert " ".join(DROPPED) in done.err
+    done = run("remap", saved / KINDS[0], "-o", tmp_path / "whole.dcp")
+    assert done.status == 0, done.err
+    assert sorted(BESIDE) == sorted(p.name for p in (tmp_path / "whole.dcp").iterdir() if "distcp" not in p.name)[1:]
+    assert run("diff", tmp_path / "whole.dcp", saved / KINDS[0], "--values").status == 0
+
+
+def test_weights_beside_are_named(saved: Path, run: Run, tmp_path: Path) -> None:
+    """The Trainer saves the weights once more, for `from_pretrained`."""
+    folder = shutil.copytree(saved / WHOLE[-1], tmp_path / "checkpoint-2")
+    save_file({"other": torch.ones(2)}, folder / "model.safetensors")
+    (folder / "trainer_state.json").write_text("{}")
+    done = run("inspect", folder)
+    assert done.status == 0
+    assert "model.safetensors lies beside it, and is not read" in done.err
+    out = tmp_path / "model.safetensors"
+    assert run("remap", f"{folder}::model", "-o", out).status == 0
+    same(load_file(out), torch.load(saved / f"{WHOLE[-1]}.pt")["model"])
+
+
+def test_accelerate_loads_what_is_written(saved: Path) -> None:
+    same(torch.load(saved / "loaded.pt"), torch.load(saved / f"{LOADED}.pt"))
+
+
+def test_files_of_ranks_are_named_together(saved: Path, run: Run, tmp_path: Path) -> None:
+    done = run("inspect", saved / "1 LOCAL_STATE_DICT")
+    assert done.status == 2
+    glob = f"{saved}/1 LOCAL_STATE_DICT/pytorch_model_fsdp_rank*.bin"
+    assert f"'{glob}'" in done.err
+    done = run("remap", glob, "--model", f"{SCRIPT}:Net", "-o", tmp_path / "whole.pt")
+    assert done.status == 0, done.err
+    same(torch.load(tmp_path / "whole.pt"), torch.load(saved / "1 LOCAL_STATE_DICT.pt")["model"])

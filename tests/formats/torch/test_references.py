@@ -1,0 +1,37 @@
+"""References to storages in the pickle of a torch file: one that is none is refused as such."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.pickle_tree import Global, Persistent
+from ckpttool.formats.torch.tensors import storage_key
+
+FLOAT = Global("torch", "FloatStorage")
+
+
+@pytest.mark.parametrize("numel", [0, 4])
+@pytest.mark.parametrize("more", [(), (None,)])  # before torch 1.6 a view of a storage could follow
+def test_the_key(numel: int, more: tuple[None, ...]) -> None:
+    assert storage_key(Persistent(("storage", FLOAT, "7", "cpu", numel, *more))) == "7"
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ("storage", FLOAT, "7", "cpu", 4),
+        Persistent(["storage", FLOAT, "7", "cpu", 4]),
+        Persistent(("storage", FLOAT, "7", "cpu")),
+        Persistent(("module", FLOAT, "7", "cpu", 4)),
+        Persistent(("storage", "FloatStorage", "7", "cpu", 4)),
+        Persistent(("storage", FLOAT, 7, "cpu", 4)),
+        Persistent(("storage", FLOAT, "7", "cpu", -1)),
+        Persistent(("storage", FLOAT, "7", "cpu", True)),
+        Persistent(("storage", FLOAT, "7", "cpu", 4.0)),
+    ],
+)
+def test_what_is_no_reference(node: object) -> None:
+    with pytest.raises(CkptError) as error:
+        storage_key(node)
+    assert error.value.message == "not as torch.save writes it: a storage reference"

@@ -1,0 +1,109 @@
+"""Weights that only the model's own loading computes, swapped in memory; oracle ``load_state_dict``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import Refused
+from ckpttool.live import swap_weights
+from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.saving import filled
+from opaque_zoo import ZOO, noisy
+from zoo import runtime_values
+
+
+def loaded(build: Any, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = build()
+    model.load_state_dict(state)
+    return runtime_values(model)
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_module_gets_what_its_own_loading_makes(name: str, in_place: bool) -> None:
+    state = filled(of_object(ZOO[name]), 77).state_dict()
+    module = ZOO[name]()
+    objects = {fqn: id(tensor) for fqn, tensor in module.named_parameters()}
+    done = swap_weights(module, state, model=module, in_place=in_place)
+    assert_equal(runtime_values(module), loaded(ZOO[name], state))
+    assert set(done.by_code) <= set(runtime_values(module))
+    same = {fqn: id(tensor) for fqn, tensor in module.named_parameters()} == objects
+    assert same or not in_place
+
+
+class Layer(nn.Module):
+    """What is exported: a layer whose file is read by numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ZOO["quantized"]().layers[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.inner.weight.t() + self.inner.bias
+
+
+def test_a_program_gets_it_by_its_model() -> None:
+    program = torch.export.export(Layer(), (torch.ones(4, 4),))
+    new = Layer()
+    done = swap_weights(program, new.state_dict(), model=Layer)
+    wanted = Layer()
+    wanted.load_state_dict(new.state_dict())
+    assert torch.equal(program.module()(torch.eye(4)), wanted(torch.eye(4)))
+    assert done.by_code == ("inner.weight",)
+
+
+def test_what_is_not_the_same_twice_changes_nothing() -> None:
+    module = noisy()
+    before = {fqn: value.clone() for fqn, value in runtime_values(module).items()}
+    with pytest.raises(Refused, match="same twice"):
+        swap_weights(module, noisy().state_dict(), model=noisy)
+    assert_equal(runtime_values(module), before)
+
+
+class Doubled(nn.Module):
+    """Computes with a buffer that loading makes anew, and no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("doubled", (self.w * 2).detach(), persistent=False)
+        self.register_load_state_dict_post_hook(self._double)
+
+    @staticmethod
+    def _double(module: Doubled, _: object) -> None:
+        with torch.no_grad():
+            module.doubled.copy_(module.w * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.doubled
+
+
+def test_a_buffer_that_loading_makes_anew_follows() -> None:
+    module, new = Doubled(), Doubled()
+    done = swap_weights(module, new.state_dict(), model=module)
+    assert_equal(runtime_values(module), runtime_values(new))
+    assert done.constants == ()
+    program = torch.export.export(Doubled(), (torch.ones(4, 4),))
+    with pytest.raises(Refused) as refused:
+        swap_weights(program, new.state_dict(), model=Doubled)
+    assert [problem.key for problem in refused.value.problems] == ["doubled"]
+    assert "export" in refused.value.hint
+
+
+def test_names_alone_say_whose_code_is_missing() -> None:
+    from ckpttool.tracing.trace import trace
+
+    module = ZOO["quantized"]()
+    with pytest.raises(Refused) as refused:
+        swap_weights(module, module.state_dict(), model=trace(of_object(ZOO["quantized"])))
+    assert "model=module" in refused.value.hint
+    done = swap_weights(module, module.state_dict(), model=module)
+    assert done.by_code

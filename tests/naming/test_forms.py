@@ -1,0 +1,78 @@
+"""Which form a section's names are of, and what becomes of keys that are only saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.checkpoint import Section, Span, Storage, TensorEntry
+from ckpttool.expression import Ref
+from ckpttool.names import RUNTIME, SERIALIZED
+from ckpttool.naming.forms import move, read
+from ckpttool.naming.name_tables import NameTables
+from ckpttool.operands.model import ModelOperand
+
+
+class Summed(nn.Module):
+    """``a``, ``b`` and ``c``; a hook saves ``a + b`` as well, which loading passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, nn.Parameter(torch.ones(2)))
+
+    def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[prefix + "sum"] = self.a.detach() + self.b.detach()
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        state.pop(prefix + "sum", None)
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+class Doubled(nn.Linear):
+    """Saved twice as large, under the same names."""
+
+    def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[prefix + "weight"] = state[prefix + "weight"].detach() * 2
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+def section(*keys: str, form: str | None = None) -> Section:
+    storage = Storage(Span("model.pt", 0, 8))
+    return Section(
+        "", "state_dict", tuple(TensorEntry(key, "float32", (2,), (1,), 0, storage) for key in keys), form=form
+    )
+
+
+def tables(build: Any) -> NameTables:
+    return NameTables(ModelOperand(build).names())
+
+
+@pytest.mark.parametrize("form", [RUNTIME, SERIALIZED])
+def test_the_form_that_is_recorded_or_asked_for_is_believed(form: str) -> None:
+    names = tables(lambda: Doubled(2, 2))
+    assert read(names, section("weight", "bias")).ambiguous
+    assert read(names, section("weight", "bias", form=form)).form == form
+    assert read(names, section("weight", "bias", form=RUNTIME), form).form == form
+    assert read(names, section("weight", "bias"), form).form == form
+
+
+def test_a_key_that_is_only_saved_is_dropped_where_it_can_be_made_again() -> None:
+    names = tables(Summed)
+    whole, part = section("a", "b", "c", "sum"), section("a", "c", "sum")
+    done = move(names, whole, read(names, whole), RUNTIME)
+    assert [(output.key, output.source) for output in done.plan.outputs] == [(key, Ref(key)) for key in "abc"]
+    assert [dropped.key for dropped in done.plan.dropped] == ["sum"]
+    assert not done.problems
+    lost = move(names, part, read(names, part), RUNTIME)
+    assert [(problem.problem, problem.key) for problem in lost.problems] == [
+        ("the model writes this key and does not read it back", "sum")
+    ]
