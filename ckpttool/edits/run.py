@@ -14,7 +14,7 @@ from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
-from ckpttool.edits.write import Writer, prove
+from ckpttool.edits.write import Decided, Writer, prove
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
@@ -215,9 +215,9 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
     return replace(done, written=written, notes=notes)
 
 
-def _of_values(done: Remap) -> object:
-    """What decides the values, as JSON; None where a model's own code does."""
-    return None if done.plan.runs else done.plan.to_json()
+def _of_values(done: Remap) -> Decided | None:
+    """What decides the values; None where a model's own code does."""
+    return None if done.plan.runs else done.plan.to_json
 
 
 def undone(ckpt: object, options: RemapOptions) -> Remap:

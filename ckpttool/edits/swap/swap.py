@@ -64,10 +64,9 @@ class Swap:
         """The weights that were computed by running the model's own loading on the checkpoint."""
         return tuple(fqn for fqn, source in self.sources.items() if any(ex.calls(source)))
 
-    @property
-    def plan(self) -> dict[str, object] | None:
-        """What decides the new weights, as JSON; None where the model's own code does."""
-        return None if self.by_code else {fqn: ex.to_json(source) for fqn, source in self.sources.items()}
+    def values_json(self) -> dict[str, object]:
+        """What the new weights are made of."""
+        return {fqn: ex.to_json(source) for fqn, source in self.sources.items()}
 
     def to_json(self, program: str, weights: str, output: str) -> dict[str, object]:
         """The `swap-weights` object of the contract."""

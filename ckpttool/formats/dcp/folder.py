@@ -20,8 +20,10 @@ from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps
 from ckpttool.formats.dcp.chunks import saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
-from ckpttool.formats.dcp.metadata import BytesItem, Chunk, Item, Metadata, Place, TensorItem, parse, spelled
+from ckpttool.formats.dcp.items import BytesItem, Chunk, Item, Metadata, Place, TensorItem
+from ckpttool.formats.dcp.metadata import parse
 from ckpttool.formats.dcp.safetensors_shards import located, read_shards
+from ckpttool.formats.dcp.write_metadata import spelled
 from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.readings import read_tree
