@@ -57,13 +57,16 @@ models: $(VENV)/for-test ## the ready sets of rules, with the models of torchvis
 docs: $(VENV)/for-docs ## the pages as a site, in build/site; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
-dist: $(VENV)/for-demo ## wheel and sdist in dist/, and the demo with what a fresh environment installs of the wheel
+dist: $(VENV)/for-demo ## wheel and sdist in dist/, and the demo with what a fresh environment installs of each
 	rm -rf dist build/fresh
 	$(BIN)/python -m pip install -qq --disable-pip-version-check build
 	$(BIN)/python -m build -o dist .
 	$(PYTHON) -m venv build/fresh
 	build/fresh/bin/python -m pip install -qq --disable-pip-version-check -c $(PINS) dist/*.whl
 	cd build/fresh && bin/ckpttool --version && bin/python ../../examples/demo.py demo
+	build/fresh/bin/python -m pip uninstall -qq -y ckpttool
+	build/fresh/bin/python -m pip install -qq --disable-pip-version-check --no-deps dist/*.tar.gz
+	cd build/fresh && bin/ckpttool remap --rules list && bin/python ../../examples/demo.py demo
 
 bench: $(VENV)/for-test ## whole processes against cp and other ways (SIZE= GiB, RUNS=, CASES=PATTERN, ARGS=--write: into the pages)
 	$(BIN)/python benchmarks/bench.py --size $(SIZE) --runs $(RUNS) --cases '$(CASES)' $(ARGS)

@@ -117,20 +117,20 @@ class Plan:
         return tuple(dict.fromkeys([o.section for o in self.outputs] + [d.section for d in self.dropped]))
 
     @property
+    def computed(self) -> tuple[Output, ...]:
+        """The outputs that are no renames. A plan without any moves bytes only and needs no torch."""
+        return tuple(output for output in self.outputs if not isinstance(output.source, Ref))
+
+    @property
     def reads(self) -> set[tuple[str, str]]:
         """The section and the key of everything that it moves, computes with, or leaves out."""
         moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
         return moved | {(gone.section, gone.key) for gone in self.dropped}
 
     @property
-    def is_renames(self) -> bool:
-        """True where every output is a rename: such a plan moves bytes only and needs no torch."""
-        return all(isinstance(output.source, Ref) for output in self.outputs)
-
-    @property
     def by_code(self) -> list[tuple[ModelRun, list[str]]]:
         """The keys that each run of a model's code computes, or has a part in."""
-        ways = {(o.section, o.key): {call.op for call in ex.calls(o.source)} for o in self.outputs}
+        ways = {(o.section, o.key): {call.op for call in ex.calls(o.source)} for o in self.computed}
         return [
             (run, [key for (section, key), own in ways.items() if section == run.section and run.way in own])
             for run in self.runs
@@ -138,17 +138,18 @@ class Plan:
 
     def check(self, source: Checkpoint) -> list[Problem]:
         """What makes the plan unfit for `source`: unknown refs, collisions, entries neither used nor dropped."""
-        outputs: dict[str, list[Output]] = {path: [] for path in self.sections}
-        dropped: dict[str, list[str]] = {path: [] for path in self.sections}
+        paths = self.sections
+        outputs: dict[str, list[Output]] = {path: [] for path in paths}
+        dropped: dict[str, list[str]] = {path: [] for path in paths}
         for output in self.outputs:
             outputs[output.section].append(output)
         for drop in self.dropped:
             dropped[drop.section].append(drop.key)
-        problems = [p for path in self.sections for p in _check_section(path, outputs[path], dropped[path], source)]
+        problems = [p for path in paths for p in _check_section(path, outputs[path], dropped[path], source)]
         known = {(run.section, run.way) for run in self.runs}
         return problems + [
             Problem("the plan does not say which model's code computes it", output.key)
-            for output in self.outputs
+            for output in self.computed
             if any((output.section, call.op) not in known for call in ex.calls(output.source))
         ]
 
@@ -209,21 +210,25 @@ def _check_section(path: str, outputs: list[Output], dropped: list[str], source:
         have = source.section(path).by_key()
     except KeyError:
         return [Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")]
-    read = dict.fromkeys(key for output in outputs for key in ex.refs(output.source))
+    read = dict.fromkeys(output.source.key for output in outputs if isinstance(output.source, Ref))
+    computed = [output for output in outputs if not isinstance(output.source, Ref)]
+    read |= dict.fromkeys(key for output in computed for key in ex.refs(output.source))
     gone = set(dropped)
     problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in read if key not in have]
     problems += [Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have]
     problems += _collisions(outputs)
     problems += [
         Problem("computed by code that is no tensor operator", o.key, "opaque")
-        for o in outputs
+        for o in computed
         if ex.is_opaque(o.source)
     ]
     problems += [Problem("neither used nor dropped", key) for key in have if key not in read and key not in gone]
     return problems
 
 
-def _collisions(outputs: Iterable[Output]) -> list[Problem]:
+def _collisions(outputs: list[Output]) -> list[Problem]:
+    if len({output.key for output in outputs}) == len(outputs):
+        return []
     writers: dict[str, list[Expression]] = {}
     for output in outputs:
         writers.setdefault(output.key, []).append(output.source)

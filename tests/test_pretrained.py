@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import transformers
@@ -155,3 +156,23 @@ def test_what_has_no_such_names_is_refused(experts: Saved, tmp_path: Path, run: 
     assert (refused.status, "was run" in refused.err) == (2, False)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchForCausalLM"]}')
     assert "has no NoSuchForCausalLM" in run(*words, "--model", f"hf:{tmp_path}").err
+
+
+def test_weights_behind_a_url(experts: Saved, tmp_path: Path, run: Run) -> None:
+    """The model is built of the config.json on the disk; a naming that is not taken over is said, with the way."""
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{experts.folder}/", "memory://pretrained/", recursive=True)
+    model = f"hf:{experts.folder}"
+    done = run("remap", "memory://pretrained", "--model", model, "--to", "serialized", "-o", tmp_path / "a.pt")
+    assert done.status == 0, done.err
+    assert _equal(torch.load(tmp_path / "a.pt"), experts.model.state_dict())
+    done = run("diff", "--model", "hf:memory://pretrained", "memory://pretrained")
+    assert (done.status, "a config.json on the disk" in done.err) == (2, True)
+
+
+def test_like_takes_wrappers_over_and_nothing_else(tmp_path: Path, run: Run) -> None:
+    torch.save({"model.up": torch.ones(1)}, tmp_path / "a.pt")
+    torch.save({"net.down": torch.ones(1)}, tmp_path / "b.pt")
+    done = run("remap", tmp_path / "a.pt", "--like", tmp_path / "b.pt", "-o", tmp_path / "c.pt")
+    assert (done.status, (tmp_path / "c.pt").exists()) == (1, False)
+    assert "--to pretrained" in done.err

@@ -68,7 +68,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
 def steps(run: str | Sequence[str], **options: Any) -> Steps:
     """What each checkpoint of a run changed since the one before: keys, dtypes, shapes, the optimizer's groups.
 
-    `run` is a folder, or the checkpoints; both in the order of the numbers in their names. With `values` the bytes and
+    `run` is a folder, in the order of the numbers in its names, or the checkpoints: so too where they differ in nothing
+    else. With `values` the bytes and
     hyperparameters too. Raises `CkptError` where there are not two that can be read.
     """
     return steps_by(run, DiffOptions(**options))
@@ -76,11 +77,11 @@ def steps(run: str | Sequence[str], **options: Any) -> Steps:
 
 def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
     """`steps`, with its options as a value."""
-    from ckpttool.operands.steps import natural, steps_in
+    from ckpttool.operands.steps import in_order, steps_in
     from ckpttool.queries.diff.steps import compare_steps
 
     only_first()
-    found, folder = (steps_in(run), run) if isinstance(run, str) else (natural(run), "")
+    found, folder = (steps_in(run), run) if isinstance(run, str) else (in_order(run), "")
     with work.doing(f"comparing {len(found)} checkpoints", None):
         return compare_steps(found, folder, options)
 

@@ -156,6 +156,10 @@ def _values(one: Taken, last: str, before: Sequence[str], flags: Mapping[str, Ta
         words: Iterable[str] = OBJECTS
     elif metavar == "NAME" and before[0] == "explain":
         words = _names(before)
+    elif one.name == "rules" and last:  # before that, a file of one's own is as likely
+        from ckpttool.edits.rules.ready import LIST, sets
+
+        words = [*sets(), LIST]
     elif metavar == "FORM":
         from ckpttool.naming.model_form import WORDS
 

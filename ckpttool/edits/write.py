@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,10 @@ from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
+
+Decided = Callable[
+    [], object
+]  # what decides the values of an output, as JSON: ranks tell by it whether they mean the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,15 @@ class Writer:
         read = [path for source in (self.source, *others) for path in (source, *files_of(source))]
         write_file.preflight(out, (*read, *sources.files_read()), force=self.force, in_place=self.in_place)
 
-    def file(self, pieces: Pieces, out: str, plan: object = None) -> None:
-        """Writes the file; `plan`, where it is known, is all that decides its values."""
+    def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
+        """Writes the file; `decided`, where it is known, is all that decides its values."""
         job = self._job(out)
         if job is not None and is_url(out):
-            self._send(job, {name_of(out): pieces}, parent(out), plan, self.force)
+            self._send(job, {name_of(out): pieces}, parent(out), decided, self.force)
             return
         if job is not None:
             place = Path(os.path.realpath(out))
-            with self._made(job, {place.name: pieces}, out, place.parent, plan) as files:
+            with self._made(job, {place.name: pieces}, out, place.parent, decided) as files:
                 self._put(files[place.name], out)
             return
         digest = hashlib.blake2b() if self.verify and not is_url(out) else None
@@ -79,13 +83,13 @@ class Writer:
         if digest is not None:
             _prove_bytes({out: digest})
 
-    def target(self, target: Target, files: Files, plan: object = None) -> None:
-        """Writes the file or folder; `plan`, where it is known, is all that decides its values."""
+    def target(self, target: Target, files: Files, decided: Decided | None = None) -> None:
+        """Writes the file or folder; `decided`, where it is known, is all that decides its values."""
         if target.folder is None:
             (pieces,) = (content for content in files.values() if not isinstance(content, Link))
-            self.file(pieces, target.path, plan)
+            self.file(pieces, target.path, decided)
         else:
-            self.files(files, target.folder, target.present(files), plan=plan)
+            self.files(files, target.folder, target.present(files), decided=decided)
 
     def edit(self, target: Target, files: Mapping[str, Edited] | None) -> Written:
         """Changes the source where it lies, if it can be; the answer says how it went."""
@@ -93,7 +97,7 @@ class Writer:
         return edit_in_place.edit(files, target.home, fsync=self.fsync)
 
     def files(
-        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, plan: object = None
+        self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
     ) -> None:
         """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
         job = self._job(folder, files, stale)
@@ -101,10 +105,10 @@ class Writer:
             self._files(files, folder, stale, whole)
             return
         if is_url(folder):
-            self._send(job, files, folder, plan, True)
+            self._send(job, files, folder, decided, True)
             return
         home = write_folder.home_of(folder, files, stale, whole=whole)
-        with self._made(job, files, folder, home, plan) as ready:
+        with self._made(job, files, folder, home, decided) as ready:
             self._files(ready, folder, stale, whole)
 
     def _files(self, files: Contents, folder: str, stale: Collection[str], whole: bool) -> None:
@@ -139,21 +143,22 @@ class Writer:
                 job.only_first()
         return current()
 
-    def _send(self, job: Job, files: Files, folder: str, plan: object, replace: bool) -> None:
+    def _send(self, job: Job, files: Files, folder: str, decided: Decided | None, replace: bool) -> None:
         from ckpttool.io import write_remote
         from ckpttool.io.together import send
 
         with work.doing(folder, _nbytes(files), "written"):
-            again = plan if self.fsync else None
-            with send.sent(job, files, {name: join(folder, name) for name in files}, again) as contents:
+            plan = decided() if decided is not None and self.fsync else None
+            with send.sent(job, files, {name: join(folder, name) for name in files}, plan) as contents:
                 write_remote.complete(contents, folder, replace=replace)
 
     @contextmanager
-    def _made(self, job: Job, files: Files, out: str, home: Path, plan: object) -> Iterator[Contents]:
+    def _made(self, job: Job, files: Files, out: str, home: Path, decided: Decided | None) -> Iterator[Contents]:
         from ckpttool.io.together import make
 
         with work.doing(out, _nbytes(files), "written"):
-            again = self.fsync and plan is not None
+            again = self.fsync and decided is not None
+            plan = None if decided is None else decided()
             asked = make.Asked(plan, self.link, self.fsync, self.verify, again)
             with make.made(job, files, out, home, asked) as ready:
                 yield ready
@@ -169,17 +174,18 @@ class Writer:
             fsync=self.fsync,
         )
 
-    def ranks(self, ranks: Sequence[Checkpoint], out: str) -> None:
+    def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> None:
         """Writes the files of all ranks or none; those of more ranks under the same names go.
 
-        Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
+        `decided`, where it is known, is all that decides their values. Raises `CkptError` where one of these is a
+        source, or exists and is not to be overwritten.
         """
         folder, pattern = parent(out), name_of(out)
         layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
         stale = _of_ranks(folder, pattern).difference(layouts)
         for name in (*layouts, *sorted(stale)):
             self.check_file(join(folder, name))
-        self.files(layouts, folder, stale, whole=False)
+        self.files(layouts, folder, stale, whole=False, decided=decided)
         if self.verify:
             for name, own in zip(layouts, ranks):
                 prove(join(folder, name), own)

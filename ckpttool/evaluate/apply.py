@@ -42,7 +42,7 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
 
 def _check_operators(plan: Plan) -> None:
     """Raises `CkptError` with every output that is made by an operator that no plan may hold."""
-    names = ((name, output.key) for output in plan.outputs for name in ex.operators(output.source))
+    names = ((name, output.key) for output in plan.computed for name in ex.operators(output.source))
     found = dict.fromkeys((operators.problem(name), key) for name, key in names if name not in (ex.OPAQUE, *ex.BY_CODE))
     problems = [Problem(said, key) for said, key in found if said is not None]
     if problems:
@@ -56,9 +56,11 @@ def _check_operators(plan: Plan) -> None:
 def _rewrite(section: Section, plan: Plan, runners: Mapping[str, Runner]) -> Section:
     outputs = [o for o in plan.outputs if o.section == section.path]
     runs = [run for run in plan.runs if run.section == section.path]
-    sources, have = run_code(section, [output.source for output in outputs], runs, runners)
-    outputs = [replace(output, source=source) for output, source in zip(outputs, sources)]
-    aliases = {} if plan.is_renames else section.aliases()
+    have: Entries = section.by_key()
+    if runs:
+        sources, have = run_code(section, [output.source for output in outputs], runs, runners)
+        outputs = [replace(output, source=source) for output, source in zip(outputs, sources)]
+    aliases = section.aliases() if plan.computed else {}
     modules = {m.old: m.new for m in plan.modules if m.section == section.path}
     return _with_entries(section, _evaluate(outputs, have, aliases), modules)
 

@@ -171,7 +171,7 @@ def elements(entry: TensorEntry) -> Iterator[bytes | memoryview]:
     if data is not None:
         yield from stream([Piece(data)])
     else:
-        yield with_numpy.gathered(entry)
+        yield from with_numpy.in_order(entry)
 
 
 def digest(entry: TensorEntry) -> bytes:

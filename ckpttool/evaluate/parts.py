@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry
+from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.dtypes import itemsize
-from ckpttool.expression import Op, Ref, Special
-
-_ROW_MAJOR = Special("memory_format", "contiguous_format")
+from ckpttool.evaluate import with_numpy
 
 
 def row_major(entry: TensorEntry) -> TensorEntry:
     """The entry with its elements in row-major order; those of a strided view are gathered when they are written."""
     if entry.storage is None or entry.is_contiguous:
         return entry
-    from ckpttool.evaluate import with_torch  # gathering a view is what needs torch
-
-    copy = Op("aten.clone.default", (Ref(entry.key),), (("memory_format", _ROW_MAJOR),))
-    return with_torch.entry_of(entry.key, copy, {entry.key: entry})
+    storage = Storage(Lazy(entry.nbytes, lambda: with_numpy.in_order(entry)))
+    return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
 
 
 def window(entry: TensorEntry, start: int, count: int) -> Part:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checkpoint import Lazy, Span, TensorEntry
 from ckpttool.dtypes import itemsize
-from ckpttool.io.ranges import read_all, read_span
+from ckpttool.io.ranges import read_all, read_span, read_spans
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 EQUAL = "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
 _EXPONENTS, _BIAS = 2048, 1023  # of float64
 Chunks = Iterable[bytes | memoryview]
+TILE = 1 << 26  # bytes of a tensor that are put in order at a time; three times as much is held
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _DIRECT = frozenset(
     {"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"}
 )
@@ -54,6 +56,22 @@ def reader(dtype: str) -> Read | None:
     return partial(_looked_up, dtype) if dtype in _EIGHT_BITS or dtype == "float8_e8m0fnu" else None
 
 
+def in_order(entry: TensorEntry) -> Iterator[memoryview]:
+    """The bytes of a dense tensor in row-major order, whatever its dtype and strides, `TILE` of them at a time."""
+    assert entry.storage is not None
+    whole = isinstance(entry.storage.data, Lazy)  # it would be computed for each tile
+    if whole or entry.nbytes <= TILE or not entry.shape:
+        yield gathered(entry)
+        return
+    count = max(1, TILE * entry.shape[0] // entry.nbytes)
+    for first in range(0, entry.shape[0], count):
+        shape = (min(count, entry.shape[0] - first), *entry.shape[1:])
+        tile = replace(entry, shape=shape, offset=entry.offset + first * entry.stride[0])
+        if shape[0] == 1:
+            tile = replace(tile, shape=shape[1:], stride=entry.stride[1:])
+        yield from in_order(tile)
+
+
 def gathered(entry: TensorEntry) -> memoryview:
     """The bytes of a dense tensor in row-major order, whatever its dtype and strides; reads only those it spans."""
     import numpy as np
@@ -61,15 +79,67 @@ def gathered(entry: TensorEntry) -> memoryview:
     assert entry.storage is not None
     if not entry.numel:
         return memoryview(b"")
-    data, size, offset = entry.storage.data, itemsize(entry.dtype), 0
+    data, size, offset, steps = entry.storage.data, itemsize(entry.dtype), 0, entry.stride
     if isinstance(data, Lazy):
         read, offset = read_all(data), entry.offset * size
     else:
-        count = 1 + sum((length - 1) * stride for length, stride in zip(entry.shape, entry.stride))
-        read = read_span(Span(data.path, data.offset + entry.offset * size, count * size))
-    strides = [stride * size for stride in entry.stride]
+        read, steps = _spanned(Span(data.path, data.offset + entry.offset * size, 0), entry, size)
+    strides = [step * size for step in steps]
     view = np.ndarray(entry.shape, f"V{size}", read, offset, strides)  # raises ValueError for strides that lead outside
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
+
+
+def _spanned(start: Span, entry: TensorEntry, size: int) -> tuple[bytearray, tuple[int, ...]]:
+    """What a tensor spans from there on, and its strides in that: without the gaps along its longest stride, where
+    these are more than the rest, as in a tile of a transposed matrix."""
+    extents = [(length - 1) * stride for length, stride in zip(entry.shape, entry.stride)]
+    whole = 1 + sum(extents)
+    axis = max(range(len(extents)), key=lambda dim: entry.stride[dim] if extents[dim] else -1, default=0)
+    count = whole - extents[axis] if extents else 1  # elements at each place along it
+    if not extents or 2 * count * entry.shape[axis] > whole:
+        return read_span(replace(start, length=whole * size)), entry.stride
+    places = (start.offset + index * entry.stride[axis] * size for index in range(entry.shape[axis]))
+    read = read_spans([Span(start.path, place, count * size) for place in places])
+    return read, (*entry.stride[:axis], count, *entry.stride[axis + 1 :])
+
+
+def cast(old: str, new: str) -> Callable[[bytes], memoryview] | None:
+    """What makes elements of one dtype of those of another, rounded as torch rounds them; a NaN stays one.
+
+    None for dtypes that are left to torch.
+    """
+    read = reader(old)
+    return partial(_cast, read, new) if read is not None and {old, new} <= _FLOATS else None
+
+
+def _cast(read: Read, new: str, data: bytes) -> memoryview:
+    import numpy as np
+
+    values = read(data)
+    with np.errstate(all="ignore"):
+        if new == "bfloat16":
+            made = _rounded(values.astype("<f4", copy=False))
+        else:
+            single = (
+                values.astype("<f4", copy=False) if new == "float16" else values
+            )  # torch makes no half of a double at once
+            made = single.astype(np.dtype(new).newbyteorder("<"))
+    return made.view(np.uint8).data
+
+
+def _rounded(values: Array) -> Array:
+    """The upper halves of float32, rounded to the nearest, of two to the even one."""
+    import numpy as np
+
+    bits = values.view("<u4")
+    made = bits >> 16
+    made &= 1
+    made += bits
+    made += 0x7FFF
+    made >>= 16
+    made[np.isnan(values)] = 0x7FC0
+    rounded: Array = made.astype("<u2")
+    return rounded
 
 
 def whole_elements(chunks: Chunks, size: int) -> Iterator[bytes]:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, TensorEntry, contiguous_stride
-from ckpttool.evaluate.parts import concatenated, window
+from ckpttool.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, contiguous_stride
+from ckpttool.dtypes import itemsize
+from ckpttool.evaluate import with_numpy
+from ckpttool.evaluate.compare import elements
+from ckpttool.evaluate.parts import concatenated, row_major, window
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, refs
 from ckpttool.limits import limits
 
@@ -50,8 +54,12 @@ def _entry(node: Argument, have: Entries) -> TensorEntry | None:
             return _permute(_entry(of, have), dims)
         case Op("aten.reshape.default", (of, tuple(shape)), ()):
             return _reshape(_entry(of, have), shape)
-        case Op("aten.clone.default", (of,), () | (("memory_format", Special("memory_format", "contiguous_format")),)):
+        case Op("aten.clone.default", (of,), ()):
             return _clone(_entry(of, have))
+        case Op("aten.clone.default", (of,), (("memory_format", Special("memory_format", "contiguous_format")),)):
+            return _ordered(_entry(of, have))
+        case Op("aten._to_copy.default", (of,), (("dtype", Special("dtype", dtype)),)):
+            return _cast(_entry(of, have), dtype)
         case Op("aten.select.int", (of, int(dim), int(index)), ()):
             return _select(_narrow(_entry(of, have), dim, index, 1), dim)
         case Op("aten.slice.Tensor", (of, int(dim), int(start), int(end)), ()):
@@ -151,6 +159,20 @@ def _clone(entry: TensorEntry | None) -> TensorEntry | None:
         return None
     storage = concatenated([window(entry, 0, entry.numel)])
     return replace(entry, stride=contiguous_stride(entry.shape), offset=0, storage=storage)
+
+
+def _ordered(entry: TensorEntry | None) -> TensorEntry | None:
+    """A clone in row-major order."""
+    return _clone(None if entry is None or entry.layout != "strided" else row_major(entry))
+
+
+def _cast(entry: TensorEntry | None, dtype: str) -> TensorEntry | None:
+    made = None if entry is None or entry.layout != "strided" else with_numpy.cast(entry.dtype, dtype)
+    if entry is None or made is None:
+        return None
+    chunks = partial(with_numpy.whole_elements, size=itemsize(entry.dtype))
+    lazy = Lazy(entry.numel * itemsize(dtype), lambda: map(made, chunks(elements(entry))))
+    return TensorEntry(entry.key, dtype, entry.shape, contiguous_stride(entry.shape), 0, Storage(lazy))
 
 
 def _cat(entries: list[TensorEntry | None], dim: int) -> TensorEntry | None:

@@ -17,9 +17,7 @@ PLACEHOLDER = (
 )
 
 # Names of weights that have two dimensions in every architecture.
-_MATRIX = re.compile(
-    r"(^|\.)(embed\w*|\w*_?embeddings?|wte|wpe|lm_head|\w+_proj|query|key|value|dense|c_attn|c_fc|fc\d*)\.weight$"
-)
+_MATRIX = re.compile(r"embed\w*|\w*_?embeddings?|wte|wpe|lm_head|\w+_proj|query|key|value|dense|c_attn|c_fc|fc\d*")
 
 _DEEPSPEED = {"ds_version", "ds_config"}  # keys in every file that DeepSpeed saves
 
@@ -58,11 +56,13 @@ def _partitioned(section: Section) -> str:
     """
     shapes = {entry.key: entry.shape for entry in section.tensors if "float" in entry.dtype}
     single = [key for key, shape in shapes.items() if shape == (1,)]
-    beside = [key for key in single if key.endswith(".weight") and prod(shapes.get(_bias(key), (1,))) > 1]
-    matrices = [key for key in single if _MATRIX.search(key)]
-    if not beside and not (matrices and 2 * len(single) > len(shapes)):
+    weights = [key for key in single if key.endswith(".weight")]
+    biases = {key: prod(shape) for key, shape in shapes.items() if key.endswith("bias") and prod(shape) > 1}
+    beside = next((key for key in weights if _bias(key) in biases), None) if biases else None
+    matrix = next((key for key in weights if _MATRIX.fullmatch(key.rsplit(".", 2)[-2])), None)
+    if beside is None and (matrix is None or 2 * len(single) <= len(shapes)):
         return ""
-    by = f"{beside[0]} beside a bias of {prod(shapes[_bias(beside[0])])}" if beside else f"likely, as {matrices[0]}"
+    by = f"likely, as {matrix}" if beside is None else f"{beside} beside a bias of {biases[_bias(beside)]}"
     count = plural(len(single), "tensor")
     return f"{count} of shape [1], as ZeRO-3 leaves parameters that it has partitioned ({by}); {_GATHER}"
 

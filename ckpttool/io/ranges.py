@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Lazy, Part, Span
@@ -98,9 +98,16 @@ class SpanReader:
 
 def read_span(span: Span) -> bytearray:
     """All bytes of the span. Raises `CkptError` where they cannot be read."""
-    whole, reader = bytearray(span.length), SpanReader(0)
+    return read_spans([span])
+
+
+def read_spans(spans: Sequence[Span]) -> bytearray:
+    """All bytes of the spans, one behind the other. Raises `CkptError` where they cannot be read."""
+    whole, reader, at = bytearray(sum(span.length for span in spans)), SpanReader(0), 0
     try:
-        reader.read_into(memoryview(whole), span)
+        for span in spans:
+            reader.read_into(memoryview(whole)[at : at + span.length], span)
+            at += span.length
     finally:
         reader.close()
     return whole

@@ -93,7 +93,7 @@ def doing(title: str, total: int | None, by: Literal["read", "written"] = "read"
 def part(nbytes: int) -> Iterator[None]:
     """Inside, of the work at hand `nbytes` are done, however many are read for it: none twice, none left at its end."""
     work = _at_hand
-    if work is None:
+    if work is None or work.room is not None:
         yield
         return
     work.room = nbytes

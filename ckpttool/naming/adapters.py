@@ -32,6 +32,10 @@ class Adapter:
         """Whether there is nothing of the adapted model itself."""
         return not self.rest
 
+    def inside(self, key: str) -> str:
+        """The key as the model itself would have it, without the root that PEFT puts around it."""
+        return _without_root(key.split("."))
+
     @property
     def title(self) -> str:
         """``a LoRA adapter``."""
@@ -60,6 +64,15 @@ def adapter_of(keys: Iterable[str]) -> Adapter | None:
         modules[_without_root(key.split(".")[:-1])].append(key)
     own = {path: tuple(keys) for path, keys in modules.items()}
     return Adapter(tuple(kinds), own, tuple(key for key in rest if key not in beside))
+
+
+def path_and_rest(name: str, modules: Collection[str]) -> tuple[str, str]:
+    """``a.b.base_layer.weight`` -> (``a.b``, ``base_layer.weight``), where ``a.b`` is the longest of the modules."""
+    path, rest = name.rpartition(".")[::2]
+    while path and path not in modules:
+        path, _, last = path.rpartition(".")
+        rest = f"{last}.{rest}"
+    return path, rest
 
 
 def missing_modules(adapter: Adapter, base: Collection[str]) -> tuple[str, ...]:

@@ -48,9 +48,9 @@ def aliases(section: Section) -> dict[str, str]:
     """Key -> first key of the same tensor: shared storage, and call variants that have the bytes of their base."""
     found = section.aliases()
     have = {entry.key: entry for entry in section.tensors}
-    for key, entry in have.items():
-        base = base_name(key, have) if key not in found else None
-        if base is not None and same_values(entry, have[base]):
+    for key in [key for key in have if "@" in key and key not in found]:
+        base = base_name(key, have)
+        if base is not None and same_values(have[key], have[base]):
             found[key] = found.get(base, base)
     return found
 

@@ -55,12 +55,13 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
 
 def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
     """Sentences on state dicts that are not among the `changed` ones, and have half of the names of one of them."""
-    lightning = is_lightning(checkpoint)
-    own, paths = set(_likeness(changed[0], lightning)), [section.path for section in changed]
+    lightning, paths = is_lightning(checkpoint), [section.path for section in changed]
+    others = [section for section in _state_dicts(checkpoint) if section.path not in paths]
+    own = set(_likeness(changed[0], lightning)) if others else set()
     notes = []
-    for other in _state_dicts(checkpoint):
+    for other in others:
         names = set(_likeness(other, lightning))
-        if other.path in paths or 2 * len(names & own) < min(len(names), len(own)) or not names & own:
+        if 2 * len(names & own) < min(len(names), len(own)) or not names & own:
             continue
         both = ",".join((*paths, other.path))
         notes.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
@@ -19,6 +19,12 @@ _DIGITS = re.compile(r"(\d+)")
 def natural(paths: Iterable[str]) -> list[str]:
     """The paths in the order in which people count: ``step-9`` before ``step-10``."""
     return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in _DIGITS.split(path)])
+
+
+def in_order(paths: Sequence[str]) -> list[str]:
+    """The paths in `natural` order where only the numbers in them differ, as a shell lists them; else as they are."""
+    alike = len({_DIGITS.sub("", path) for path in paths}) == 1
+    return natural(paths) if alike else list(paths)
 
 
 def steps_in(folder: str) -> list[str]:

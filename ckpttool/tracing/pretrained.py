@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError
+from ckpttool.io.paths import is_url
 from ckpttool.names import AS_A_PART, Hook, Names
 from ckpttool.tracing.load_model import LoadedModel, user_code
 
@@ -64,6 +65,11 @@ def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> 
     folder = operand.partition(":")[2]
     if arguments:
         raise CkptError(f"{operand} is described by its config.json", hint="leave --model-kwargs out")
+    if is_url(folder):
+        raise CkptError(
+            f"{folder} is a URL, and a model is built of a config.json on the disk",
+            hint="download that file alone, and name its folder as hf:FOLDER; the weights are read where they are",
+        )
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise CkptError(f"{folder or operand} holds no config.json", hint="hf:FOLDER names what save_pretrained wrote")
     try:

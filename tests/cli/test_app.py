@@ -60,6 +60,17 @@ def test_the_table_of_commands_says_what_their_docstrings_say(name: str) -> None
     done = ckpttool(name, "--help")
     assert done.returncode == 0
     assert summary in done.stdout
+    examples = re.findall(rf"^    ckpttool {name}(.*)$", done.stdout, re.MULTILINE)
+    assert examples
+    options = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", done.stdout.split("Arguments:")[1]))
+    assert {word for line in examples for word in re.findall(r"(?<= )--?[a-z][a-z-]*", line)} <= options
+
+
+def test_every_option_of_remap_has_its_heading() -> None:
+    said = ckpttool("remap", "--help").stdout
+    headings = re.findall(r"^([A-Z][\w ]+):$", said, re.MULTILINE)
+    names = ["The model", "Which names", "Optimizers", "The output", "How it is written", "The report", "In common"]
+    assert [one for one in headings if one not in ("Examples", "Arguments")] == names
 
 
 @pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in WRITTEN)])

@@ -51,6 +51,8 @@ OFFERED = [
     (["remap", "t.pt", "--optimizer-keys", ""], ["id", "fqn", "flat"]),
     (["explain", "--model", "names.json", "head"], ["head.weight", "head.bias"]),
     (["schema", "na"], ["names"]),
+    (["remap", "t.pt", "--rules", "vit-timm"], ["vit-timm-to-hf", "vit-timm-to-torchvision"]),
+    (["remap", "t.pt", "--rules", ""], []),
     (["inspect", "t."], []),  # the shell's own names of files
     (["inspect", "none.pt::"], []),
     (["nonsense", ""], []),

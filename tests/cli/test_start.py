@@ -43,15 +43,15 @@ LINES = [
     ("inspect a.safetensors", 0, 100),
     ("inspect a.pt --format json", 0, 118),
     ("inspect none.pt", 2, 100),
-    ("diff a.safetensors a.pt", 0, 162),
-    ("diff a.safetensors a.pt --values", 0, 162),
-    ("diff a.safetensors renamed.safetensors", 1, 224),
+    ("diff a.safetensors a.pt", 0, 170),
+    ("diff a.safetensors a.pt --values", 0, 170),
+    ("diff a.safetensors renamed.safetensors", 1, 235),
     ("remap a.safetensors -o b.safetensors --rule layers.{x*}=>blocks.{x*}", 0, 160),
     ("remap named.pt -o o.pt --optimizer-keys fqn", 0, 170),
     ("remap ids.pt -o o.pt --optimizer-keys fqn --model names.json", 0, 175),
     ("diff ids.pt --model names.json", 0, 190),
     ("inspect ids.pt", 0, 120),
-    ("swap-weights p.pt2 new.pt -o o.pt2", 0, 140),
+    ("swap-weights p.pt2 new.pt -o o.pt2", 0, 145),
 ]
 
 

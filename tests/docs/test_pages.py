@@ -15,29 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from doc_lines import command_lines
 from places import DOCS, ROOT
 from recording import recording, texts
 from torch_version import needs_torch
 
-README, TUTORIAL, RECORDING = ROOT / "README.md", DOCS / "tutorial.md", DOCS / "demo.svg"
+TUTORIAL, RECORDING = DOCS / "tutorial.md", DOCS / "demo.svg"
 CKPTTOOL = str(Path(sys.executable).with_name("ckpttool"))
 PLAIN = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "PYTHONWARNINGS": "ignore"}
 
-IN_BLOCK = re.compile(r"^(?:\$ )?(ckpttool .*)$", re.MULTILINE)  # a line of a fenced block
-IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
 TRANSCRIPT = re.compile(r"(```console\n\$ make demo\n)(.*?)(```\n)", re.DOTALL)
 LOSS = re.compile(r"loss \d+\.\d+")  # the only number that another processor may round to another digit
-
-
-def command_lines() -> list[str]:
-    """Every ``ckpttool …`` of the README and of docs/, in the text or in a code block, each once."""
-    found: list[str] = []
-    for page in [README, *sorted((ROOT / "docs").glob("**/*.md"))]:
-        text = page.read_text()
-        found += IN_TEXT.findall(text)
-        for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            found += IN_BLOCK.findall(block)
-    return list(dict.fromkeys(line.split("  #")[0].strip() for line in found))
 
 
 @cache

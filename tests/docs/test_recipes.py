@@ -18,6 +18,7 @@ import torch
 
 from command import Run
 from places import DOCS, ROOT
+from torchless import Torchless, may_need_torch, torchless
 
 PAGES = {"recipes.md": (), "comparisons.md": ("accelerate", "transformers")}  # and what is run beside torch
 BLOCK = re.compile(r'^```(python|pytb|console)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -29,8 +30,8 @@ SILENT = ("Nothing is said", "More", "Beside", "What")  # headings that are no m
 class Page:
     """One page at work, block by block, in the folder where it is."""
 
-    def __init__(self, name: str, run: Run) -> None:
-        self.name, self.run = name, run
+    def __init__(self, name: str, run: Run, process: Torchless) -> None:
+        self.name, self.run, self.process = name, run, process
         self.scope: dict[str, Any] = {"__name__": "page"}
         self.raised = ""
 
@@ -61,7 +62,11 @@ class Page:
             self.raised = "\n".join([f"{type(error).__name__}: {lines[0]}", *lines[1:8]]).rstrip()
 
     def _printed(self, line: str) -> str:
-        done = self.run(*shlex.split(line))
+        if may_need_torch(line):
+            done = self.run(*shlex.split(line))
+        else:
+            done, has_torch = self.process.run(line, Path.cwd())
+            assert not has_torch, f"ckpttool {line} imports torch"
         text = f"{done.out.rstrip()}\n{done.err}".strip()
         return f"$ ckpttool {line}\n{text}\n"
 
@@ -91,8 +96,8 @@ def test_the_page_shows_what_happens(name: str, run: Run) -> None:
     for package in PAGES[name]:
         pytest.importorskip(package)
     text = (DOCS / name).read_text(encoding="utf-8")
-    page = Page(name, run)
-    new = BLOCK.sub(page.shown, text)
+    with torchless() as process:
+        new = BLOCK.sub(Page(name, run, process).shown, text)
     if os.environ.get("UPDATE_DOCS"):
         (DOCS / name).write_text(new, encoding="utf-8")
     else:

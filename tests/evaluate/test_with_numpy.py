@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
 from ckpttool.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import with_numpy, with_torch
+from files import run_measured
+from places import ROOT
 
 REAL = [name for name in BY_NAME if with_numpy.reader(name) is not None]
 SMALL = [name for name in REAL if itemsize(name) <= 2 and name != "bool"]
@@ -107,6 +111,63 @@ def test_views_are_gathered_as_torch_gathers_them(
     numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(200, size)
     want = numbers.as_strided((*shape, size), (*(s * size for s in stride), 1), entry.offset * size)
     assert bytes(with_numpy.gathered(entry)) == bytes(with_torch.to_bytes(want))
+    tile = data.draw(st.integers(1, 100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(with_numpy, "TILE", tile)
+        tiles = list(with_numpy.in_order(entry))
+    assert b"".join(tiles) == bytes(with_torch.to_bytes(want))
+    assert max(map(len, tiles)) <= max(tile, size)
+
+
+_BIG = """
+import os, sys
+from ckpttool.checkpoint import Span, Storage, TensorEntry
+from ckpttool.evaluate.parts import row_major
+from ckpttool.io.pieces import Piece
+from ckpttool.io.ranges import stream
+path, side = sys.argv[1], int(sys.argv[2])
+turned = TensorEntry("w", "float32", (side, side), (1, side), 0, Storage(Span(path, 0, 4 * side * side)))
+count = 0
+for data in stream([Piece(row_major(turned).storage.data)]):
+    count += len(data)
+assert count == 4 * side * side
+"""
+
+
+def test_a_large_matrix_is_transposed_in_tiles(tmp_path: Path) -> None:
+    """256 MiB of holes: three tiles are held (read, put in order, handed on), and what Python and numpy take."""
+    side, path = 8192, tmp_path / "zeros"
+    with open(path, "wb") as file:
+        file.truncate(4 * side * side)
+    _, peak = run_measured([sys.executable, "-c", _BIG, str(path), str(side)], ROOT)
+    assert peak < 3 * with_numpy.TILE + (60 << 20)
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("new", FLOATS)
+@pytest.mark.parametrize("old", FLOATS)
+def test_casts_round_as_torch_does(old: str, new: str) -> None:
+    """Every pattern of two bytes; of more the special ones, random ones, and those half-way between two results."""
+    size = itemsize(old)
+    if size == 2:
+        data = np.arange(1 << 16, dtype="<u2").tobytes()
+    else:
+        made = torch.randn(200_000, generator=torch.manual_seed(0), dtype=torch.float64)
+        made = made * 2.0 ** torch.randint(-160, 140, made.shape)
+        halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+        near = [halves.view(one).double() for one in (torch.float16, torch.bfloat16)]
+        half = [torch.nextafter(n, torch.tensor(float(way)).double()) for n in near for way in ("inf", "-inf")]
+        half += [(n[:-1] + n[1:]) / 2 for n in near]
+        numbers = torch.cat([made, *near, *half]).to(getattr(torch, old))
+        data = random.Random(1).randbytes(size << 17) + bytes(with_torch.to_bytes(numbers))
+    change = with_numpy.cast(old, new)
+    assert change is not None
+    mine, want = tensor(bytes(change(data)), new), tensor(data, old).to(getattr(torch, new))
+    numbers = ~want.isnan()
+    assert torch.equal(mine.isnan(), want.isnan())
+    assert with_torch.same_bits(mine[numbers], want[numbers])
 
 
 def test_strides_that_lead_outside_are_an_error() -> None:

@@ -8,7 +8,7 @@ import torch
 from ckpttool.checkpoint import Span, TensorEntry
 from ckpttool.evaluate import with_torch, without_torch
 from ckpttool.evaluate.without_torch import ROW_MAJOR
-from ckpttool.expression import Argument, Expression, Op, Ref
+from ckpttool.expression import Argument, Expression, Op, Ref, Special
 from ckpttool.operands.checkpoint import model_section, open_operand
 
 torch.set_num_threads(1)
@@ -29,6 +29,10 @@ def narrow(source: Expression, *args: int) -> Op:
 
 def clone(source: Expression) -> Op:
     return Op("aten.clone.default", (source,), ROW_MAJOR)
+
+
+def cast(source: Expression, dtype: str) -> Op:
+    return Op("aten._to_copy.default", (source,), (("dtype", Special("dtype", dtype)),))
 
 
 def reshape(source: Expression, *shape: int) -> Op:
@@ -63,6 +67,11 @@ MOVED = {
     "a part of the columns": Op("getitem", (Op("aten.split.Tensor", (A, 3, 2)), 1)),
     "a part of some size": Op("getitem", (Op("aten.split_with_sizes.default", (A, (1, 2))), 1)),
     "a chunk": Op("getitem", (Op("aten.chunk.default", (A, 2)), 1)),
+    "a copy of what is strided": clone(T),
+    "turned": clone(Op("aten.permute.default", (A, (2, 0, 1)))),
+    "a cast": cast(A, "bfloat16"),
+    "a cast of what is strided": cast(T, "float64"),
+    "a cast of what was cast": cast(cast(T, "float16"), "bfloat16"),
 }
 
 
@@ -90,7 +99,6 @@ LEFT_TO_TORCH = {
     "another number of elements": reshape(A, 7),
     "a size to find": reshape(A, -1),
     "a shape of what is strided": reshape(T, 60),
-    "a copy of what is strided": clone(T),
     "not end to end": cat(1, A, B),
     "of two dtypes": cat(0, A, Ref("half")),
     "of two shapes": cat(0, A, narrow(B, 2, 0, 1)),
@@ -108,6 +116,8 @@ LEFT_TO_TORCH = {
     "parts of other sizes": Op("getitem", (Op("aten.split_with_sizes.default", (A, (1, 1))), 0)),
     "no chunks": Op("getitem", (Op("aten.chunk.default", (A, 0)), 0)),
     "another operator": Op("aten.neg.default", (A,)),
+    "a cast to integers": cast(A, "int64"),
+    "a cast to eight bits": cast(A, "float8_e5m2"),
     "no arguments": Op("aten.narrow.default", ()),
 }
 

@@ -399,7 +399,8 @@ def test_a_file_beside_a_distributed_checkpoint_is_carried_or_refused(run: Run, 
 def test_strides_of_later_versions_stay(tmp_path: Path) -> None:
     """torch 2.15 has a sixth property of each tensor in .metadata; a rename leaves it as it is."""
     from ckpttool.formats.containers.pickle_tree import dumps, loads
-    from ckpttool.formats.dcp.metadata import parse, spelled
+    from ckpttool.formats.dcp.metadata import parse
+    from ckpttool.formats.dcp.write_metadata import spelled
 
     dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=tmp_path / "folder")
     pickle = loads((tmp_path / "folder" / ".metadata").read_bytes())

@@ -42,7 +42,7 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 
 class Received:
-    """The bytes of requests' bodies, as the store's server counts them; how many ask for data, and what it sends."""
+    """The bytes of the bodies of requests, as the store's server counts them; how many ask for data, what it sends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication

@@ -13,9 +13,11 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckpttool
+import dcp_ranks
 import torchrun_ranks
 from command import Run
 from places import ROOT
@@ -60,7 +62,6 @@ def files_in(path: Path) -> dict[str, tuple[int, bytes]]:
         ("model.safetensors", "out.safetensors", RULE),
         ("model.safetensors", "out/", (*RULE, "--max-shard-size", "3MB", "--verify")),
         ("model.pt", "out.pt", ("--rules", "rules.toml", "--verify")),
-        ("model.pt", "out.dcp", ("--rules", "rules.toml")),
     ],
 )
 def test_the_ranks_write_what_one_process_writes(
@@ -227,6 +228,117 @@ def test_torchrun_starts_a_killed_rank_anew(source: Path, tmp_path: Path, run: R
     run("remap", source / "model.safetensors", "-o", tmp_path / "alone.pt", *options)
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "alone.pt").read_bytes()
     assert [*tmp_path.glob(".*")] == []
+
+
+def test_a_killed_swap_goes_on_where_it_was(source: Path, tmp_path: Path, run: Run) -> None:
+    """The records of the first run are made to lie, which shows: what is noted is not written again."""
+    program, command = tmp_path / "program.pt2", ("swap-weights", tmp_path / "program.pt2", tmp_path / "new.pt", "-o")
+    with torch.device("meta"):
+        layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+    torch.export.save(torch.export.export(layers.to_empty(device="cpu"), (torch.ones(1, 512),)), program)
+    torch.save({key: torch.full_like(value, 2.0) for key, value in layers.state_dict().items()}, tmp_path / "new.pt")
+    killed = run_ranks(tmp_path, 2, *command, "out.pt2", fault=Fault(1, 1))
+    assert killed[1].status == -9, killed
+    (staging,) = tmp_path.glob(".out.*.ckpttool.job")
+    noted = sum(path.read_text().count('"unit"') for path in staging.glob("written.*"))
+    assert noted
+    done = run_ranks(tmp_path, 3, *command, "out.pt2")
+    assert [one.status for one in done] == [0, 0, 0], done
+    run(*command, tmp_path / "alone.pt2")
+    assert (tmp_path / "out.pt2").read_bytes() == (tmp_path / "alone.pt2").read_bytes()
+    assert sum(one.written or 0 for one in done) <= (tmp_path / "out.pt2").stat().st_size - noted * (1 << 20) // 2
+    assert [*tmp_path.glob(".*")] == []
+
+
+# From ranks to ranks
+
+
+MODEL = """
+from torch import nn
+
+def build():
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model as three ranks save it: with flat parameters and in parts of tensors (FSDP1), and by DCP."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "model.py").write_text(MODEL)
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    torch.save({"model": model.state_dict()}, folder / "full.pt")
+    named: dict[str, Any] = {"model": f"{folder}/model.py:build", "world_size": 3}
+    ckpttool.remap(str(folder / "full.pt"), f"{folder}/flat_{{rank}}.pt", to="fsdp-flat", units=["[0-2]"], **named)
+    ckpttool.remap(str(folder / "full.pt"), f"{folder}/parts_{{rank}}.pt", to="fsdp-sharded", **named)
+    (done, *_) = run_ranks(folder, 3, "remap", "full.pt", "-o", "three.dcp")
+    assert done.status == 0, done
+    return folder
+
+
+FOUR = ("--world-size", "4", "--model", "model.py:build", "-o", "four_{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("flat_*.pt", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
+        ("parts_*.pt", ("--to", "fsdp-sharded", *FOUR)),
+        ("flat_*.pt", ("--model", "model.py:build", "-o", "out.dcp")),
+        ("three.dcp", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
+        ("three.dcp", ("-o", "out.dcp", "--rule", "{x*} => net.{x*}")),
+    ],
+)
+def test_from_ranks_to_ranks_each_byte_moves_once(
+    saved: Path, tmp_path: Path, source: str, options: tuple[str, ...]
+) -> None:
+    """Read once, by one of the two ranks that move it, and written once; what comes out is the whole again."""
+    for path in saved.iterdir():
+        os.symlink(path, tmp_path / path.name)
+    both = run_ranks(tmp_path, 2, "remap", source, *options)
+    assert [one.status for one in both] == [0, 0], both
+    want = torch.load(saved / "full.pt")["model"]
+    values = sum(value.nbytes for value in want.values())
+    read, written = (sum(counts) for counts in zip(*((one.read or 0, one.written or 0) for one in both)))
+    made = sum(size for _, size in sizes(tmp_path))
+    assert read <= made
+    assert written <= made
+    assert read >= values / 2
+    back, model = tmp_path / "back.pt", f"{saved}/model.py:build"
+    if "out.dcp" in options:
+        ckpttool.remap(str(tmp_path / "out.dcp"), str(back))
+    else:
+        ckpttool.remap(str(tmp_path / "four_*.pt"), str(back), model=model)
+    have = model_in(back)
+    assert all(torch.equal(have[key], value) for key, value in want.items())
+
+
+def sizes(folder: Path) -> list[tuple[str, int]]:
+    found = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [(path.name, path.stat().st_size) for path in found if not path.is_relative_to(folder / "three.dcp")]
+
+
+def model_in(path: Path) -> dict[str, torch.Tensor]:
+    found = torch.load(path)
+    return {
+        key.removeprefix("net.").removeprefix("model.net."): value for key, value in found.get("model", found).items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_ranks_save_any_number_of_ranks_loads(saved: Path, world_size: int) -> None:
+    """One file a rank, of about as many bytes; `dcp.load` with the whole, and with the parts of two ranks."""
+    files = sorted((saved / "three.dcp").glob("*.distcp"))
+    assert [path.name for path in files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    assert max(path.stat().st_size for path in files) < 1.3 * min(path.stat().st_size for path in files)
+    if world_size > 1:
+        dcp_ranks.run("whole", saved)
+        return
+    want = torch.load(saved / "full.pt")["model"]
+    have = {"model": {key: torch.zeros_like(value) for key, value in want.items()}}
+    dcp.load(have, checkpoint_id=saved / "three.dcp", no_dist=True)
+    assert all(torch.equal(have["model"][key], value) for key, value in want.items())
 
 
 # Stores

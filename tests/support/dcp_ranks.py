@@ -141,6 +141,21 @@ def _load(folder: Path) -> None:
     assert state["param_groups"][0]["lr"] == 0.1
 
 
+def _whole(folder: Path) -> None:
+    """Loads ``three.dcp`` into parts of two ranks, and compares them with ``full.pt``."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    want = torch.load(folder / "full.pt")["model"]
+    have = {key: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)]) for key, value in want.items()}
+    dcp.load({"model": have}, checkpoint_id=folder / "three.dcp")
+    for key, value in want.items():
+        assert torch.equal(have[key].full_tensor(), value), key
+
+
 def main(jobs: Mapping[str, Callable[[Path], None]]) -> None:
     """What each rank runs: the job that the command line names."""
     import torch
@@ -156,4 +171,4 @@ def main(jobs: Mapping[str, Callable[[Path], None]]) -> None:
 
 
 if __name__ == "__main__":
-    main({"save": _save, "load": _load})
+    main({"save": _save, "load": _load, "whole": _whole})

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -89,6 +90,25 @@ def _save(rank: int, folder: Path, name: str, state: Any) -> None:
         torch.save(full, folder / f"full-{name}.pt")
 
 
+def _load_again(rank: int, folder: Path) -> None:
+    """What ckpttool gathers of FSDP2 into a folder of torch.distributed.checkpoint, loaded with another mesh."""
+    if rank == 0:
+        from ckpttool.cli.app import main
+
+        assert main(["remap", f"{folder}/fsdp-named_?.pt", "-o", f"{folder}/again.dcp"]) == 0
+    dist.barrier()
+    model, optimizer = trained("hsdp")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/again.dcp")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    weights, state = get_state_dict(model, optimizer, options=FULL)
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": state}, folder / "again.pt")
+
+
 def _run(rank: int, folder: str, seed: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -101,6 +121,7 @@ def _run(rank: int, folder: str, seed: int) -> None:
         if kind != "tp":
             weights, named = get_state_dict(model, optimizer)
             _save(rank, place, f"{kind}-named", {"model": weights, "optimizer": named})
+    _load_again(rank, place)
     mesh = init_device_mesh("cpu", (RANKS,))
     part = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
     torch.save({"w": part}, place / f"partial_{rank}.pt")

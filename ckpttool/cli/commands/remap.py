@@ -49,11 +49,11 @@ def command(
     done = making.remap_by(ckpt, options)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
-    data = {**done.to_json(ckpt, out or ""), **({"plan": done.plan.to_json()} if options.dry_run else {})}
     if options.save_plan is not None:
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
     shown = partial(document, done, ckpt, out, dry_run=options.dry_run, verified=options.verify)
-    emit(shown, lambda: data, format, report, force=options.force)
+    plan = done.plan if options.dry_run else None
+    emit(shown, lambda: done.to_json(ckpt, out or "", plan), format, report, force=options.force)
 
 
 def _list_sets(options: RemapOptions, format: str, report: list[str] | None) -> None:

@@ -29,7 +29,7 @@ def answered(question: Question, diff: Diff) -> Diff:
         return done
     ruled = with_rules(diff, question.left, question.right, question.options.comparison is not None)
     if needs_file(ruled) and (not done.fix or PART in done.notes):
-        return replace(ruled, notes=(*ruled.notes, INFERRED))
+        return replace(ruled, notes=(*ruled.notes, *([INFERRED] if diff.inferred.pairs else [])))
     more = tuple(note for note in ruled.notes if note not in done.notes)
     return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
 

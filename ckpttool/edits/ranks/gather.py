@@ -15,7 +15,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.expression import Expression, Op, Ref, substitute
-from ckpttool.formats.ranks.files import is_of_ranks, is_whole, parts_of
+from ckpttool.formats.ranks.parts import is_of_ranks, is_whole, parts_of
 from ckpttool.formats.ranks.sharded_tensor import is_sharded
 from ckpttool.keys import is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names

@@ -13,7 +13,7 @@ from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import concatenated, window
-from ckpttool.formats.ranks.files import is_of_ranks, parts_of
+from ckpttool.formats.ranks.parts import is_of_ranks, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.flat_param import unit_paths

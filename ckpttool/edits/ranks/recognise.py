@@ -42,7 +42,7 @@ def _is_of_ranks(source: Checkpoint) -> bool:
     entries = [entry for section in source.sections for entry in section.tensors]
     if not any(entry.payload is not None for entry in entries):
         return False
-    from ckpttool.formats.ranks.files import is_of_ranks  # with the formats of torch
+    from ckpttool.formats.ranks.parts import is_of_ranks  # with the formats of torch
 
     return any(map(is_of_ranks, entries))
 

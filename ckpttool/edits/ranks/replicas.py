@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.ranks.files import copies_of, is_of_dtensors, is_of_ranks, is_whole, parts_of
+from ckpttool.formats.ranks.parts import copies_of, is_of_dtensors, is_of_ranks, is_whole, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.words import plural
 

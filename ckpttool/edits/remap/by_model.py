@@ -67,7 +67,7 @@ class ByModel:
                 f"0 of {len(section.by_key())} keys are names of {names.model}",
                 hint=f"compare them: ckpttool diff --model {names.model} CKPT"
                 if adapter is None or not adapter.alone
-                else f"{adapter.title} without its model: rename its modules by rules, --rule 'FROM => TO'",
+                else f"{adapter.title} without its model: --to-model NEW says what it is to be put on, and so do rules",
                 problems=[Problem("no name of this model", key) for key in section.by_key()],
             )
         moved = move(self.tables, section, reading, self.to.names, self.tie)

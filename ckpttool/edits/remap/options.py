@@ -238,6 +238,12 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     (
         lambda a: a.to_ranks and a.out is not None and not _is_rank_file(a.out),
         "{a.out}: every rank gets a file of its own",
-        "name them as in -o 'rank_{{rank}}.pt'",
+        "name them as in -o 'rank_{rank}.pt'",
+    ),
+    (
+        lambda a: not a.to_ranks and a.out is not None and RANK in name_of(a.out),
+        "{a.out}: a file for each rank, and nothing says how the ranks cut the tensors",
+        f"for FSDP1 pass --to {FSDP_SHARDED} --world-size N --model MODEL (or --to {FSDP_FLAT}); DTensors (FSDP2, "
+        "tensor parallelism) load from a folder for torch.distributed.checkpoint, on any number of ranks: -o OUT.dcp",
     ),
 )

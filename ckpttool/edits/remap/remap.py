@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import reduce
 
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.remap.adapter import of_adapter
 from ckpttool.edits.remap.by_model import recorded
 from ckpttool.edits.remap.draft import Draft, Step, carried
 from ckpttool.edits.remap.drop import drop, without
@@ -57,11 +58,11 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
 
 def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
     """What becomes of each section. Raises `Refused`; what is wrong with a further section is said under its path."""
-    steps = tuple(asked.steps())
     made: list[Draft] = []
     for section in sections:
         try:
             begin = _draft(section, asked.source_form, lightning)
+            steps = of_adapter(asked, section)
             own = steps if not made or asked.names is not None else _as_for(made[0], begin, steps)
             made.append(reduce(lambda draft, step: step.apply(draft), own, begin))
         except Refused as error:
@@ -106,7 +107,8 @@ def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
         wrappers = chain.declared(form, keys)
     else:  # these are names without wrappers
         wrappers = Evidence((), (), frozenset())
-    canonical = {key: strip(key, wrappers.paths) for key in keys}
+    paths = wrappers.paths
+    canonical = {key: strip(key, paths) for key in keys}
     return Draft(section, carried([section]), wrappers, canonical, wrappers.form)
 
 

@@ -12,6 +12,7 @@ from ckpttool.edits.remap.draft import Draft, renamed
 from ckpttool.edits.remap.narrow import select
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Rule, rename
+from ckpttool.errors import Refused
 from ckpttool.naming.alignment import align
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.wrappers import chain
@@ -50,8 +51,14 @@ class TakeOver:
     other: Section
 
     def apply(self, draft: Draft) -> Draft:
-        """Names differ by wrappers' segments only."""
+        """Names differ by wrappers' segments only. Raises `Refused` where none does: the naming is another model's."""
         names = align(draft.keys, self.other.by_key())
+        if not names and draft.keys and self.other.by_key():
+            raise Refused(
+                "--like: the two have no name in common, wrappers left aside",
+                hint="what save_pretrained writes has names of its own: --model hf:FOLDER --to pretrained instead; "
+                "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for rules",
+            )
         taken = set(names.values())
         own = [key for key in draft.keys if key not in names]
         rest = [key for key in self.other.by_key() if key not in taken]

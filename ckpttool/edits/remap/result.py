@@ -39,12 +39,12 @@ class Remap:
     def counts(self) -> dict[str, int]:
         """How many outputs are renamed, transformed and unchanged."""
         renamed = sum(isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs)
-        transformed = sum(not isinstance(o.source, Ref) for o in self.plan.outputs)
+        transformed = len(self.plan.computed)
         unchanged = len(self.plan.outputs) - renamed - transformed
         return {"renamed": renamed, "transformed": transformed, "unchanged": unchanged}
 
-    def to_json(self, source: str, output: str) -> Mapping[str, object]:
-        """The `remap` object of the contract, without its plan."""
+    def to_json(self, source: str, output: str, plan: Plan | None = None) -> Mapping[str, object]:
+        """The `remap` object of the contract; with the `plan`, as of a dry run."""
         return {
             "schema": SCHEMA,
             "source": source,
@@ -58,6 +58,7 @@ class Remap:
             "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),
             **({} if self.written is None else {"written": self.written.to_json()}),
+            **({} if plan is None else {"plan": plan.to_json()}),
         }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpttool.dtypes import PLAIN
@@ -102,6 +103,10 @@ def _is_size(value: Any, least: int) -> bool:
     return named.is_expression(value) if isinstance(value, str) else _is_number(value) and value >= least
 
 
+def _are_sizes(value: Any, least: int) -> bool:
+    return isinstance(value, list) and all(_is_size(size, least) for size in value)
+
+
 _TEXT: Kind = ("a string", _is_text)
 _TEXTS: Kind = ("a string or a list of strings", lambda value: _is_text(value) or _are_texts(value))
 _NUMBER: Kind = ("an integer", _is_number)
@@ -117,7 +122,7 @@ _NAMES: Kind = (
 _SIZE: Kind = ("a positive integer, or a named size", lambda value: _is_size(value, 1))
 _SIZES: Kind = (
     "a list of positive integers",
-    lambda value: isinstance(value, list) and bool(value) and all(_is_size(size, 1) for size in value),
+    lambda value: bool(value) and _are_sizes(value, 1),
 )
 _TWO_DIMS: Kind = ("a list of two dimensions", lambda value: _are_numbers(value) and len(value) == 2)
 _ORDER: Kind = (
@@ -126,12 +131,12 @@ _ORDER: Kind = (
 )
 _SHAPE: Kind = (
     "a list of sizes, with one -1 at most",
-    lambda value: isinstance(value, list) and all(_is_size(size, -1) for size in value) and value.count(-1) <= 1,
+    lambda value: _are_sizes(value, -1) and value.count(-1) <= 1,
 )
 _ROWS: Kind = (_SHAPE[0], lambda value: bool(value) and _SHAPE[1](value))
 _OWN_SHAPE: Kind = (
     "a list of sizes",
-    lambda value: isinstance(value, list) and all(_is_size(size, 0) for size in value),
+    lambda value: _are_sizes(value, 0),
 )
 _DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN)
 _SOMEPLAIN: Kind = (
@@ -144,26 +149,18 @@ _SOMEPLAIN: Kind = (
 
 
 def _rename(where: Where, texts: Any, _: Fields) -> Step:
-    return Rename(where, tuple(parse(text) for text in _list(texts)))
+    return Rename(where, tuple(map(parse, _list(texts))))
 
 
-def _split(where: Where, whole: str, fields: Fields) -> Step:
-    return Split(where, _parts(where, whole, fields["into"], fields))
+def _split(where: Where, whole: str, fields: Fields, *, stacked: bool = False) -> Step:
+    return Split(where, _parts(whole, fields["into"], fields, stacked))
 
 
-def _join(where: Where, names: Any, fields: Fields) -> Step:
-    return Join(where, _parts(where, fields["into"], names, fields))
+def _join(where: Where, names: Any, fields: Fields, *, stacked: bool = False) -> Step:
+    return Join(where, _parts(fields["into"], names, fields, stacked))
 
 
-def _unstack(where: Where, whole: str, fields: Fields) -> Step:
-    return Split(where, _parts(where, whole, fields["into"], fields, stacked=True))
-
-
-def _stack(where: Where, names: Any, fields: Fields) -> Step:
-    return Join(where, _parts(where, fields["into"], names, fields, stacked=True))
-
-
-def _parts(where: Where, whole: str, names: Any, fields: Fields, *, stacked: bool = False) -> Parts:
+def _parts(whole: str, names: Any, fields: Fields, stacked: bool) -> Parts:
     """Both directions of a split. Raises `CkptError` where it cannot be told into how many parts."""
     sizes, count = fields.get("sizes"), fields.get("parts")
     if isinstance(names, list):
@@ -184,13 +181,10 @@ def _transpose(where: Where, patterns: Any, fields: Fields) -> Step:
 
 
 def _permute(where: Where, patterns: Any, fields: Fields) -> Step:
-    return Convert(where, _patterns(patterns), _order(fields["dims"], fields.get("rows")))
-
-
-def _order(dims: Sequence[int], rows: Sequence[int] | None) -> Permute:
+    dims, rows = fields["dims"], fields.get("rows")
     if rows is not None and len(rows) != len(dims):
         raise CkptError(f"{len(dims)} dims for {len(rows)} rows", hint="")
-    return Permute(tuple(dims), None if rows is None else tuple(rows))
+    return Convert(where, _patterns(patterns), Permute(tuple(dims), None if rows is None else tuple(rows)))
 
 
 def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
@@ -201,10 +195,6 @@ def _reshape(where: Where, patterns: Any, fields: Fields) -> Step:
 def _cast(where: Where, patterns: Any, fields: Fields) -> Step:
     was = fields.get("from")
     return Convert(where, _patterns(patterns), Cast(fields["dtype"], None if was is None else _list(was)))
-
-
-def _drop(where: Where, patterns: Any, _: Fields) -> Step:
-    return Drop(where, _patterns(patterns))
 
 
 def _constant(where: Where, name: str, fields: Fields) -> Step:
@@ -235,14 +225,14 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "rename": _Operation(_TEXTS, _rename),
     "split": _Operation(_TEXT, _split, {"into": _NAMES}, {**_PARTS, "sizes": _SIZES}),
     "join": _Operation(_NAMES, _join, {"into": _TEXT}, {**_PARTS, "sizes": _SIZES}),
-    "unstack": _Operation(_TEXT, _unstack, {"into": _NAMES}, _PARTS),
-    "stack": _Operation(_NAMES, _stack, {"into": _TEXT}, _PARTS),
+    "unstack": _Operation(_TEXT, partial(_split, stacked=True), {"into": _NAMES}, _PARTS),
+    "stack": _Operation(_NAMES, partial(_join, stacked=True), {"into": _TEXT}, _PARTS),
     "transpose": _Operation(_TEXTS, _transpose, may={"dims": _TWO_DIMS}),
     "permute": _Operation(_TEXTS, _permute, {"dims": _ORDER}, {"rows": _ROWS}),
     "reshape": _Operation(_TEXTS, _reshape, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
     "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _SOMEPLAIN}),
     "constant": _Operation(_TEXT, _constant, {"value": _FILL}, {"dtype": _DTYPE, "shape": _OWN_SHAPE, "beside": _TEXT}),
-    "drop": _Operation(_TEXTS, _drop),
+    "drop": _Operation(_TEXTS, lambda where, patterns, _: Drop(where, _patterns(patterns))),
 }
 _OF_ALL: Mapping[str, Kind] = {"optional": _FLAG, "when": _TEXTS, "unless": _TEXTS}
 _SIZED = ("sizes", "parts", "shape", "from_shape", "rows")

@@ -11,7 +11,6 @@ from typing import Any
 from ckpttool.edits.rules.changes import Reshape
 from ckpttool.edits.rules.examples import Example, failures, faults_of
 from ckpttool.edits.rules.fields import Fields, faults, size_names, step_of
-from ckpttool.edits.rules.parts import Parts
 from ckpttool.edits.rules.patterns import Rule, parse
 from ckpttool.edits.rules.ready import located
 from ckpttool.edits.rules.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where
@@ -194,7 +193,8 @@ def _back(step: Step) -> Step:
         case Split(where, parts):
             return Join(where, parts)
         case Join(where, parts):
-            _check_number(parts)
+            if parts.names.number is None and not parts.stacked:  # a split could not tell into how many
+                raise CkptError(f"{parts.whole}: parts = N says into how many", hint="")
             return Split(where, parts)
         case Convert(where, patterns, change) if (back := change.reversed()) is not None:
             return Convert(where, patterns, back)
@@ -203,9 +203,3 @@ def _back(step: Step) -> Step:
     if isinstance(step, Constant):
         raise CkptError(f"{step.name}: drop it in a file with the way back", hint="")
     raise CkptError(f"{', '.join(step.patterns)}: what is lost does not come back", hint="")
-
-
-def _check_number(parts: Parts) -> None:
-    """Raises `CkptError` where a split could not tell into how many parts."""
-    if parts.names.number is None and not parts.stacked:
-        raise CkptError(f"{parts.whole}: parts = N says into how many", hint="")

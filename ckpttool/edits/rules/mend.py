@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.rules.suggest import Suggestion, suggest
 from ckpttool.io.paths import is_url, name
+from ckpttool.naming.inference.values import Inference
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.printed import free, operand, outputs
+from ckpttool.queries.diff.elsewhere import Rotary, rotary
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.suggestions import known
 from ckpttool.words import plural, shell, some
@@ -26,10 +29,12 @@ def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = F
 
     `values`: the diff compared values.
     """
-    found = _suggestion(diff, left, right)
+    orders = _orders(diff, left, right) if values else {}
+    found = _suggestion(diff, left, right, orders)
     if found is None:
         return diff
-    diff = replace(diff, rules=found.text(), notes=(*diff.notes, *_undone(found, _other_dtypes(diff, left, right))))
+    undone = _undone(found, _other_dtypes(diff, left, right, orders))
+    diff = replace(diff, rules=found.text(), notes=(*diff.notes, *undone))
     if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
         return diff
     options, mine, theirs = _options(found), *(operand(side.source, side.format) for side in (left, right))
@@ -59,13 +64,34 @@ def _remap(left: str, *options: str) -> str:
     return shell("ckpttool", "remap", left, *options, "-o", next(outputs(left, "renamed")))
 
 
-def _suggestion(diff: Diff, left: Checkpoint, right: Checkpoint) -> Suggestion | None:
+def _suggestion(
+    diff: Diff, left: Checkpoint, right: Checkpoint, orders: Mapping[str, Rotary] | None = None
+) -> Suggestion | None:
     if diff.inferred is None:
         return None
-    paired = {key for pair in diff.inferred.pairs for key in pair.left}
-    same = {mine: theirs for mine, theirs in known(diff.entries).items() if mine not in paired}
+    same = _same(diff, diff.inferred)
     taken = [key for one in diff.inferred.ambiguous for key in one.left]
-    return suggest(diff.inferred.pairs, same, model_section(left), model_section(right), taken)
+    return suggest(diff.inferred.pairs, same, model_section(left), model_section(right), taken, orders or {})
+
+
+def _same(diff: Diff, inferred: Inference) -> dict[str, str]:
+    """Keys of the left -> keys of the right, known by name."""
+    paired = {key for pair in inferred.pairs for key in pair.left}
+    return {mine: theirs for mine, theirs in known(diff.entries).items() if mine not in paired}
+
+
+def _orders(diff: Diff, left: Checkpoint, right: Checkpoint) -> dict[str, Rotary]:
+    """Keys of the left whose rows the right has in the other order of rotary embeddings. Reads the values."""
+    if diff.inferred is None:
+        return {}
+    have, want = model_section(left).by_key(), model_section(right).by_key()
+    differing = {entry.left[0] for entry in diff.entries if entry.status == "value" and entry.left}
+    named = {old: new for old, new in _same(diff, diff.inferred).items() if old in differing}
+    named |= {
+        p.left[0]: p.right[0] for p in diff.inferred.pairs if len(p.left) == len(p.right) == 1 and not p.transposed
+    }
+    found = {old: rotary(have[old], want[new]) for old, new in named.items()}
+    return {old: order for old, order in found.items() if order is not None}
 
 
 def _options(found: Suggestion) -> list[str]:
@@ -87,13 +113,16 @@ def _with_file(left: str, right: str, values: bool) -> tuple[str, ...]:
     )
 
 
-def _other_dtypes(diff: Diff, left: Checkpoint, right: Checkpoint) -> bool:
-    """Whether names are not all in which the two differ."""
+def _other_dtypes(diff: Diff, left: Checkpoint, right: Checkpoint, orders: Mapping[str, Rotary]) -> bool:
+    """Whether names, and orders of rows, are not all in which the two differ."""
     have, want = model_section(left).by_key(), model_section(right).by_key()
     pairs = () if diff.inferred is None else diff.inferred.pairs
     both = ([*((have, key) for key in pair.left), *((want, key) for key in pair.right)] for pair in pairs)
     dtypes = [{getattr(side[key], "dtype", "") for side, key in own} for own in both]
-    return any(len(own) > 1 for own in dtypes) or any(entry.status in ("dtype", "value") for entry in diff.entries)
+    others = (entry for entry in diff.entries if entry.status in ("dtype", "value"))
+    return any(len(own) > 1 for own in dtypes) or any(
+        entry.left[:1] not in {(key,) for key in orders} for entry in others
+    )
 
 
 def _undone(found: Suggestion, dtypes: bool) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ckpttool.edits.rules.patterns import Rule, parse
 from ckpttool.edits.rules.segments import VARIABLE
@@ -21,22 +21,9 @@ class Part(NamedTuple):
     text: str
 
 
-class Names(Protocol):
-    """The names of the parts and of the whole. `number` is that of the parts, None where only a tensor tells it."""
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The parts' names as they were written."""
-
-    @property
-    def number(self) -> int | None:
-        """How many parts there are."""
-
-    def part(self, key: str) -> Part | None:
-        """Which part the key is; None where it is none."""
-
-    def key(self, whole: str, number: int) -> str | None:
-        """The key of the part of that number; None where `whole` is not one that has parts."""
+# The names of parts and of their whole are `Listed` or `Numbered`. `patterns` are the parts' names as they were
+# written, `number` is how many there are (None where only a tensor tells it), `part` says which one a key is (None for
+# none), `key` is that of a part (None where the whole is none that has parts).
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +93,7 @@ class Parts:
     """A tensor and its parts along `dim`: end to end, of these `sizes` or of equal size, or `stacked`."""
 
     whole: str
-    names: Names
+    names: Listed | Numbered
     dim: int
     sizes: tuple[int, ...] | None = None
     stacked: bool = False

@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Protocol
 
@@ -65,8 +66,8 @@ class Rule:
             )
         name: list[str] = []
         for segment in self.template:
-            variable = VARIABLE.fullmatch(segment)
-            name += [segment] if variable is None else segments[slice(*found[0][variable[1]])]
+            variable = _variable(segment)
+            name += [segment] if variable is None else segments[slice(*found[0][variable])]
         return ".".join(name)
 
     def _expand(self, key: str) -> str | None:
@@ -77,6 +78,13 @@ class Rule:
             return None if found is None else str(found.expand(self.template))
         except (re.error, IndexError) as error:
             raise CkptError(f"not a replacement: {self.text!r}: {error}", hint=_SYNTAX) from None
+
+
+@cache
+def _variable(segment: str) -> str | None:
+    """The name of the variable that stands in a segment of TO."""
+    found = VARIABLE.fullmatch(segment)
+    return None if found is None else found[1]
 
 
 def _two_ways(source: Pattern, segments: Sequence[str], text: str) -> list[Bound]:
@@ -99,7 +107,7 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
     if left.startswith("re:"):
         if reverse:
             raise CkptError(f"a regular expression has no reverse: {text!r}", hint="write the reverse rule itself")
-        return _parse_regex(text, left[3:].strip(), right)
+        return Rule(text, _regex(left[3:].strip(), text), right)
     if reverse:
         left, right = right, left
     kinds = set(_names(left)) | set(_names(right))
@@ -110,10 +118,6 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
     if unbound:
         raise CkptError(f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind", hint=_SYNTAX)
     return Rule(text, pattern_of(_segments(left)), tuple(_segments(right)))
-
-
-def _parse_regex(text: str, left: str, right: str) -> Rule:
-    return Rule(text, _regex(left, text), right)
 
 
 def _regex(expression: str, text: str) -> Regex:
@@ -169,12 +173,8 @@ def matches(text: str, key: str) -> bool:
         return _regex(text[3:], text).fullmatch(key) is not None
     if VARIABLE.search(text):
         return bool(_two_ways(pattern_of(_segments(text)), key.split("."), text))
-    return text == key or _shell_matches(text, key)
-
-
-def _shell_matches(text: str, key: str) -> bool:
-    """As `fnmatch`, whose time may grow with a power of the key's length for a pattern of many stars."""
-    return compiled(fnmatch.translate(text)).fullmatch(key) is not None
+    # As `fnmatch`, whose time may grow with a power of the key's length for a pattern of many stars.
+    return text == key or compiled(fnmatch.translate(text)).fullmatch(key) is not None
 
 
 def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:

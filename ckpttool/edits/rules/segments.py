@@ -55,14 +55,15 @@ def ways(pattern: Pattern, segments: Sequence[str]) -> Iterator[Bound]:
     Raises `TooManyTries` where variables that stand twice leave too many ways open.
     """
     if pattern.direct:
-        return _only_way(pattern, segments)
+        found = _only_way(pattern, segments)
+        return iter(() if found is None else (found,))
     return _searched(pattern.tokens, segments)
 
 
-def _only_way(pattern: Pattern, segments: Sequence[str]) -> Iterator[Bound]:
+def _only_way(pattern: Pattern, segments: Sequence[str]) -> Bound | None:
     tokens, more = pattern.tokens, len(segments) - len(pattern.tokens)
     if more < -1 if pattern.stars else more != 0:
-        return
+        return None
     bound: Bound = {}
     at = 0
     for token in tokens:
@@ -70,9 +71,9 @@ def _only_way(pattern: Pattern, segments: Sequence[str]) -> Iterator[Bound]:
         if token.name:
             bound[token.name] = (at, end)
         elif segments[at] != token.text:
-            return
+            return None
         at = end
-    yield bound
+    return bound
 
 
 def _searched(pattern: Sequence[Token], segments: Sequence[str]) -> Iterator[Bound]:

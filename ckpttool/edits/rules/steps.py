@@ -110,11 +110,9 @@ class Drop:
     def one(self, key: str, value: Value, made: Made) -> Named:
         """What becomes of one entry."""
         hits = self.naming.hits(key)
-        if not hits:
-            return [(key, value)]
         made.used.update(hits)
-        made.dropped.append(value)
-        return []
+        made.dropped += [value] if hits else []
+        return [] if hits else [(key, value)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,12 @@ from ckpttool.edits.rules.steps import plan_of
 from ckpttool.errors import CkptError
 from ckpttool.expression import refs
 from ckpttool.naming.inference.values import Pair
+from ckpttool.queries.diff.elsewhere import Rotary
 from ckpttool.words import plural, visible
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
 
+_NO_ORDERS: Mapping[str, Rotary] = {}
 _HEAD = """\
 # What `ckpttool diff LEFT RIGHT --suggest` found: rules that make LEFT's names and shapes those of RIGHT.
 # Beside each rule stands what speaks for it. Whether the values fit too, names and shapes cannot tell.
@@ -69,21 +71,31 @@ class Suggestion:
 
 
 def suggest(
-    pairs: Sequence[Pair], same: Mapping[str, str], left: Section, right: Section, taken: Iterable[str] = ()
+    pairs: Sequence[Pair],
+    same: Mapping[str, str],
+    left: Section,
+    right: Section,
+    taken: Iterable[str] = (),
+    orders: Mapping[str, Rotary] = _NO_ORDERS,
 ) -> Suggestion | None:
     """The rules of `pairs`, which were inferred, and of `same`: keys of the left -> keys of the right, known by name.
 
-    `taken`: keys of the left that are not to be dropped, since they could be something of the right. None where there
-    is nothing to rewrite, or no rules express it.
+    `taken`: keys of the left that are not to be dropped, since they could be something of the right. `orders`:
+    those whose rows the right has in another order. None where there is nothing to rewrite, or no rules express it.
     """
     try:
-        return _suggest(pairs, same, left, right, set(taken))
+        return _suggest(pairs, same, left, right, set(taken), orders)
     except CkptError:  # names that a rule cannot say
         return None
 
 
 def _suggest(
-    pairs: Sequence[Pair], same: Mapping[str, str], left: Section, right: Section, taken: set[str]
+    pairs: Sequence[Pair],
+    same: Mapping[str, str],
+    left: Section,
+    right: Section,
+    taken: set[str],
+    orders: Mapping[str, Rotary],
 ) -> Suggestion | None:
     have, want = left.by_key(), right.by_key()
     named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
@@ -99,6 +111,7 @@ def _suggest(
     tables = [
         *_dropping(dropped, have),
         *_transposing([key for pair in turned["left"] for key in pair.left], have),
+        *_ordering(orders, have),
         *_fusing(fused, have, want),
         *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
         *_transposing([key for pair in turned["right"] for key in pair.right], want),
@@ -132,6 +145,18 @@ def _transposing(keys: Sequence[str], names: Iterable[str]) -> Iterator[Table]:
         texts = patterns(keys, [key for key in names if key not in meant])
         yield Table(
             {"transpose": list(texts)}, ("stored transposed on one side, as shapes of weights and biases show",)
+        )
+
+
+def _ordering(orders: Mapping[str, Rotary], have: Iterable[str]) -> Iterator[Table]:
+    """One rule for all layers, and for queries and keys alike: the number of heads is not said."""
+    have = list(have)
+    for order in dict.fromkeys(orders.values()):
+        meant = [key for key in have if orders.get(key) == order]
+        texts = patterns(meant, [key for key in have if orders.get(key) != order])
+        yield Table(
+            {"permute": list(texts), "rows": list(order.rows), "dims": [0, 2, 1]},
+            (f"rows in the other order of rotary embeddings, heads of {order.size}, as the values show",),
         )
 
 

@@ -50,7 +50,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     )
     if target is not None:
         expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
-        writer.file(FORMATS["pt2"].layout(swapped.program), target)
+        writer.file(FORMATS["pt2"].layout(swapped.program), target, None if swapped.by_code else swapped.values_json)
         if options.verify:
             prove(target, expected, _read(target, name, weights, options.out))
     return swapped

@@ -64,6 +64,10 @@ class Swap:
         """The weights that were computed by running the model's own loading on the checkpoint."""
         return tuple(fqn for fqn, source in self.sources.items() if any(ex.calls(source)))
 
+    def values_json(self) -> dict[str, object]:
+        """What the new weights are made of."""
+        return {fqn: ex.to_json(source) for fqn, source in self.sources.items()}
+
     def to_json(self, program: str, weights: str, output: str) -> dict[str, object]:
         """The `swap-weights` object of the contract."""
         program_file = program_of(self.program)

@@ -10,7 +10,7 @@ from ckpttool.checkpoint import Checkpoint, Lazy, Part, Span
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.boxes import Box, assembled
 from ckpttool.formats.containers.zip_archive import read_archive
-from ckpttool.formats.dcp.metadata import Chunk, Place, TensorItem
+from ckpttool.formats.dcp.items import Chunk, Place, TensorItem
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.io.paths import join
 

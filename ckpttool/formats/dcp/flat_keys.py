@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.dcp.metadata import Path
+from ckpttool.formats.dcp.items import Path
 from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor
 

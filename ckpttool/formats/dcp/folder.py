@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,10 @@ from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps
 from ckpttool.formats.dcp.chunks import saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
-from ckpttool.formats.dcp.metadata import BytesItem, Chunk, Item, Metadata, Place, TensorItem, parse, spelled
+from ckpttool.formats.dcp.items import BytesItem, Chunk, Item, Metadata, Place, TensorItem
+from ckpttool.formats.dcp.metadata import parse
 from ckpttool.formats.dcp.safetensors_shards import located, read_shards
+from ckpttool.formats.dcp.write_metadata import spelled
 from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.readings import read_tree
@@ -34,6 +37,7 @@ from ckpttool.io.paths import join
 from ckpttool.io.pieces import Files, Link, Piece, Pieces
 from ckpttool.io.ranges import read_span
 from ckpttool.io.safe_path import safe_path
+from ckpttool.io.together.job import current
 from ckpttool.limits import limits
 
 FORMAT = "dcp"
@@ -235,12 +239,16 @@ def layout_files(
 ) -> Files:
     """The files of the folder, ``.metadata`` last. Items that the source's folder holds are taken over in their files.
 
-    Raises `Refused`, all problems at once, for what torch.distributed.checkpoint cannot hold.
+    Of several ranks each has a file of about as many bytes, as if each had saved its part. Raises `Refused`, all
+    problems at once, for what torch.distributed.checkpoint cannot hold.
     """
     rebuilder = Rebuilder()
     source = checkpoint.container if isinstance(checkpoint.container, Container) else None
     leaves = flattened(_root(checkpoint, rebuilder))
-    writer = _Writer(rebuilder, _storages(checkpoint, rebuilder), source, _free_name(source))
+    job = current()
+    names = [_free_name(source, rank) for rank in range(1 if job is None else job.size)]
+    ends = [(0, rank, name) for rank, name in enumerate(names)]
+    writer = _Writer(rebuilder, _storages(checkpoint, rebuilder), source, {name: [] for name in names}, ends)
     items = {key: writer.item(key, node) for key, (_, node) in leaves.items()}
     if writer.problems:
         raise Refused(
@@ -251,7 +259,7 @@ def layout_files(
     used = dict.fromkeys(place.name for item in items.values() for place in _places(item))
     files: dict[str, Pieces | Link] = {}
     for data in used:
-        files[data] = writer.pieces if data == writer.name else Link(join(source.home, data) if source else "")
+        files[data] = writer.files.get(data) or Link(join(source.home, data) if source else "")
     files[DCP_METADATA] = [Piece(spelled(Metadata(items, {key: path for key, (path, _) in leaves.items()})))]
     return files
 
@@ -277,24 +285,23 @@ def _storages(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Storages:
     return Storages(find)
 
 
-def _free_name(source: Container | None) -> str:
+def _free_name(source: Container | None, rank: int) -> str:
     taken = set(source.names) if source is not None else set()
     number = 0
-    while f"__0_{number}.distcp" in taken:
+    while f"__{rank}_{number}.distcp" in taken:
         number += 1
-    return f"__0_{number}.distcp"
+    return f"__{rank}_{number}.distcp"
 
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """Finds or makes the item of each leaf; what is new goes to the end of the file `name`."""
+    """Finds or makes the item of each leaf; what is new goes to the end of the one of `files` with the fewest bytes."""
 
     rebuilder: Rebuilder
     storages: Storages
     source: Container | None
-    name: str
-    pieces: list[Piece] = field(default_factory=list)
-    end: int = 0
+    files: dict[str, list[Piece]]
+    ends: list[tuple[int, int, str]]  # a heap: bytes, rank, name
     tensors: dict[object, TensorItem] = field(default_factory=dict)
     values: dict[tuple[bytes, str], Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -333,9 +340,10 @@ class _Writer:
         return source.get((spelling, key)) or source.get((spelling, "")) or self.values.get((spelling, ""))
 
     def _append(self, pieces: Pieces) -> Place:
-        place = Place(self.name, self.end, sum(piece.nbytes for piece in pieces))
-        self.pieces += pieces
-        self.end += place.length
+        end, rank, name = self.ends[0]
+        place = Place(name, end, sum(piece.nbytes for piece in pieces))
+        self.files[name] += pieces
+        heapreplace(self.ends, (end + place.length, rank, name))
         return place
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Span, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
-from ckpttool.formats.dcp.metadata import Chunk, Metadata, Place, TensorItem, cover_problem
+from ckpttool.formats.dcp.items import Chunk, Metadata, Place, TensorItem, cover_problem
 from ckpttool.formats.safetensors import single as safetensors
 from ckpttool.io.files import opened
 from ckpttool.io.paths import join

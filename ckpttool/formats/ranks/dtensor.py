@@ -15,7 +15,8 @@ from typing import Any
 from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import Call, Global
-from ckpttool.formats.torch.tensors import Carried, Storages, bare, entry_of, is_tensor, malformed
+from ckpttool.formats.ranks.nodes import attributes_of, checked, sizes_of
+from ckpttool.formats.torch.tensors import Carried, Storages, bare, entry_of, is_tensor
 
 _CLASS = "DTensor"
 _MOST_RANKS = 1 << 24
@@ -56,14 +57,10 @@ def _state(entry: TensorEntry | ExtraEntry) -> Any:
 
 def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
     """The rank that saved a ``DTensor``, and how many ranks its mesh is a part of. `CkptError` where it is damaged."""
-    try:
-        mesh = _attributes(_attributes(_inside(_state(entry))["_spec"])["mesh"])
-        rank, ranks = _rank(mesh, _mesh_shape(mesh), _sizes(mesh["_coordinate_on_dim"]))
-    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
-        problem = malformed(f"the DTensor {entry.key}: {error!r}")
-    else:
+    with checked(f"the DTensor {entry.key}"):
+        mesh = attributes_of(attributes_of(_inside(_state(entry))["_spec"])["mesh"])
+        rank, ranks = _rank(mesh, _mesh_shape(mesh), sizes_of(mesh["_coordinate_on_dim"]))
         return rank, max(ranks) + 1
-    raise problem
 
 
 def local_box(entry: TensorEntry | ExtraEntry) -> LocalBox:
@@ -72,24 +69,21 @@ def local_box(entry: TensorEntry | ExtraEntry) -> LocalBox:
     Raises `CkptError` where it is damaged, `Unplaced` where its placements do not say where the part belongs.
     """
     assert isinstance(entry.payload, Carried)
-    try:
+    with checked(f"the DTensor {entry.key}"):
         return _local_box(entry.key, _state(entry), entry.payload.storages)
-    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
-        problem = malformed(f"the DTensor {entry.key}: {error!r}")
-    raise problem
 
 
 def _local_box(key: str, state: Any, storages: Storages) -> LocalBox:
     attributes = _inside(state)
-    spec = _attributes(attributes["_spec"])
-    mesh = _attributes(spec["mesh"])
+    spec = attributes_of(attributes["_spec"])
+    mesh = attributes_of(spec["mesh"])
     if not is_tensor(attributes["_local_tensor"]):
         raise ValueError("no local tensor")
     local = entry_of(key, attributes["_local_tensor"], storages)
     if local.storage is None:
         raise Unplaced(f"its part is a {local.layout} tensor")
-    shape = _sizes(_items(spec["tensor_meta"])[0])
-    mesh_shape, at = _mesh_shape(mesh), _sizes(mesh["_coordinate_on_dim"])
+    shape = sizes_of(_items(spec["tensor_meta"])[0])
+    mesh_shape, at = _mesh_shape(mesh), sizes_of(mesh["_coordinate_on_dim"])
     if len(at) != len(mesh_shape) or any(place >= size for place, size in zip(at, mesh_shape)):
         raise ValueError("no place in the mesh")
     placements = tuple(_placement(node) for node in _items(spec["placements"]))
@@ -110,16 +104,16 @@ def _inside(state: Any) -> Any:
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
     """Of the tensor of ranks (up to torch 2.9), or of the layout that came after it."""
     if "mesh" in mesh:
-        return _sizes(mesh["mesh"].args[2])
-    layout = _attributes(mesh["_layout"])
+        return sizes_of(mesh["mesh"].args[2])
+    layout = attributes_of(mesh["_layout"])
     if "axes" in layout:
-        return tuple(prod(_sizes(_attributes(axis)["shape"])) for axis in _items(layout["axes"]))
-    return tuple(size if type(size) is int else prod(_sizes(size)) for size in _items(layout["shape"]))
+        return tuple(prod(sizes_of(attributes_of(axis)["shape"])) for axis in _items(layout["axes"]))
+    return tuple(size if type(size) is int else prod(sizes_of(size)) for size in _items(layout["shape"]))
 
 
 def _rank(mesh: Mapping[str, Any], shape: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """The global rank that saved the file, and all that its mesh names."""
-    ranks = _sizes(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
+    ranks = sizes_of(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
     number = mesh.get("_rank")
     if number is None and len(ranks) == prod(shape):
         number = 0
@@ -135,7 +129,7 @@ def _placement(node: Any) -> tuple[str, int, int]:
     """``("Replicate", -1, 1)``, ``("Shard", dimension, 1)`` or ``("_StridedShard", dimension, split factor)``."""
     if type(node) is not Call or type(node.func) is not Global:
         raise ValueError("no placement")
-    name, state = node.func.name, _attributes(node) if type(node.state) in (dict, tuple) else {}
+    name, state = node.func.name, attributes_of(node) if type(node.state) in (dict, tuple) else {}
     args = node.args if type(node.args) is tuple else ()
     if name == "Replicate":
         return name, -1, 1
@@ -180,7 +174,7 @@ def _orders(
 
 def _order(node: Any) -> tuple[int, list[int]]:
     dim, dims = _items(node)
-    return dim, list(_sizes(dims))
+    return dim, list(sizes_of(dims))
 
 
 def _box(
@@ -202,21 +196,6 @@ def _box(
     return tuple(offsets), tuple(sizes)
 
 
-def _attributes(node: Any) -> dict[str, Any]:
-    """The attributes of an object; one with slots has them as the second of two states."""
-    found = node.state[1] if type(node.state) is tuple else node.state
-    if type(found) is not dict:
-        raise ValueError("an object without attributes")
-    return found
-
-
 def _items(node: Any) -> tuple[Any, ...]:
     """The items of a tuple, a list or a named tuple."""
     return tuple(node.args if type(node) is Call else node)
-
-
-def _sizes(node: Any) -> tuple[int, ...]:
-    sizes = node.args[0] if type(node) is Call else node
-    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError("no sizes")
-    return tuple(sizes)

@@ -15,6 +15,7 @@ from ckpttool import dtypes
 from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
+from ckpttool.formats.ranks.nodes import attributes_of, checked, sizes_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, unnamed
 
 _SHARD = "torch.distributed._shard"
@@ -55,16 +56,13 @@ def _state(entry: TensorEntry | ExtraEntry) -> Any:
 def local_part(entry: TensorEntry | ExtraEntry) -> LocalPart:
     """What the file of `entry`, a ``ShardedTensor``, holds of it. Raises `CkptError` where it is damaged."""
     assert isinstance(entry.payload, Carried)
-    try:
+    with checked(f"the sharded tensor {entry.key}"):
         return _local_part(entry.key, _state(entry), entry.payload.storages)
-    except (IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
-        problem = malformed(f"the sharded tensor {entry.key}: {error!r}")
-    raise problem
 
 
 def _local_part(key: str, state: Any, storages: Storages) -> LocalPart:
-    shards, metadata, group = state[0], _attributes(state[1]), _attributes(state[2])
-    shape, dtype = _sizes(metadata["size"]), str(_properties(metadata["tensor_properties"]))
+    shards, metadata, group = state[0], attributes_of(state[1]), attributes_of(state[2])
+    shape, dtype = sizes_of(metadata["size"]), str(_properties(metadata["tensor_properties"]))
     if dtype not in dtypes.BY_NAME or type(shards) is not list:
         raise ValueError("no dtype or no list of shards")
     rank, world_size = group["local_rank"], group["local_world_size"]
@@ -77,37 +75,21 @@ def _local_part(key: str, state: Any, storages: Storages) -> LocalPart:
         )
     if not shards:
         return LocalPart(shape, dtype, rank, world_size, None, None)
-    shard = _attributes(shards[0])
+    shard = attributes_of(shards[0])
     if not is_tensor(shard["tensor"]):
         raise ValueError("a shard without a tensor")
     local = entry_of(key, shard["tensor"], storages)
-    offsets = _sizes(_attributes(shard["metadata"])["shard_offsets"])
+    offsets = sizes_of(attributes_of(shard["metadata"])["shard_offsets"])
     in_rows = len(offsets) == len(shape) > 0 and not any(offsets[1:]) and local.shape[1:] == shape[1:]
     inside = in_rows and offsets[0] + local.shape[0] <= shape[0] and local.dtype == dtype
     row = local.numel // local.shape[0] if inside and local.shape[0] else 0
     return LocalPart(shape, dtype, rank, world_size, local, offsets[0] * row if inside else None)
 
 
-def _attributes(node: Any) -> dict[str, Any]:
-    """The attributes of an object; one with slots has them as the second of two states."""
-    state = node.state
-    found = state[1] if type(state) is tuple else state
-    if type(found) is not dict:
-        raise ValueError("an object without attributes")
-    return found
-
-
 def _properties(node: Any) -> str:
     """The dtype in ``TensorProperties``, whose state is a tuple."""
     dtype = node.state[0] if type(node.state) is tuple else node.state["dtype"]
     return str(dtype.name)
-
-
-def _sizes(node: Any) -> tuple[int, ...]:
-    sizes = node.args[0] if type(node) is Call else node
-    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError("no sizes")
-    return tuple(sizes)
 
 
 # Writing

@@ -143,7 +143,9 @@ def is_dense(entry: TensorEntry) -> bool:
 
 def kind(entry: TensorEntry) -> str:
     """What tells tensors apart that do not load in each other's place: the layout; of a subclass its name."""
-    node = bare(entry.payload.node) if isinstance(entry.payload, Carried) else None
+    if not isinstance(entry.payload, Carried):
+        return entry.layout
+    node = bare(entry.payload.node)
     args = node.args if type(node) is Call and is_tensor(node) and type(node.args) is tuple else ()
     known = next((arg for arg in args if type(arg) is Global and not is_tensor(Call(arg, ()))), None)
     return str(known) if entry.layout == "subclass" and known is not None else entry.layout

@@ -45,6 +45,7 @@ _WORD_OF = {
     "_fsdp_wrapped_module": "fsdp",
     "_fpw_module": "fpw",
 }
+_MARKS = (*SEGMENTS, PEFT_ROOT[0], "base_layer", "original_module")  # one of them stands in some key of a wrapped model
 _CHAIN = re.compile(r"([a-z_0-9]+)(?:\((.*)\))?")
 
 
@@ -119,6 +120,10 @@ def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
     `lightning`: the keys are those of a LightningModule. An attribute that all of them have in common is then the
     wrapper ``lightning``; anywhere else it is the user's own module.
     """
+    keys = list(keys)
+    text = "\n".join(keys)
+    if not lightning and not any(mark in text for mark in _MARKS):
+        return Evidence((), (), frozenset())
     children = _children(keys)
     words: list[str] = []
     root: list[str] = []

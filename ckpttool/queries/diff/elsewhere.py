@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeGuard
 
-from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.evaluate.compare import elements
 from ckpttool.evaluate.digests import Digests
 from ckpttool.expression import Op, Ref
@@ -19,7 +20,7 @@ from ckpttool.queries.diff.result import Entry
 MENDED_BY = {
     "the same rows in the order of rotary embeddings": (
         "whose rows other code for rotary embeddings has in another order",
-        "`reshape`, `permute` and `reshape` in a file of rules bring them into the right's (docs/rules.md shows it)",
+        "`diff LEFT RIGHT --values --suggest rules.toml` writes the rule that brings them into the right's (`permute`)",
     ),
     "the same rows in another order": ("whose rows stand in another order", "index them yourself: no rule sorts rows"),
     "each is the other transposed": ("transposed", "`transpose` in a file of rules turns it (docs/rules.md)"),
@@ -57,7 +58,11 @@ def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[
 
 def _dense(entry: Entry, left: Mapping[str, object], right: Mapping[str, object]) -> bool:
     both = (left.get(entry.left[0]), right.get(entry.right[0])) if entry.left and entry.right else ()
-    return bool(both) and all(isinstance(one, TensorEntry) and one.storage is not None for one in both)
+    return bool(both) and all(map(_is_dense, both))
+
+
+def _is_dense(entry: object) -> TypeGuard[TensorEntry]:
+    return isinstance(entry, TensorEntry) and entry.storage is not None
 
 
 def _likeness(entry: object) -> Hashable:
@@ -113,14 +118,46 @@ def _order(left: TensorEntry, right: TensorEntry) -> str:
     mine, theirs = _rows(left, count), _rows(right, count)
     if sorted(mine) != sorted(theirs):
         return ""
-    for names, one, other in (("left", "right"), mine, theirs), (("right", "left"), theirs, mine):
-        size = next((size for size in range(6, min(count, _HEADS) + 1, 2) if _is_rotary(one, other, size)), 0)
-        if size:
-            return (
-                f"the same rows in the order of rotary embeddings, heads of {size}: pairs of rows side by side in "
-                f"{names[0]}, half a head apart in {names[1]}"
-            )
-    return "the same rows in another order"
+    found = _rotary(mine, theirs)
+    if found is None:
+        return "the same rows in another order"
+    names = ("left", "right") if found.beside else ("right", "left")
+    return (
+        f"the same rows in the order of rotary embeddings, heads of {found.size}: pairs of rows side by side in "
+        f"{names[0]}, half a head apart in {names[1]}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rows in the two orders of rotary embeddings: `size` rows a head; `beside`: pairs of them lie so in the left."""
+
+    size: int
+    beside: bool
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """What dimension 0 of the left consists of; its last two in turn are those of the right."""
+        half = self.size // 2
+        return (-1, half, 2) if self.beside else (-1, 2, half)
+
+
+def rotary(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> Rotary | None:
+    """How the rows of two tensors of one shape and dtype stand in the orders of rotary embeddings; None where not."""
+    if not _is_dense(left) or not _is_dense(right):
+        return None
+    count = left.shape[0] if left.shape else 0
+    if not 1 < count <= _ROWS or not left.numel or _likeness(left) != _likeness(right):
+        return None
+    return _rotary(_rows(left, count), _rows(right, count))
+
+
+def _rotary(mine: Sequence[bytes], theirs: Sequence[bytes]) -> Rotary | None:
+    for size in range(6, min(len(mine), _HEADS) + 1, 2):
+        for beside, one, other in (True, mine, theirs), (False, theirs, mine):
+            if _is_rotary(one, other, size):
+                return Rotary(size, beside)
+    return None
 
 
 def _is_rotary(beside: Sequence[bytes], apart: Sequence[bytes], size: int) -> bool:

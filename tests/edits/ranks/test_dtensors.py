@@ -18,6 +18,7 @@ import torch
 import dtensor_ranks
 from command import Run
 from flips import check_flips
+from places import ROOT
 from torch_version import needs_torch
 
 SAVED = ("drawn", "fsdp", "hsdp", "tp", "fsdp-named", "hsdp-named")
@@ -29,7 +30,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     needs_torch("2.7", "fully_shard without a GPU")
     folder = tmp_path_factory.mktemp("dtensors")
     command = [sys.executable, "-W", "ignore", dtensor_ranks.__file__, str(folder), str(request.param)]
-    done = subprocess.run(command, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, timeout=300, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     return folder
 
@@ -63,6 +66,13 @@ def test_put_together_they_are_what_the_ranks_gather(saved: Path, run: Run, tmp_
     assert {t["key"]: t["shape"] for t in listed["tensors"] if t["section"] == "model"} == {
         key: list(value.shape) for key, value in full["model"].items()
     }
+
+
+def test_a_dcp_folder_of_them_loads_into_dtensors_on_another_mesh(saved: Path) -> None:
+    """The way back: rank files of DTensors are not written."""
+    again, full = (torch.load(saved / f"{name}.pt") for name in ("again", "full-fsdp-named"))
+    assert list(differing(full["model"], again["model"])) == []
+    assert list(differing(full["optimizer"]["state"], again["optimizer"]["state"])) == []
 
 
 def copied(saved: Path, to: Path, name: str, change: Callable[[str, bytes], bytes] = lambda record, data: data) -> str:

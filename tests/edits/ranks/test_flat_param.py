@@ -22,7 +22,7 @@ from ckpttool.edits.remap.result import Remap
 from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.expression import Ref
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.ranks.files import RankParts
+from ckpttool.formats.ranks.parts import RankParts
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import misfit, shard_sizes, slots, unit_paths
@@ -419,7 +419,9 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
         (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "every rank gets a file of its own"),
         (["--to", "serialized", *MODEL, "--world-size", "2"], "--world-size is for --to fsdp-flat and fsdp-sharded"),
         (["--to", "fsdp-sharded", *MODEL, "--world-size", "2", *UNITS], "cuts each parameter by itself"),
-        ([*MODEL, "--units", "layers.*"], "holds no flat parameters"),
+        (["--to", "fsdp-flat", *MODEL, "--world-size", "2", "-o", "one.pt"], "-o 'rank_{rank}.pt'"),
+        (["--to", "serialized", *MODEL], "DTensors (FSDP2, tensor parallelism) load from a folder"),
+        ([*MODEL, "--units", "layers.*", "-o", "out.pt"], "holds no flat parameters"),
     ],
 )
 def test_options_that_do_not_go_together(run: Run, tmp_path: Path, options: list[str], said: str) -> None:

@@ -271,7 +271,7 @@ def test_what_only_the_other_model_has_is_named(run: Run, tmp_path: Path) -> Non
 
 
 def test_an_adapter_without_its_model_is_called_one(tmp_path: Path, run: Run) -> None:
-    """Its keys are a model's module paths: rules rename them, and no model says how."""
+    """Its keys are a model's module paths: one model's names do not say how they are to be renamed."""
     keys = [f"base_model.model.0.lora_{side}.weight" for side in "AB"]
     torch.save({key: torch.ones(2, 2) for key in keys}, tmp_path / "a.pt")
     (tmp_path / "model.py").write_text(
@@ -279,4 +279,4 @@ def test_an_adapter_without_its_model_is_called_one(tmp_path: Path, run: Run) ->
     )
     asked = ("--model", f"{tmp_path}/model.py:build", "--to", "runtime")
     refused = run("remap", tmp_path / "a.pt", *asked, "-o", tmp_path / "b.pt")
-    assert (refused.status, "a LoRA adapter without its model: rename its modules by rules" in refused.err) == (1, True)
+    assert (refused.status, "a LoRA adapter without its model: --to-model NEW says" in refused.err) == (1, True)

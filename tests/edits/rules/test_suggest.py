@@ -275,3 +275,38 @@ def test_nothing_to_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_model_leaves_nothing_to_suggest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "a.pt", "--model", "m.py:build", "--suggest", "rules.toml"]) == 2
     assert "--suggest needs two checkpoints and no model" in capsys.readouterr().err
+
+
+def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
+    """What the conversion scripts of transformers do to Llama's queries and keys."""
+    return w.view(heads, w.shape[0] // heads // 2, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
+
+
+ROPE = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize(("heads", "size", "back"), [(4, 8, False), (2, 6, True), (3, 16, False)])
+def test_the_order_of_rotary_rows_is_a_rule_for_all_layers(
+    heads: int, size: int, back: bool, renamed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Queries have more heads than keys; a bias goes with its weight; afterwards every bit is the right's."""
+    torch.manual_seed(heads)
+    rows, width = {"wq": heads * size, "wk": size, "wv": size, "wo": 10}, heads * size
+    left = {f"layers.{n}.attn.{name}.weight": torch.rand(rows[name], width + n) for n in range(3) for name in ROPE}
+    left |= {f"layers.{n}.attn.wq.bias": torch.rand(rows["wq"]) for n in range(3)} | {"head.weight": torch.rand(7, 3)}
+    count = {"wq": heads, "wk": 1}
+    right = {key: other_order(w, count[at]) if (at := key.split(".")[-2]) in count else w for key, w in left.items()}
+    if renamed:
+        right = {".".join(ROPE.get(part, part) for part in key.split(".")): w for key, w in right.items()}
+    sides = (right, left) if back else (left, right)
+    paths = [str(tmp_path / name) for name in ("left.pt", "right.pt")]
+    for state, path in zip(sides, paths):
+        torch.save(dict(state), path)
+    status, found = asked(capsys, "diff", *paths, "--values")
+    assert status == 1
+    out = mended(found, capsys)
+    made = torch.load(out)
+    assert made.keys() == sides[1].keys()
+    assert all(torch.equal(made[key], value) for key, value in sides[1].items())
+    assert found["rules"].count("permute = ") == 1

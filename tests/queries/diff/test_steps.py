@@ -126,6 +126,13 @@ def test_steps_without_a_change_are_folded(steady: list[str], run: Run) -> None:
     assert ckpttool.steps("run").passes
 
 
+def test_steps_of_other_names_keep_the_order_in_which_they_are_named(steady: list[str], run: Run) -> None:
+    Path("run/step-9.pt").rename("run/first.pt")
+    named = ["run/step-12.pt", "run/first.pt", "run/step-10.pt"]
+    data = run("diff", *named, "--format", "json").data
+    assert [step["source"] for step in data["steps"]] == named
+
+
 def test_what_cannot_be_read_is_said_and_never_the_same(steady: list[str], run: Run) -> None:
     Path(steady[2]).write_bytes(Path(steady[2]).read_bytes()[:900])
     done = run("diff", "run")

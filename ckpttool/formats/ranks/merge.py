@@ -1,0 +1,201 @@
+"""One section of those of all ranks: a tensor that is cut over them becomes one entry that lies in several files."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeVar
+
+from ckpttool.checkpoint import (
+    Checkpoint,
+    ExtraEntry,
+    Lazy,
+    Part,
+    Section,
+    Span,
+    Storage,
+    TensorEntry,
+    contiguous_stride,
+)
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.boxes import Box, assembled
+from ckpttool.evaluate.compare import elements
+from ckpttool.evaluate.parts import across, concatenated
+from ckpttool.formats.ranks import dtensor, sharded_tensor
+from ckpttool.formats.ranks.parts import ALL_RANKS, RankParts
+from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.mappings import pairs_of
+from ckpttool.keys import is_flat
+
+_COUNTER = re.compile(r"step|epoch|iter")  # in the name of what all ranks count alike
+_ABSENT = object()
+T = TypeVar("T")
+
+
+class Merge:
+    """Makes one section of those of all ranks, and gathers what stands against it."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.hint = ALL_RANKS
+
+    def counters(self, ranks: Sequence[Checkpoint]) -> None:
+        """What counts steps beside the state dicts says whether the files are of one step."""
+        said = [_plain_values(rank) for rank in ranks]
+        for key in said[0]:
+            values = [own[key] for own in said if key in own]
+            if _COUNTER.search(key.lower()) and not all(type(v) is type(values[0]) and v == values[0] for v in values):
+                self._differs(key, values)
+
+    def _differs(self, key: str, values: Sequence[object]) -> None:
+        rank = next(at for at, value in enumerate(values) if value != values[0])
+        self.problems.append(Problem(f"is {values[0]!r} on rank 0, and {values[rank]!r} on rank {rank}", key))
+
+    def section(self, path: str, own: Sequence[Section | None]) -> Section:
+        """The section at `path`, of what the ranks have there; what does not fit is noted in `problems`."""
+        first = next(section for section in own if section is not None)
+        if first.kind == "optimizer" and first.mapping is not None:
+            found: list[TensorEntry] = []
+            mapping = self._value([_ABSENT if s is None else s.mapping for s in own], found, path)
+            return replace(first, tensors=tuple(found), mapping=mapping)
+        by_key = [{} if section is None else section.by_key() for section in own]
+        keys = dict.fromkeys(key for entries in by_key for key in entries)
+        entries = [self._entry([entries.get(key) for entries in by_key]) for key in keys]
+        return replace(
+            first,
+            tensors=tuple(entry for entry in entries if isinstance(entry, TensorEntry)),
+            extras=tuple(entry for entry in entries if isinstance(entry, ExtraEntry)),
+        )
+
+    def _value(self, values: Sequence[Any], found: list[TensorEntry], way: str) -> Any:
+        """The value at `way` of an optimizer's state dict, of those of all ranks; its tensors are added to `found`."""
+        have = [value for value in values if value is not _ABSENT]
+        first = have[0]
+        if type(first) in (bool, int, float, str) and any(v != first for v in have):
+            self._differs(way, have)
+        if isinstance(first, TensorEntry):
+            entry = self._entry([value if isinstance(value, TensorEntry) else None for value in values])
+            found.extend([entry] if isinstance(entry, TensorEntry) else [])
+            return entry
+        if isinstance(first, Mapping):
+            maps = [value if isinstance(value, Mapping) else {} for value in values]
+            keys = dict.fromkeys(key for own in maps for key in own)
+            return {
+                key: self._value([own.get(key, _ABSENT) for own in maps], found, f"{way}.{key}".lstrip("."))
+                for key in keys
+            }
+        if isinstance(first, (list, tuple)) and all(type(v) is type(first) and len(v) == len(first) for v in have):
+            columns = [[v[at] if v is not _ABSENT else v for v in values] for at in range(len(first))]
+            return type(first)(self._value(column, found, f"{way}.{at}") for at, column in enumerate(columns))
+        return first
+
+    def _entry(self, own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry | ExtraEntry:
+        first = next(entry for entry in own if entry is not None)
+        if any(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
+            return self._tried(_of_sharded, own, first)
+        if any(entry is not None and dtensor.is_dtensor(entry) for entry in own):
+            return self._tried(_of_dtensors, own, first)
+        parts = tuple(entry if isinstance(entry, TensorEntry) else None for entry in own)
+        if not isinstance(first, TensorEntry) or any(part is not None and part.storage is None for part in parts):
+            return first
+        if is_flat(first.key):
+            return self._tried(_laid_end_to_end, parts, first)
+        return replace(first, payload=RankParts(parts, whole=False))
+
+    def _tried(self, make: Callable[[Any], T], own: Any, first: T) -> T:
+        try:
+            return make(own)
+        except CkptError as error:
+            self.hint = error.hint if isinstance(error, dtensor.Unplaced) else self.hint
+            self.problems += error.problems or [Problem(error.message, getattr(first, "key", ""))]
+            return first
+
+
+def _plain_values(file: Checkpoint) -> dict[str, object]:
+    """Numbers and words that stand beside the state dicts at the top of a rank's file."""
+    root = file.container.pickle.root if isinstance(file.container, torch_zip.Container) else None
+    pairs = pairs_of(root) or {}
+    return {key: value for key, value in pairs.items() if type(key) is str and type(value) in (bool, int, float, str)}
+
+
+def _of_sharded(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
+    key = next(entry.key for entry in own if entry is not None)
+    if not all(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
+        raise _unfit("a sharded tensor on some ranks, and not on all", key)
+    found = [sharded_tensor.local_part(entry) for entry in own if entry is not None]
+    if len({(part.shape, part.dtype) for part in found}) > 1:
+        raise _unfit("has another shape or dtype on other ranks", key)
+    shape, at = found[0].shape, 0
+    for part in found:
+        if part.local is not None and part.offset != at:
+            raise _unfit("is not cut along its first dimension, rank by rank", key)
+        at += 0 if part.local is None else part.local.numel
+    if at != prod(shape):
+        raise _unfit(f"its parts hold {at:,} of {prod(shape):,} elements", key)
+    return _whole(key, shape, tuple(part.local for part in found))
+
+
+def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
+    key = next(entry.key for entry in own if entry is not None)
+    if not all(entry is not None and dtensor.is_dtensor(entry) for entry in own):
+        raise _unfit("a DTensor on some ranks, and not on all", key)
+    found = [dtensor.local_box(entry) for entry in own if entry is not None]
+    shape, dtype = found[0].shape, found[0].dtype
+    if len({(box.shape, box.dtype, box.layout) for box in found}) > 1:
+        raise _unfit("has another shape, dtype, mesh or placement on other ranks", key)
+    by_corner: defaultdict[tuple[int, ...], list[TensorEntry]] = defaultdict(list)
+    for box in found:
+        if box.local.numel:
+            by_corner[box.offsets].append(box.local)
+    held = sum(copies[0].numel for copies in by_corner.values())
+    if held != prod(shape):
+        raise _unfit(f"its parts hold {held:,} of {prod(shape):,} elements", key)
+    copies = tuple(tuple(group) for group in by_corner.values() if len(group) > 1)
+    parts = RankParts(tuple(box.local for box in found), whole=True, copies=copies, of_dtensors=True)
+    boxes = {corner: group[0] for corner, group in by_corner.items()}
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, _in_boxes(shape, dtype, boxes), payload=parts)
+
+
+def _in_boxes(shape: tuple[int, ...], dtype: str, boxes: Mapping[tuple[int, ...], TensorEntry]) -> Storage:
+    """The storage of a tensor that the boxes cover, by their corners; a span of a file where it lies in one piece."""
+    spans = [entry.span for entry in boxes.values()]
+    if len(spans) == 1 and spans[0] is not None:
+        return Storage(spans[0])
+
+    def produce() -> Iterator[Part]:
+        parts = [Box(corner, entry.shape, _data(entry)) for corner, entry in boxes.items()]
+        return assembled(shape, itemsize(dtype), parts)
+
+    return Storage(Lazy(prod(shape) * itemsize(dtype), produce))
+
+
+def _data(entry: TensorEntry) -> Span | bytes:
+    """The entry's elements in row-major order; bytes where they are a strided view."""
+    return entry.span if entry.span is not None else b"".join(map(bytes, elements(entry)))
+
+
+def _laid_end_to_end(parts: Sequence[TensorEntry | None]) -> TensorEntry:
+    """A flat parameter of which every rank holds a plain tensor."""
+    have = [part for part in parts if part is not None]
+    if any(len(part.shape) != 1 or part.dtype != have[0].dtype for part in have):
+        raise _unfit("is called a flat parameter, and is not one-dimensional or not of one dtype", have[0].key)
+    return _whole(have[0].key, (sum(part.numel for part in have),), tuple(parts))
+
+
+def _whole(key: str, shape: tuple[int, ...], parts: tuple[TensorEntry | None, ...]) -> TensorEntry:
+    """The entry of `shape` that the parts are when they are laid end to end."""
+    have = [part for part in parts if part is not None]
+    if not all(part.is_contiguous for part in have):
+        raise _unfit("a part of it is a strided view", key)
+    dtype = have[0].dtype if have else "float32"
+    storage = concatenated(across(have, 0, prod(shape)))
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=RankParts(parts, whole=True))
+
+
+def _unfit(message: str, key: str) -> CkptError:
+    return CkptError(message, hint=ALL_RANKS, problems=[Problem(message, key)])

@@ -1,0 +1,22 @@
+"""The command lines that the documentation shows."""
+
+from __future__ import annotations
+
+import re
+
+from places import DOCS, ROOT
+
+README = ROOT / "README.md"
+_IN_BLOCK = re.compile(r"^(?:\$ )?(ckpttool .*)$", re.MULTILINE)  # a line of a fenced block
+_IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
+
+
+def command_lines() -> list[str]:
+    """Every ``ckpttool …`` of the README and of docs/, in the text or in a code block, each once."""
+    found: list[str] = []
+    for page in [README, *sorted(DOCS.glob("**/*.md"))]:
+        text = page.read_text()
+        found += _IN_TEXT.findall(text)
+        for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            found += _IN_BLOCK.findall(block)
+    return list(dict.fromkeys(line.split("  #")[0].strip() for line in found))
