@@ -10,6 +10,7 @@ from torch import nn
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.apply import apply
 from ckpttool.expression import Op, Ref
 from ckpttool.plan import SCHEMA, Dropped, ModuleRename, Output, Plan, module_renames
 
@@ -128,6 +129,19 @@ def test_a_module_without_tensors_follows_its_parent() -> None:
     assert moved(model, {key: key.replace("a.", "b.") for key in model.state_dict()}) == {
         "a": "b", "a.0": "b.0", "a.1": "b.1"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["a", "b"])
+def test_modules_move_in_their_own_section_alone(path: str) -> None:
+    sections = tuple(
+        Section(name, "state_dict", (entry("old.w"),), modules={"": {}, "old": {"version": 1}}) for name in ("a", "b")
+    )
+    outputs = tuple(Output(name, "new.w", Ref("old.w")) for name in ("a", "b"))
+    done = apply(
+        Plan(outputs, (), (ModuleRename(path, "old", "new"),)), Checkpoint("no file", "torch_zip", 0, sections)
+    )
+    moved = [section.path for section in done.sections if "new" in (section.modules or {})]
+    assert moved == [path]
 
 
 def test_nothing_moves_where_nothing_is_renamed() -> None:

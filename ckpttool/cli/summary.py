@@ -24,7 +24,17 @@ def watched(verbose: bool) -> Iterator[None]:
             yield
     finally:
         if verbose and not is_quiet():
-            sys.stderr.write(f"{_line(time.monotonic() - begun)}\n")
+            seconds = time.monotonic() - begun
+            sys.stderr.write(f"{_line(seconds)}\n{_on_tracing(seconds)}")
+
+
+def _on_tracing(seconds: float) -> str:
+    """What saves most of the time, where that went into importing torch and tracing one model."""
+    traced = work.counts.traced
+    if len(traced) != 1 or sum(traced.values()) < seconds / 2 or not work.counts.files:  # `trace` itself reads no file
+        return ""
+    ((command, taken),) = traced.items()
+    return f"hint: torch and the model's code took {taken:.2f} s; names.json in its place needs neither: {command}\n"
 
 
 def _line(seconds: float) -> str:

@@ -28,9 +28,8 @@ from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
 
-Decided = Callable[
-    [], object
-]  # what decides the values of an output, as JSON: ranks tell by it whether they mean the same
+# What decides the values of an output, as JSON: ranks tell by it whether they mean the same.
+Decided = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class Writer:
             from ckpttool.io.write_remote import replaced
 
             able = send.can(out) and (files is None or self.link == "copy")
-            if not able or (files is not None and job.of_first(lambda: bool(replaced(files, out, stale)))):
+            if not able or (files is not None and job.of_first("replaces", lambda: bool(replaced(files, out, stale)))):
                 job.only_first()
         return current()
 
@@ -148,7 +147,7 @@ class Writer:
         from ckpttool.io.together import send
 
         with work.doing(folder, _nbytes(files), "written"):
-            plan = decided() if decided is not None and self.fsync else None
+            plan = None if decided is None else decided()
             with send.sent(job, files, {name: join(folder, name) for name in files}, plan) as contents:
                 write_remote.complete(contents, folder, replace=replace)
 

@@ -344,7 +344,8 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # a single element may have the stride 0
 
 
 def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float) -> str | None:

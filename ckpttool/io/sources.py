@@ -74,6 +74,11 @@ def check_unchanged(paths: Iterable[str]) -> None:
             raise _changed(path)
 
 
+def others_read() -> list[str]:
+    """Those of `files_read` that are no checkpoints."""
+    return sorted(_read)
+
+
 def files_read() -> list[str]:
     """The paths of the local files that were opened."""
     return [*_opened, *_read]

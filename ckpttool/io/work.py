@@ -21,7 +21,8 @@ class Counts:
     """Bytes since `begin`. `read` are those of `files` on this machine, `fetched` those behind URLs, in `requests`.
 
     Of the outputs, `moved` are bytes as they lie in a source, also those that were shared or copied by a store, and
-    `computed` values that were put together; `written` are all, names and headers too.
+    `computed` values that were put together; `written` are all, names and headers too. `traced` are seconds that went
+    into torch and models' code, by the command that writes down what came of it.
     """
 
     read: int = 0
@@ -31,6 +32,7 @@ class Counts:
     moved: int = 0
     computed: int = 0
     written: int = 0
+    traced: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

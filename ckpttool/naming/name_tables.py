@@ -111,7 +111,7 @@ class NameTables:
         count: Counter[Expression] = Counter()
         seconds = []
         for key, source in self.saved.items():
-            if source is not None:
+            if source is not None and not ex.is_opaque(source):  # of what cannot be followed nobody knows
                 count[source] += 1
                 seconds += [key] if count[source] > 1 else []
         return [*seconds, *self.names.extra_state]

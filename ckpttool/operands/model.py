@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.checkpoint import Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers import json_text
+from ckpttool.io import sources, work
+from ckpttool.io.together.job import current
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.forms import holds, read
 from ckpttool.naming.name_tables import NameTables
@@ -81,7 +84,7 @@ class ModelOperand:
             )
         from ckpttool.tracing.load_optimizer import load_optimizer, with_optimizer
 
-        return with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer))
+        return self._once(lambda: with_optimizer(self._bare, self.definition(), load_optimizer(self.optimizer)))
 
     @cached_property
     def _bare(self) -> Names:
@@ -90,14 +93,35 @@ class ModelOperand:
             if self.pretrained:
                 raise CkptError(f"{self.title} lists no names of from_pretrained", hint="name the model's code")
             return self._listed()
+        return self._once(self._traced)
+
+    def _traced(self) -> Names:
+        begun = time.monotonic()
         from ckpttool.tracing.trace import trace
 
         names = trace(self.definition())
+        work.counts.traced[self._tracing] = time.monotonic() - begun
         if not self.pretrained:
             return names
         from ckpttool.tracing.pretrained import by_transformers
 
         return by_transformers(names)
+
+    def _once(self, ask: Callable[[], Names]) -> Names:
+        """The names, for which the model's code runs on one rank where there are several: the others hear them."""
+        job = current()
+        if job is None:
+            return ask()
+        own = [self.model, self.kwargs, self.materialize, self.pretrained, self.optimizer]
+        names, read = job.of_first(f"names {own}", lambda: (ask().to_json(), sources.others_read()))
+        for path in read:
+            sources.note_read(path)
+        return Names.from_json(names, self.title)
+
+    @property
+    def _tracing(self) -> str:
+        """The command that writes the names to a file."""
+        return shell("ckpttool", "trace", *self.words_of("--model")[1:], "-o", "names.json")
 
     @property
     def is_folder(self) -> bool:

@@ -213,15 +213,12 @@ class _Lists:
         if failed is not None and not text.startswith(_TORCH_SAYS):
             return (), (), (describe(failed),)
         if self.found is None:
-            return _quoted(text, _MISSING), _quoted(text, _UNEXPECTED), _messages(text)
-        missing, unexpected, errors = self.found
+            missing, unexpected, errors = _quoted(text, _MISSING), _quoted(text, _UNEXPECTED), text.split("\n\t")[1:]
+        else:
+            missing, unexpected, errors = self.found
         return tuple(missing), tuple(unexpected), tuple(e for e in errors if not e.startswith((_MISSING, _UNEXPECTED)))
 
 
-def _quoted(text: str, start: str) -> tuple[str, ...]:
+def _quoted(text: str, start: str) -> list[str]:
     line = next((line.strip() for line in text.split("\n\t") if line.strip().startswith(start)), "")
-    return tuple(re.findall(r'"(.*?)"', line))
-
-
-def _messages(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split("\n\t")[1:] if not part.startswith((_MISSING, _UNEXPECTED)))
+    return re.findall(r'"(.*?)"', line)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.evaluate.with_torch import evaluate, same_bits
 from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
 from ckpttool.tracing.loading import Verdict
 from ckpttool.tracing.recorder.simplify import Simplifier
@@ -16,8 +16,12 @@ from ckpttool.tracing.saving import Saved
 from ckpttool.tracing.tried import Tried
 
 _UNKNOWN = "cannot be told whether it is given back"
+_INEXACT = "loading does not give the saved value back exactly"
 _ROOT = "(root)"
 _PROBE_LIMIT = 50_000_000  # elements of the tensors that are filled with random values to compare both ways
+
+
+_FEW, _ROUNDS = 1024, 16  # elements, of fewer of which these many random values are tried
 
 
 def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
@@ -44,10 +48,11 @@ def settled(found: Iterable[Problem], saved: Saved, verdict: Verdict, truth: Tri
     first = {r.fqn: r.alias_of or r.fqn for r in saved.runtime}
     fed = saved.fed
     said = {problem.key: problem for problem in found if problem.kind != "unknown"}
+    shown = {fqn for fqn, problem in said.items() if problem.problem == _INEXACT}  # by other values
     return tuple(
-        said.get(fqn, Problem("loading does not give the saved value back exactly", fqn))
+        said.get(fqn, Problem(_INEXACT, fqn))
         for fqn in verdict.reads
-        if fqn in truth.differing and first.get(fqn) in fed
+        if fqn in (truth.differing | shown) and first.get(fqn) in fed
     )
 
 
@@ -87,19 +92,25 @@ def _difference(value: Expression, own: Ref, sources: Mapping[str, Expression | 
 
 
 def _probe(way: Op, own: Ref, leaves: Mapping[str, torch.Tensor]) -> str:
-    """Compares both sides on random values, bit by bit."""
+    """Compares both sides on random values, bit by bit; of few elements on many, since one may be right by chance."""
     names = list(dict.fromkeys([own.key, *refs(way)]))
-    if any(name not in leaves for name in names) or sum(_base(leaves[name]).numel() for name in names) > _PROBE_LIMIT:
+    if any(name not in leaves for name in names):
+        return f"{_UNKNOWN}: values of its kind cannot be made up"
+    if sum(_base(leaves[name]).numel() for name in names) > _PROBE_LIMIT:
         return f"{_UNKNOWN}: too large to try out"
-    values = _filled({name: leaves[name] for name in names})
-    try:
-        back = evaluate(way, values.__getitem__)
-    except CkptError as error:
-        return f"{_UNKNOWN}: {error.message}"
-    own_value = values[own.key]
-    if back.shape != own_value.shape or back.dtype != own_value.dtype:
-        return "loading gives it another shape or dtype"
-    return "" if torch.equal(_bits(back), _bits(own_value)) else "loading does not give the saved value back exactly"
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_ROUNDS if leaves[own.key].numel() < _FEW else 1):
+        values = _filled({name: leaves[name] for name in names}, generator)
+        try:
+            back = evaluate(way, values.__getitem__)
+        except CkptError as error:
+            return f"{_UNKNOWN}: {error.message}"
+        own_value = values[own.key]
+        if back.shape != own_value.shape or back.dtype != own_value.dtype:
+            return "loading gives it another shape or dtype"
+        if not same_bits(back, own_value):
+            return _INEXACT
+    return ""
 
 
 def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
@@ -126,9 +137,8 @@ def _leaves(saved: Saved) -> dict[str, torch.Tensor]:
     return found
 
 
-def _filled(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _filled(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Random values for tensors without data, sharing memory where they do."""
-    generator = torch.Generator().manual_seed(0)
     storages: dict[int, torch.Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
@@ -146,9 +156,6 @@ def _base(tensor: torch.Tensor) -> torch.Tensor:
 def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if like.dtype.is_floating_point or like.dtype.is_complex:
         kind = torch.complex64 if like.dtype.is_complex else torch.float32
-        return torch.randn(like.shape, dtype=kind, generator=generator).to(like.dtype)
+        scale = torch.randint(-10, 11, like.shape, generator=generator).exp2()  # what is cut off far from 0 shows too
+        return (torch.randn(like.shape, dtype=kind, generator=generator) * scale).to(like.dtype)
     return torch.randint(0, 2 if like.dtype == torch.bool else 100, like.shape, generator=generator).to(like.dtype)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -140,8 +140,11 @@ def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, .
 
 
 def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
-    """Gives every tensor that has values (or `only` those of these first names) other ones, integers as `others`."""
-    generator = torch.Generator().manual_seed(seed)
+    """Gives every tensor that has values (or `only` those of these first names) other ones, integers as `others`.
+
+    Those of a negative `seed` are the negatives of the other's.
+    """
+    generator = torch.Generator().manual_seed(abs(seed))
     with torch.no_grad():
         for item in listed(model):
             tensor = item.tensor
@@ -152,17 +155,24 @@ def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> No
                 continue
             if tensor.is_floating_point() or tensor.is_complex():
                 kind = tensor.dtype if tensor.is_complex() else None
-                tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=kind))
+                values = torch.randn(tensor.shape, generator=generator, dtype=kind)
+                tensor.copy_(-values if seed < 0 else values)
             else:
-                tensor.copy_(others(tensor))
+                values = others(tensor)  # of two even or two odd seeds, one negative, each truth is tried both ways
+                opposite = tensor.dtype == torch.bool and (seed % 2 == 0) != (seed < 0)
+                tensor.copy_(~values if opposite else values)
 
 
 def others(integers: torch.Tensor) -> torch.Tensor:
-    """Other integers, or truths, of the same shape: the same ones in another order, since they may be indices."""
+    """Other integers, or truths, of the same shape: the same ones in another order, since they may be indices.
+
+    Of those that any order leaves alike the first half is another, so that an order shows the next time.
+    """
     reordered = integers.flip(tuple(range(integers.dim())))
     if not torch.equal(reordered, integers):
         return reordered
-    return ~integers if integers.dtype == torch.bool else integers + 1
+    half = (torch.arange(integers.numel()) * 2 <= integers.numel()).reshape(integers.shape)
+    return integers ^ half if integers.dtype == torch.bool else (integers + half).to(integers.dtype)
 
 
 def filled(model: LoadedModel, seed: int, real: bool = True) -> nn.Module:

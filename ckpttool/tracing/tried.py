@@ -16,7 +16,8 @@ from ckpttool.tracing.recorder.identity import inside
 from ckpttool.tracing.runtime import attempted, failure_of_loading, listed
 from ckpttool.tracing.saving import filled
 
-_SEEDS = ((11, 12), (13, 14))  # of the instance that is saved and of the one that loads
+# Of the instance that is saved and of the one that loads; what depends on signs shows in one element too.
+_SEEDS = ((11, 12), (-11, 14))
 
 
 @dataclass(frozen=True, slots=True)

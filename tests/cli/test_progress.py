@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckpttool.cli import summary
 from ckpttool.io import work
 from command import Run
 from places import ROOT
@@ -142,3 +144,19 @@ def test_what_a_store_sent_is_counted(folder: Path, run: Run) -> None:
     ((*_, fetched, requests),) = SUMMARY.findall(done.err)
     assert fetched.startswith(("10.", "11."))
     assert int(requests) >= 2
+
+
+def test_who_waits_for_torch_is_told_of_names_files(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("import torch\ndef build(n): return torch.nn.Linear(n, n)\n")
+    torch.save(torch.nn.Linear(3, 3).state_dict(), "a.pt")
+    model = ("--model", "net.py:build", "--model-kwargs", '{"n": 3}')
+    assert run("diff", "a.pt", *model)[0] == 0
+    (taken,) = work.counts.traced.values()
+    assert summary._on_tracing(3 * taken) == ""
+    command = re.search(r"needs neither: ckpttool (.*)\n$", summary._on_tracing(1.5 * taken))
+    assert command is not None
+    assert run(*shlex.split(command[1]))[0] == 0
+    assert summary._on_tracing(0) == ""
+    assert run("diff", "a.pt", "--model", "names.json")[0] == 0
+    assert not work.counts.traced

@@ -44,7 +44,9 @@ def test_only_what_runs_code_imports_torch(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     fill(kept)
-    lines = [line.removeprefix("ckpttool").strip() for line in command_lines()]
+    lines = [
+        line.removeprefix("ckpttool").strip() for line in command_lines("recipes.md", "comparisons.md")
+    ]  # run by test_recipes
     statuses: Counter[int] = Counter()
     imported = []
     with torchless() as process:
@@ -58,4 +60,4 @@ def test_only_what_runs_code_imports_torch(tmp_path: Path) -> None:
         (kept / "model.py").write_text("import torch\ndef build(): return torch.nn.Linear(3, 2)\n")
         assert process.run("diff --model model.py:build", kept).torch
     assert imported == []
-    assert statuses[0] + statuses[1] >= 25, statuses
+    assert statuses[0] + statuses[1] >= 20, statuses

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.cli.app import main
-from ckpttool.evaluate.compare import fingerprints, verify
+from ckpttool.evaluate.compare import fingerprints, same_values, verify
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.io.ranges import same_data
 
@@ -50,6 +50,41 @@ def test_fingerprints_say_what_verify_says(tmp_path: Path) -> None:
     assert verify(two, fingerprints(one)) == verify(two, one)
     assert {problem.key for problem in verify(two, one)} == {"b", "d"}
     assert {problem.problem for problem in verify(one, two)} == {"not in the output", "other bytes in the output"}
+
+
+def test_tensors_of_two_files_are_compared_by_kind_and_bytes(tmp_path: Path) -> None:
+    made = {
+        "w": torch.ones(2),
+        "zeros": torch.zeros(2),
+        "bits": torch.ones(2).view(torch.int32),
+        "row": torch.ones(1, 2),
+    }
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save(made, tmp_path / "b.pt")
+    (mine,) = open_checkpoint(str(tmp_path / "a.pt")).sections[0].tensors
+    others = open_checkpoint(str(tmp_path / "b.pt")).sections[0].tensors
+    assert [other.key for other in others if same_values(mine, other)] == ["w"]
+    assert [other.key for other in others if same_values(other, mine)] == ["w"]
+    assert all(same_values(other, other) for other in others)
+
+
+def test_a_tensor_is_no_object(tmp_path: Path) -> None:
+    """Nor the digest of one another tensor: what manifests know."""
+    torch.save({"w": torch.ones(2), "n": 3}, tmp_path / "a.pt")
+    torch.save({"w": torch.zeros(2), "n": 4}, tmp_path / "b.pt")
+    assert main(["inspect", str(tmp_path / "a.pt"), "--manifest", str(tmp_path / "a.json")]) == 0
+    one, other, known = (open_checkpoint(str(tmp_path / name)).sections[0] for name in ("a.pt", "b.pt", "a.json"))
+    (tensor,), (number,) = one.tensors, one.extras
+    assert same_values(tensor, tensor)
+    assert same_values(number, number)
+    assert not same_values(tensor, number)
+    assert not same_values(number, tensor)
+    for mine, digest in ((tensor, known.tensors[0]), (number, known.extras[0])):
+        assert same_values(mine, digest)
+        assert same_values(digest, mine)
+    for mine, digest in ((other.tensors[0], known.tensors[0]), (other.extras[0], known.extras[0])):
+        assert not same_values(mine, digest)
+        assert not same_values(digest, mine)
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w.dcp", "shards"])

@@ -17,13 +17,16 @@ _END = struct.Struct("<4s4xHHLLH")
 
 
 def mutated(seeds: Sequence[bytes], words: Sequence[bytes], chance: random.Random) -> bytes:
-    """One of the seeds, changed in one place or several; of an archive rather what is in it than its own bytes.
+    """One of the seeds, changed in one place or several; of an archive rather what is in it than its own bytes, and
+    of a header's length rather what the header has become.
 
     A seed is drawn the less often the longer it is, so that none takes most of the time.
     """
     [seed] = chance.choices(seeds, [1 / (_SHORT + len(seed)) for seed in seeds])
     if seed.startswith(_ZIP) and chance.random() < 0.8:
         return _in_archive(seed, words, chance)
+    if seed[8:9] == b"{" and chance.random() < 0.8:
+        return _in_header(seed, words, chance)
     return _changed(seed, seeds, words, chance)
 
 
@@ -43,6 +46,13 @@ def _in_archive(seed: bytes, words: Sequence[bytes], chance: random.Random) -> b
     if chance.random() < 0.98:
         records.insert(list(members).index(picked), _made_record(picked, changed))
     return _archive(records)
+
+
+def _in_header(seed: bytes, words: Sequence[bytes], chance: random.Random) -> bytes:
+    """Of a safetensors file: its length in 8 bytes, the header, data."""
+    end = 8 + int.from_bytes(seed[:8], "little")
+    header = _changed(seed[8:end], [seed[8:end]], words, chance)
+    return len(header).to_bytes(8, "little") + header + seed[end:]
 
 
 @cache

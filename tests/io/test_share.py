@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,22 @@ def test_a_renamed_copy_takes_up_its_header(disk: Path, run: Run, metadata: dict
     assert used(disk) - before < NBYTES // 8
     os.unlink(disk / "in.safetensors")
     assert torch.equal(load_file(disk / "out.safetensors")["a.longer.name.than.before.w"], tensor)
+
+
+def test_a_renamed_torch_zip_takes_up_its_records_that_are_new(disk: Path, run: Run) -> None:
+    state = {"a.b": torch.ones(3), "a.w": torch.arange(NBYTES // 8), "a.v": torch.arange(NBYTES // 8) + 1}
+    torch.save(state, disk / "in.pt")
+    before = used(disk)
+    assert run("remap", disk / "in.pt", *RENAME, "-o", disk / "out.pt")[0] == 0
+    assert used(disk) - before < NBYTES // 8
+    back = ("--rule", "a.longer.name.than.before.{x} => a.{x}")
+    assert run("remap", disk / "out.pt", *back, "-o", disk / "back.pt")[0] == 0
+    assert used(disk) - before < NBYTES // 8
+    assert (disk / "back.pt").read_bytes() == (disk / "in.pt").read_bytes()
+    os.unlink(disk / "in.pt")
+    found = torch.load(disk / "out.pt", mmap=True)
+    assert all(torch.equal(found[f"a.longer.name.than.before.{key[2:]}"], value) for key, value in state.items())
+    assert zipfile.ZipFile(disk / "out.pt").testzip() is None
 
 
 def test_a_copy_that_shares_is_the_copy_that_does_not(disk: Path, tmp_path: Path, run: Run) -> None:

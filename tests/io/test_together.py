@@ -250,6 +250,22 @@ def test_a_killed_swap_goes_on_where_it_was(source: Path, tmp_path: Path, run: R
     assert [*tmp_path.glob(".*")] == []
 
 
+def test_the_code_of_a_model_runs_on_one_rank(tmp_path: Path, run: Run) -> None:
+    """The others hear the names that it has, so that code that is not the same twice is none of theirs."""
+    (tmp_path / "model.py").write_text(
+        "import os\nfrom torch import nn\n\n\n"
+        "class Renamed(nn.Linear):\n"
+        "    def _save_to_state_dict(self, destination, prefix, keep_vars):\n"
+        "        destination[prefix + 'kernel'] = self.weight if keep_vars else self.weight.detach()\n\n\n"
+        "def build():\n    print(os.environ['RANK'], file=open('ran', 'a'))\n    return Renamed(3, 3, bias=False)\n"
+    )
+    torch.save({"kernel": torch.ones(3, 3)}, tmp_path / "a.pt")
+    done = run_ranks(tmp_path, 3, "remap", "a.pt", "-o", "out.pt", "--model", "model.py:build", "--to", "runtime")
+    assert [one.status for one in done] == [0, 0, 0], done
+    assert [*torch.load(tmp_path / "out.pt")] == ["weight"]
+    assert {*(tmp_path / "ran").read_text().split()} == {"0"}
+
+
 # From ranks to ranks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -15,10 +16,10 @@ import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import sources, work
-from ckpttool.io.pieces import Crc, Piece
+from ckpttool.io import kernel, sources, work
+from ckpttool.io.pieces import LEAST, Crc, Piece
 from ckpttool.io.ranges import CHUNK, same_bytes
-from ckpttool.io.write_file import preflight, write
+from ckpttool.io.write_file import FLUSHED, preflight, write
 from files import run_measured
 
 
@@ -39,6 +40,40 @@ def test_pieces_are_written_in_order(tmp_path: Path, source: Path) -> None:
     assert write(pieces, str(tmp_path / "out")) == 4 + 2 * CHUNK + 3 + 5
     assert (tmp_path / "out").read_bytes() == b"head" + source.read_bytes()[7 : 7 + 2 * CHUNK + 3] + b"abcde"
     assert names(tmp_path) == ["out", "source"]
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.ENOSPC, errno.EIO])
+def test_room_is_asked_for_before_a_byte_is_written(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A file system that cannot say is one that has room; none of the answers leaves anything behind."""
+
+    def refused(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(kernel, "fallocate", refused)
+    pieces = [Piece(Span(str(source), 0, source.stat().st_size))] * (1 + LEAST // CHUNK)
+    if number in (errno.ENOSPC, errno.EIO):
+        monkeypatch.setattr(os, "write", None)
+        with pytest.raises(CkptError, match="full" if number == errno.ENOSPC else "error"):
+            write(pieces, str(tmp_path / "out"))
+        assert names(tmp_path) == ["source"]
+    else:
+        write(pieces, str(tmp_path / "out"))
+        assert (tmp_path / "out").read_bytes() == source.read_bytes() * len(pieces)
+
+
+def test_what_is_flushed_is_begun_to_be_written_back(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(kernel, "write_back", lambda _, offset, length: asked.append((offset, length)))
+    pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
+    write(pieces, str(tmp_path / "without"), fsync=False)
+    assert not asked
+    write(pieces, str(tmp_path / "out"))
+    assert [offset for offset, _ in asked] == [sum(length for _, length in asked[:n]) for n in range(len(asked))]
+    assert 0 <= 120 * CHUNK - sum(length for _, length in asked) < FLUSHED
 
 
 def test_checksums_run_along(tmp_path: Path, source: Path) -> None:

@@ -260,6 +260,29 @@ def test_tensors_that_cannot_take_a_value_are_refused_before_anything_is_written
         assert torch.equal(live(torch.ones(2)), other(torch.ones(2)))
 
 
+def test_values_without_data_are_refused() -> None:
+    live = nn.Linear(2, 2)
+    before = snapshot(live)
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, nn.Linear(2, 2, device="meta").state_dict())
+    assert problems(refused) == {
+        f"its new value is on the meta device and has no data @ {name}" for name in ("weight", "bias")
+    }
+    assert unchanged(before, live)
+
+
+@pytest.mark.parametrize("into_sparse", [True, False])
+def test_dense_and_sparse_do_not_go_into_one_another(into_sparse: bool) -> None:
+    dense, sparse = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    sparse.weight = nn.Parameter(torch.eye(2).to_sparse())
+    live, state = (sparse, dense.state_dict()) if into_sparse else (dense, sparse.state_dict())
+    kept = live.weight.detach().to_dense().clone()
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, state)
+    assert "between dense and sparse" in " ".join(problems(refused))
+    assert torch.equal(live.weight.detach().to_dense(), kept)
+
+
 class Weight8(torch.Tensor):
     """An int8 weight with a scale, as quantization libraries make them: a wrapper subclass with its own module_load."""
 
@@ -340,6 +363,14 @@ def test_subclasses_are_loaded_by_their_own_module_load(in_place: bool) -> None:
     assert live["c"].weight is live["a"].weight
     assert (live["a"].weight is weight) == in_place
     assert live["a"].weight.tag == "kept"
+
+
+def test_a_subclass_goes_into_a_dense_weight_by_its_own_module_load() -> None:
+    live, other = nn.Linear(4, 4, False), seeded(nn.Linear, 1, 4, 4, False)
+    value = Weight8.of(other.weight)
+    swap_weights(live, {"weight": value})
+    assert isinstance(live.weight.data, Weight8)
+    assert torch.equal(live.weight.data.data8, value.data8)
 
 
 def test_tied_subclasses_that_get_two_values_are_refused() -> None:

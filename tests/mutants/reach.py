@@ -43,4 +43,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish() -> None:
     passed = {test: seconds for test, seconds in _seconds.items() if test not in _not_passed}
-    Path(os.environ["CKPTTOOL_SECONDS"]).write_text(json.dumps(passed))
+    Path(os.environ["CKPTTOOL_PASSED"]).write_text(json.dumps(passed))

@@ -210,7 +210,7 @@ def _measured(copy: Path, tests: Sequence[str]) -> list[object]:
     subprocess.run(
         [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *tests],
         cwd=copy,
-        env=_environment(copy, HERE) | {"CKPTTOOL_SECONDS": str(seconds)},
+        env=_environment(copy, HERE) | {"CKPTTOOL_PASSED": str(seconds)},
         stdout=subprocess.DEVNULL,
         check=False,
     )
@@ -293,12 +293,13 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("-n", type=int, default=100, help="mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="modules and packages: ckpttool/edits")
+    parser.add_argument("--tests", nargs="*", help="what may notice them, where it is not the tests of the packages")
     parser.add_argument("--seconds", type=float, default=_LONGEST, help="of tests for a mutant, at most")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args(args)
     only = asked.only or ["ckpttool"]
     modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
-    known, mutants = reach(mirrors(only)), drawn(modules, asked.seed)
+    known, mutants = reach(asked.tests or mirrors(only)), drawn(modules, asked.seed)
     chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(asked.n))}.values())
     preload()
     counts: Counter[bool] = Counter()

@@ -11,10 +11,15 @@ _IN_BLOCK = re.compile(r"^(?:\$ )?(ckpttool .*)$", re.MULTILINE)  # a line of a 
 _IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
 
 
-def command_lines() -> list[str]:
-    """Every ``ckpttool …`` of the README and of docs/, in the text or in a code block, each once."""
+def command_lines(*without: str) -> list[str]:
+    """Every ``ckpttool …`` of the README and of docs/, in the text or in a code block, each once.
+
+    Those of pages whose names are in `without` are left out.
+    """
     found: list[str] = []
     for page in [README, *sorted(DOCS.glob("**/*.md"))]:
+        if page.name in without:
+            continue
         text = page.read_text()
         found += _IN_TEXT.findall(text)
         for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):

@@ -1196,3 +1196,13 @@ def drops_out() -> nn.Module:
         lambda m, sd, p, meta: sd.update({p + "weight": nn.functional.dropout(sd[p + "weight"], 0.5)})
     )
     return model
+
+
+@pattern
+def takes_signs_of_a_constant() -> nn.Module:
+    """The constant is equal throughout, and not the same: 0.0 and -0.0."""
+    model = nn.Linear(2, 12)
+    model._register_state_dict_hook(
+        lambda m, sd, p, meta: sd.update({p + "bias": torch.copysign(sd[p + "bias"], torch.tensor([0.0, -0.0] * 6))})
+    )
+    return model

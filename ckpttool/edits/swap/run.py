@@ -11,8 +11,7 @@ from ckpttool.edits.swap.swap import Swap, swap
 from ckpttool.edits.write import Writer, prove
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
-from ckpttool.formats.pt2 import scripted
-from ckpttool.formats.pt2.archive import read_program
+from ckpttool.formats.pt2.archive import read_program, read_scripted
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.naming.model_form import ModelForm
@@ -66,7 +65,7 @@ def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> 
     if found == "pt2":
         return read_program(path, name)
     if found == "torchscript" and name is None:
-        return scripted.read(path)
+        return read_scripted(path)
     if found == "torchscript":
         raise CkptError(f"{path} holds one program without a name: {FORMATS[found].title}", hint=f"name {path} alone")
     hint = "PROGRAM is a .pt2 or a TorchScript archive, and comes first"

@@ -15,7 +15,7 @@ from ckpttool.checkpoint import Lazy, Span
 from ckpttool.formats.containers import zip_archive as za
 from ckpttool.formats.containers.zip_archive import Archive, Record
 from ckpttool.formats.containers.zip_place import ALIGNMENT, U32, is_wide
-from ckpttool.io.pieces import Crc, Piece
+from ckpttool.io.pieces import BLOCK, LEAST, Crc, Piece
 
 _PADDING_FIELD = 0x4246  # "FB", the extra field that torch pads with
 _CRC_AT, _SIZES_AT, _LENGTHS_AT, _OFFSET_AT = 16, 20, 28, 42  # in a central directory entry
@@ -124,7 +124,8 @@ class _Layout:
 
     def keep(self, source: Archive, record: Record) -> None:
         start = self.cursor
-        header = None if self._fits(record) else _padded_header(source, record, start, self.alignment)
+        step = self._step(source, record)
+        header = None if self._fits(record, step) else _padded_header(source, record, start, step)
         if header is None:
             self.put(_region(source, record.start, record.end))
         else:
@@ -140,13 +141,19 @@ class _Layout:
                 self.put(descriptor)
         self.directory.append((_central_entry(record.central, start, record.nbytes, record.size), None))
 
-    def _fits(self, record: Record) -> bool:
+    def _step(self, source: Archive, record: Record) -> int:
+        """Bytes by a multiple of which the record's data may move: large data keeps its place within a block, so that
+        two files can share it."""
+        aligned = not record.data % self.alignment and not BLOCK % self.alignment
+        return BLOCK if aligned and record.nbytes >= LEAST and not source.base % BLOCK else self.alignment
+
+    def _fits(self, record: Record, step: int) -> bool:
         """True where the record's own local header is right at the cursor too: its data stays aligned."""
         if self.cursor == record.start:
             return True
         if max(self.cursor, record.start) >= U32:  # torch writes such an offset into the local header
             return False
-        return (self.cursor - record.start) % self.alignment == 0
+        return (self.cursor - record.start) % step == 0
 
     def finish(self) -> None:
         """Appends the central directory and the three end records, as torch writes them."""
@@ -172,29 +179,31 @@ def _region(archive: Archive, start: int, end: int) -> Span:
     return Span(archive.path, archive.base + start, end - start)
 
 
-def _local_header(fixed: bytes, name: bytes, others: bytes, start: int, size: int, alignment: int) -> bytes:
-    """A local header at `start`, padded as torch pads it so that the data behind it is aligned.
-
-    `fixed` are its first 30 bytes, `others` the extra fields to keep.
+def _local_header(
+    fixed: bytes, name: bytes, others: bytes, start: int, size: int, alignment: int, place: int = 0
+) -> bytes:
+    """A local header at `start`, padded as torch pads it so that the data behind it is aligned, or at `place` modulo
+    that. `fixed` are its first 30 bytes, `others` the extra fields to keep.
     """
     wide = [size, 0] * (size >= U32) + [start] * (start >= U32)
     extra = _zip64_field(wide) + others
-    padding = -(start + za.LOCAL.size + len(name) + len(extra) + 4) % alignment
+    padding = (place - (start + za.LOCAL.size + len(name) + len(extra) + 4)) % alignment
     extra += struct.pack("<HH", _PADDING_FIELD, padding) + b"Z" * padding
     return fixed[:26] + struct.pack("<HH", len(name), len(extra)) + name + extra
 
 
-def _padded_header(archive: Archive, record: Record, start: int, alignment: int) -> bytes | None:
-    """The record's local header padded anew for `start`, or None where it has no padding to change."""
+def _padded_header(archive: Archive, record: Record, start: int, step: int) -> bytes | None:
+    """The record's local header padded anew for `start`, where its data comes to lie as it did modulo a step of blocks,
+    or aligned; None where it has no padding to change."""
     header = za.read_span(_region(archive, record.start, record.data))
     extra_at = za.LOCAL.size + int.from_bytes(header[26:28], "little")
     fields = list(za.extra_fields(header[extra_at:]))
     if all(tag != _PADDING_FIELD for tag, _ in fields):
         return None
     others = _without(header[extra_at:], (_PADDING_FIELD, za.ZIP64_FIELD))
-    return _local_header(
-        header[: za.LOCAL.size], header[za.LOCAL.size : extra_at], others, start, record.size, alignment
-    )
+    fixed, name = header[: za.LOCAL.size], header[za.LOCAL.size : extra_at]
+    place = record.data % step if step == BLOCK else 0
+    return _local_header(fixed, name, others, start, record.size, step, place)
 
 
 def _zip64_field(values: Sequence[int]) -> bytes:

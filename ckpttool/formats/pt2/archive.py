@@ -21,6 +21,7 @@ from ckpttool.formats.pt2 import aotinductor as pt2_compiled
 from ckpttool.formats.pt2 import since_2_9 as pt2_raw
 from ckpttool.formats.pt2 import until_2_8 as pt2_nested
 from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, RecordOf, root_of
+from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
 from ckpttool.io.pieces import Pieces
@@ -87,6 +88,18 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
     if name not in found:
         raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(found)}")
     return _checkpoint(path, archive, _read(archive, found, name))
+
+
+def read_scripted(path: str) -> Checkpoint:
+    """The index of a TorchScript archive, as a program whose weights are replaced; its code calls every tensor by its
+    attribute, and stays as it is with its constants. Raises `CkptError` where it cannot be read.
+    """
+    checkpoint, archive = torchscript.read(path), read_archive(path)
+    records = {archive.span(record): record.name for record in archive.records}
+    storages = {entry.storage for section in checkpoint.sections for entry in section.tensors if entry.storage}
+    homes = {storage: Home(records[storage.data]) for storage in storages if storage.data in records}
+    program = Program(archive, "", "torchscript", f"{root_of(archive)}code", checkpoint.sections, homes)
+    return replace(checkpoint, container=program)
 
 
 def _checkpoint(path: str, archive: Archive, program: Program) -> Checkpoint:

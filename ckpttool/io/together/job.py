@@ -43,7 +43,7 @@ class FailedElsewhere(BaseException):
 
 @dataclass(slots=True)
 class Job:
-    """This rank of a job of `size` ranks, all of which run `command`. `rounds`: how often they have met."""
+    """This rank of a job of `size` ranks, all of which run `command`. `rounds`: how often they have agreed."""
 
     rank: int
     size: int
@@ -101,12 +101,11 @@ class Job:
             self.tell(name, digest)
         self.hear(name)
 
-    def of_first(self, ask: Callable[[], bool]) -> bool:
-        """What the first rank finds: where it may change meanwhile, all go by one answer."""
-        self.rounds += 1
-        if self.is_first:
-            self.tell(f"first/{self.rounds}", ask())
-        return bool(self.hear(f"first/{self.rounds}"))
+    def of_first(self, key: str, ask: Callable[[], Any]) -> Any:
+        """What the first rank finds, once, and says: JSON, the same on every rank. Raises what `ask` raises there."""
+        if self.is_first and not self.store.check([key]):
+            self.tell(key, ask())
+        return self.hear(key)
 
     def fail(self) -> None:
         """Lets the other ranks know that this one fails."""

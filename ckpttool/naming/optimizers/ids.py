@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from ckpttool.checkpoint import Section
 from ckpttool.errors import Problem, Refused
@@ -203,17 +204,12 @@ def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> 
             hint="pass the --model and --optimizer that saved it; --to-model and --to-optimizer name the new ones",
             problems=[
                 Problem(f"{mine} parameters in the file, {theirs} in the optimizer", f"param_groups.{index}")
-                for index, (mine, theirs) in enumerate(_padded(have, want))
+                for index, (mine, theirs) in enumerate(zip_longest(have, want, fillvalue=0))
                 if mine != theirs
             ],
         )
     names = {p: n for group, own in zip(state.groups, parameters.groups) for p, n in zip(group.params, own)}
     return Owners(names, "optimizer")
-
-
-def _padded(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
-    length = max(len(left), len(right))
-    return list(zip([*left, *[0] * (length - len(left))], [*right, *[0] * (length - len(right))]))
 
 
 def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owners:

@@ -30,8 +30,7 @@ class Parameters:
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The canonical names in the groups of the model's optimizer, in its order; empty without an optimizer."""
-        count = max((p.group + 1 for p in self.names.optimizer), default=len(self.names.optimizer_groups))
-        count = max(count, len(self.names.optimizer_groups))
+        count = max(len(self.names.optimizer_groups), *(p.group + 1 for p in self.names.optimizer), 0)
         ordered = sorted(self.names.optimizer, key=lambda p: p.id)
         return tuple(tuple(self.canonical[p.fqn] for p in ordered if p.group == group) for group in range(count))
 

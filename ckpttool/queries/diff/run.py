@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError, Problem
+from ckpttool.expression import is_opaque
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import AS_A_PART, Names
@@ -197,7 +198,7 @@ def _distinct(names: Names) -> Iterator[Tensor]:
     for key in names.serialized:
         if key.shape is not None and key.source not in seen:
             yield Tensor(key.key, key.dtype, key.shape)
-        if key.source is not None:
+        if key.source is not None and not is_opaque(key.source):
             seen.add(key.source)
 
 

@@ -102,7 +102,7 @@ def literal(tensor: torch.Tensor) -> Expression:
     if not plain or tensor.device.type == "meta" or tensor.is_quantized or tensor.numel() > _LITERAL_LIMIT:
         return opaque()
     shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()
-    if not values or all(value == values[0] for value in values):
+    if len(set(map(repr, values))) < 2:  # 0.0 and -0.0 are equal, and not the same
         return full(shape, values[0] if values else 0, tensor.dtype)
     kind = (("dtype", _dtype(tensor.dtype)),)
     items = tuple(

@@ -176,13 +176,15 @@ class Recorder(TorchDispatchMode):
     def _in_place(self, func: Any, args: Sequence[Any], kwargs: Any, written: tuple[str, ...]) -> Any:
         if torch.Tag.inplace_view in func.tags:
             return self._reshape_in_place(func, args, kwargs)
-        targets = [t for name in written for t in _tensors([_bound(func, args, kwargs).get(name)], {})]
+        given = dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
+        targets = _tensors([given.get(name) for name in written], {})
         for target in targets:
             _refuse_overlap(target)
         pure = fn.functional(func)
         values = self._results(func, pure, args, kwargs, targets)
         out = self._run(func, args, kwargs)
-        if any(_is_replaced(t, self._runnable(args, kwargs), kwargs) for t in targets):
+        real = set(map(id, _tensors(self._runnable(args, kwargs), kwargs)))
+        if any(id(target) not in real for target in targets):
             out = self._only_followed(func, targets)
         for target, value in zip(targets, values):
             self.write(target, value)
@@ -344,10 +346,6 @@ def _is_out(func: Any, name: str) -> bool:
     return any(arg.name == name and arg.is_out for arg in func._schema.arguments)
 
 
-def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(zip((arg.name for arg in func._schema.arguments), args)) | dict(kwargs)
-
-
 def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for arg in (*args, *kwargs.values()):
@@ -371,7 +369,3 @@ def _on_meta(arg: Any) -> Any:
     if isinstance(arg, (list, tuple)):
         return type(arg)(map(_on_meta, arg)) if type(arg) in (list, tuple) else [_on_meta(item) for item in arg]
     return arg
-
-
-def _is_replaced(target: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return not any(target is tensor for tensor in _tensors(args, kwargs))

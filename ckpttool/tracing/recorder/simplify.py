@@ -55,7 +55,7 @@ class Simplifier:
         node = Op(node.op, tuple(self.simplify(arg) for arg in node.args), node.kwargs)
         try:
             return self._apply(node)
-        except (CkptError, IndexError, TypeError, ValueError):
+        except (CkptError, LookupError, TypeError, ValueError):
             return node  # not a form that the rules know
 
     def meta(self, node: Argument) -> torch.Tensor:

@@ -18,12 +18,15 @@ from torch import nn
 
 from ckpttool.checkpoint import Span
 from ckpttool.edits.ranks.gather import gather
+from ckpttool.edits.remap.result import Remap
 from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.expression import Ref
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.ranks.parts import RankParts
 from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.flat_param import misfit, shard_sizes, slots, unit_paths
+from ckpttool.plan import Output, Plan
 from ckpttool.queries.diff.reasons import FLAT
 from ckpttool.tracing.load_model import load
 from ckpttool.tracing.trace import trace
@@ -225,6 +228,28 @@ def test_a_flat_parameter_whose_parameters_are_there_by_name_is_dropped(tmp_path
     assert done.status == 0
     assert done.data["dropped"] == ["_flat_param"]
     same(torch.load(tmp_path / "out.pt"), state)
+
+
+@pytest.mark.parametrize("average", ["ema", "model_ema"])
+def test_the_report_says_what_is_cut_out_of_a_flat_parameter(
+    average: str, tmp_path: Path, names: Names, run: Run
+) -> None:
+    """Of that section alone: an average of the model, which changes with it, has its parameters one by one."""
+    model = Net()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    saved = flattened(model, Block, True).state_dict()
+    torch.save({average: expected, "model": saved}, tmp_path / "in.pt")
+    rule = ["--rule", "emb.{x} => e.{x}", "-o", tmp_path / "o.pt", "--dry-run", "--format", "json"]
+    done = run("remap", tmp_path / "in.pt", *MODEL, *rule)
+    assert done.status == 0
+    assert done.data["sections"] == ["model", average]
+    cut = len(expected.keys() - saved.keys())
+    counts = {"renamed": 1, "transformed": cut, "unchanged": 2 * len(expected) - 1 - cut}
+    assert {name: done.data[name] for name in counts} == counts
+    gathered = gather(open_checkpoint(str(tmp_path / "in.pt")), names)
+    plan = Plan(tuple(Output(section, "head.bias", Ref("head.bias")) for section in ("model", average)))
+    of_model, of_average = gathered.before(Remap(gathered.checkpoint, plan)).plan.outputs
+    assert of_model.source == gathered.sources["head.bias"] != Ref("head.bias") == of_average.source
 
 
 def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -177,6 +177,7 @@ NAMES = st.lists(st.sampled_from(["a", "0", "layer", "module", "_orig_mod", "mod
 CHAINS = st.lists(st.sampled_from(["ddp", "compile", "ac", "fsdp", "fully_shard", "averaged", "fpw"]), max_size=4)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(NAMES, min_size=1, max_size=6), CHAINS.filter(lambda words: words.count("averaged") < 2))
 def test_what_a_chain_puts_in_is_taken_out_again(names: list[list[str]], words: list[str]) -> None:
     keys = list(dict.fromkeys(".".join([*name, "w"]) for name in names))
