@@ -18,7 +18,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 def natural(paths: Iterable[str]) -> list[str]:
     """The paths in the order in which people count: ``step-9`` before ``step-10``."""
-    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in _DIGITS.split(path)])
+    return sorted(paths, key=lambda path: [int(part) if part.isdecimal() else part for part in _DIGITS.split(path)])
 
 
 def in_order(paths: Sequence[str]) -> list[str]:

@@ -123,21 +123,25 @@ def written(row: Format, sample: Path, run: Run, folder: Path) -> tuple[str, str
     save_file({key: value.repeat(700) for key, value in STATE.items()}, folder / "plain.safetensors")
     outputs = [is_written(row, ending, run, folder) for ending in row.endings]
     if outputs and outputs[0] is not None and all(outputs):
-        return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(*outputs[0])
+        return " ".join(f"`{ending}`" for ending in row.endings), by_ranks(run, *outputs[0])
     out = folder / f"out{sample.suffix}"
     legacy = ("remap", sample, "--torch-format", "legacy")
     if row.pickled and run(*legacy, "-o", out).status == 0:
-        return "`--torch-format legacy`", by_ranks(out, legacy)
+        return "`--torch-format legacy`", by_ranks(run, out, legacy)
     swap = ("swap-weights", sample, sample)
-    return ("`swap-weights`", by_ranks(out, swap)) if run(*swap, "-o", out).status == 0 else ("no", "no")
+    return ("`swap-weights`", by_ranks(run, out, swap)) if run(*swap, "-o", out).status == 0 else ("no", "no")
 
 
-def by_ranks(alone: Path, command: tuple[object, ...]) -> str:
-    """Whether two ranks write what one process wrote, to the byte."""
+def by_ranks(run: Run, alone: Path, command: tuple[object, ...]) -> str:
+    """Whether two ranks write what one process wrote, to the byte; a DCP folder has a file of each, and its tensors."""
     folder = alone.parent.with_name(f"{alone.parent.name}-by-ranks")
     folder.mkdir()
     done = run_ranks(folder, 2, *command, "-o", folder / alone.name)
-    same = files_in(folder / alone.name) == files_in(alone)
+    if alone.name == ".metadata":
+        assert len([*folder.glob("*.distcp")]) == 2
+        same = run("diff", alone.parent, folder, "--values").status == 0
+    else:
+        same = files_in(folder / alone.name) == files_in(alone)
     return "yes" if same and [one.status for one in done] == [0, 0] else "no"
 
 

@@ -198,3 +198,27 @@ def test_status_0_exactly_where_torch_resumes(seed: int, tmp_path: Path, capsys:
     said = f"{operand}, {kind}: {told}\ntorch: {refused or 'loads'}\n{capsys.readouterr()}"
     assert status in (0, 1), said
     assert (status == 0) == (not refused) or not is_safe(path), said
+
+
+@pytest.mark.parametrize("kinds", [("frozen", "frozen"), ("trained", "frozen"), ("trained", "trained")])
+def test_places_matter_where_there_is_state(
+    kinds: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adapters are trained, and their base is not: what has no state can stand anywhere in its group."""
+    operand, kind, path = "real_models:lora", "decayed_named", tmp_path / "train.pt"
+    model, optimizer = made(operand, kind, 1)
+    step(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for param, own in saved["state"].items():
+        own["owner"] = param
+    group = saved["param_groups"][0]
+    with_state = {"trained": True, "frozen": False}
+    at = [[i for i, p in enumerate(group["params"]) if (p in saved["state"]) is with_state[one]] for one in kinds]
+    first, second = at[0][0], at[1][-1]
+    for listed in (group["params"], group["param_names"]):
+        listed[first], listed[second] = listed[second], listed[first]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, path)
+    refused = torchs_answer(operand, kind, path)
+    assert bool(refused) == ("trained" in kinds)
+    assert main(["diff", "--model", operand, "--optimizer", f"optimizer_models:{kind}", str(path)]) == bool(refused)
+    assert ("order         2" in capsys.readouterr().out) == bool(refused)

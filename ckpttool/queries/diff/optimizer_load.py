@@ -168,12 +168,16 @@ def _astray(state: OptimizerState, target: Parameters, known: Owners, verdict: O
     landed: Mapping[Param, Param] = dict(zip(target.fresh_optimizer.params, state.params))
     if verdict is not None and verdict.error is None:
         landed = {**landed, **{target.canonical[fqn]: param for fqn, param in verdict.landed.items()}}
-    owner = {name: known.names[param] for name, param in landed.items()}
-    told = {str(name): f"here stands {other}" for name, other in owner.items() if other != name}
-    if state.is_stateless:  # then only the group matters
-        saved = {known.names[param]: index for index, group in enumerate(state.groups) for param in group.params}
-        wanted = {name: index for index, group in enumerate(target.groups) for name in group}
-        told = {name: text for name, text in told.items() if saved.get(name) != wanted[name]}
+    owner = {str(name): known.names[param] for name, param in landed.items()}
+    saved = {known.names[param]: index for index, group in enumerate(state.groups) for param in group.params}
+    wanted = {name: index for index, group in enumerate(target.groups) for name in group}
+    held = {known.names[param] for param, own in state.state.items() if own}
+
+    def matters(name: str, other: str) -> bool:
+        """Of parameters without state, only the group does."""
+        return other != name and (not held.isdisjoint((name, other)) or saved.get(name) != wanted[name])
+
+    told = {name: f"here stands {other}" for name, other in owner.items() if matters(name, other)}
     return Astray(_OF_ANOTHER, told)
 
 
