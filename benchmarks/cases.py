@@ -48,9 +48,8 @@ def _copies(folder: Path) -> Iterator[Case]:
         source, out = folder / f"model.{ending}", folder / f"out.{ending}"
         ours = [CKPTTOOL, "remap", str(source), "-o", str(out), *RULE]
         check = _holds(load, out, "blocks", folder)
-        yield Case(f"rename, {name}", ours, "`cp` and `sync`", shell(f"cp {source} {out} && sync {out}"), check)
+        yield from _against_cp(f"rename, {name}", ours, source, check)
         ours = [*ours, "--no-fsync"]
-        yield Case(f"rename, {name}, `--no-fsync`", ours, "`cp`", ["/bin/cp", str(source), str(out)], check)
         saved = {
             "safetensors": "from safetensors.torch import load_file, save_file;"
             f"save_file({{k.replace('layers', 'blocks'): v for k, v in load_file('{source}').items()}}, '{out}')",
@@ -60,28 +59,34 @@ def _copies(folder: Path) -> Iterator[Case]:
         yield Case(f"rename, {name}, `--no-fsync`", ours, "loading and saving", python(saved), check)
 
 
+def _against_cp(work: str, ours: list[str], copied: Path, check: Callable[[], bool]) -> Iterator[Case]:
+    """Brought to the disk, and left to the page cache, beside a copy of a file of that size."""
+    out = copied.with_name("out.copy")
+    yield Case(work, ours, "`cp` and `sync`", shell(f"cp {copied} {out} && sync {out}"), check)
+    yield Case(f"{work}, `--no-fsync`", [*ours, "--no-fsync"], "`cp`", ["/bin/cp", str(copied), str(out)], check)
+
+
 def _conversions(folder: Path) -> Iterator[Case]:
     ways = (("pt", "safetensors"), ("safetensors", "pt"), ("dcp", "safetensors"), ("dcp", "pt"))
     for source, target in ways:
         path, out = folder / f"model.{source}", folder / f"out.{target}"
-        ours = [CKPTTOOL, "remap", str(path), "-o", str(out), "--no-fsync"]
+        ours = [CKPTTOOL, "remap", str(path), "-o", str(out)]
         check = _holds(_safetensors if target == "safetensors" else _torch, out, "layers", folder)
-        work, copied = f"{source} to {target}, `--no-fsync`", folder / "model.safetensors"
-        yield Case(work, ours, "`cp`", ["/bin/cp", str(copied), str(folder / "out.copy")], check)
+        yield from _against_cp(f"{source} to {target}", ours, folder / "model.safetensors", check)
     convert = f"from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as go; go('{path}', '{out}')"
-    yield Case(work, ours, "`dcp_to_torch_save`", python(convert), check)
+    yield Case("dcp to pt, `--no-fsync`", [*ours, "--no-fsync"], "`dcp_to_torch_save`", python(convert), check)
 
 
 def _swaps(folder: Path) -> Iterator[Case]:
     program, new, out = folder / "model.pt2", folder / "model.pt", folder / "out.pt2"
-    ours = [CKPTTOOL, "swap-weights", str(program), str(new), "-o", str(out), "--no-fsync"]
+    ours = [CKPTTOOL, "swap-weights", str(program), str(new), "-o", str(out)]
     check = _holds(_program, out, "layers", folder)
-    yield Case("swap-weights, `--no-fsync`", ours, "`cp` of the program", ["/bin/cp", str(program), str(out)], check)
+    yield from _against_cp("swap-weights", ours, program, check)
     by_torch = (
         f"import torch; p = torch.export.load('{program}'); s = torch.load('{new}', mmap=True);"
         f"[p.state_dict[k].data.copy_(v) for k, v in s.items()]; torch.export.save(p, '{out}')"
     )
-    yield Case("swap-weights, `--no-fsync`", ours, "loading, copying, saving", python(by_torch), check)
+    yield Case("swap-weights, `--no-fsync`", [*ours, "--no-fsync"], "loading, copying, saving", python(by_torch), check)
 
 
 def _in_place(folder: Path) -> Iterator[Case]:
