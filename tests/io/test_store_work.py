@@ -94,6 +94,7 @@ def as_dcp(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     return "a.dcp", (folder / "a.dcp" / ".metadata").stat().st_size
 
 
+MEASURED = "2.13."  # the torch that wrote what docs/scale.md tells of
 FORMS = {
     "safetensors": as_safetensors,
     "torch zip": as_zip,
@@ -120,7 +121,10 @@ def test_an_index_is_fetched_and_little_else(
     files = len([*(tmp_path / own).iterdir()]) if (tmp_path / own).is_dir() else 1
     row = f"| {form} | {files} | {nbytes:,} | {received.requests} | {received.sent:,} |"
     assert received.sent <= 1.1 * nbytes + (files + (form == "before torch 1.6")) * BLOCK
-    assert row in (ROOT / "docs/scale.md").read_text()
+    if form != "DCP" or torch.__version__.startswith(
+        MEASURED
+    ):  # what DCP says of a tensor differs from release to release
+        assert row in (ROOT / "docs/scale.md").read_text()
 
 
 def test_what_an_index_assumes_is_checked_before_tensors_are_read(bucket: Any, tmp_path: Path) -> None:
