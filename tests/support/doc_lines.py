@@ -14,7 +14,7 @@ _IN_TEXT = re.compile(r"`(ckpttool [^`\n]*)`")
 def command_lines(*without: str) -> list[str]:
     """Every ``ckpttool …`` of the README and of docs/, in the text or in a code block, each once.
 
-    Those of pages whose names are in `without` are left out.
+    Those of pages whose names are in `without` are left out, and what they are piped into.
     """
     found: list[str] = []
     for page in [README, *sorted(DOCS.glob("**/*.md"))]:
@@ -24,4 +24,4 @@ def command_lines(*without: str) -> list[str]:
         found += _IN_TEXT.findall(text)
         for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             found += _IN_BLOCK.findall(block)
-    return list(dict.fromkeys(line.split("  #")[0].strip() for line in found))
+    return list(dict.fromkeys(re.split(r"  #| \| ", line)[0].strip() for line in found))
