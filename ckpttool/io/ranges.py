@@ -128,6 +128,7 @@ def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> byt
     """BLAKE2b of the local file or a part of it, asked from the disk again where the platform can. Raises OSError."""
     digest = hashlib.blake2b()
     with open(path, "rb", buffering=0) as file:
+        work.has_opened(path)
         if hasattr(os, "posix_fadvise"):  # what is not flushed yet stays in memory
             os.posix_fadvise(file.fileno(), offset, length or 0, os.POSIX_FADV_DONTNEED)
         file.seek(offset)

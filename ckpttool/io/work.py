@@ -15,6 +15,8 @@ from typing import Literal, Union
 # Told of each long piece of work: its title and its bytes, None where nobody knows them; then of bytes that are done.
 Progress = Callable[[str, Union[int, None]], AbstractContextManager[Callable[[int], object]]]
 
+By = Literal["read", "written"]  # what tells how far a piece of work is
+
 
 @dataclass(slots=True)
 class Counts:
@@ -39,7 +41,7 @@ class Counts:
 class _Work:
     """A piece of work: what is `done` by reading or writing; `room` is what a part of it may still count as."""
 
-    by: Literal["read", "written"]
+    by: By
     advance: Callable[[int], object]
     room: int | None = None
 
@@ -77,7 +79,7 @@ def shown(progress: Progress | None) -> Iterator[None]:
 
 
 @contextmanager
-def doing(title: str, total: int | None, by: Literal["read", "written"] = "read") -> Iterator[None]:
+def doing(title: str, total: int | None, by: By = "read") -> Iterator[None]:
     """Inside, `total` bytes are to be read or written; a piece of work within another one is a part of that."""
     global _at_hand
     if _at_hand is not None:
@@ -99,15 +101,22 @@ def part(nbytes: int) -> Iterator[None]:
         yield
         return
     work.room = nbytes
-    yield
-    advance(work.room)
-    work.room = None
+    try:
+        yield
+        work.advance(work.room)
+    finally:
+        work.room = None
 
 
 def advance(nbytes: int) -> None:
     """Bytes of the work at hand that are done, and that were not read or written here."""
     if _at_hand is not None and nbytes:
         _at_hand.advance(nbytes)
+
+
+def _is_done(nbytes: int, by: By) -> None:
+    if _at_hand is not None and _at_hand.by == by:
+        _at_hand.take(nbytes)
 
 
 def has_opened(path: str) -> None:
@@ -118,23 +127,20 @@ def has_opened(path: str) -> None:
 def has_read(nbytes: int) -> None:
     """Bytes of a file of this machine were read."""
     counts.read += nbytes
-    if _at_hand is not None and _at_hand.by == "read":
-        _at_hand.take(nbytes)
+    _is_done(nbytes, "read")
 
 
 def has_fetched(nbytes: int, requests: int) -> None:
     """A store answered."""
     counts.fetched += nbytes
     counts.requests += requests
-    if _at_hand is not None and _at_hand.by == "read":
-        _at_hand.take(nbytes)
+    _is_done(nbytes, "read")
 
 
 def has_written(nbytes: int) -> None:
     """Bytes of an output are where they belong."""
     counts.written += nbytes
-    if _at_hand is not None and _at_hand.by == "written":
-        _at_hand.take(nbytes)
+    _is_done(nbytes, "written")
 
 
 def has_made(moved: int, computed: int) -> None:

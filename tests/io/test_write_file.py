@@ -92,6 +92,18 @@ def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
     assert (work.counts.read, work.counts.moved, work.counts.written) == (CHUNK + 1, CHUNK + 1, CHUNK + 2)
 
 
+def test_a_part_that_fails_leaves_the_next_ones_to_be_counted() -> None:
+    seen: list[int] = []
+    with work.shown(lambda title, total: nullcontext(seen.append)), work.doing("all", 30):
+        with pytest.raises(CkptError), work.part(10):
+            work.has_read(4)
+            raise CkptError("broken", hint="none")
+        with work.part(20):
+            work.has_read(50)  # also what was read to know how
+        work.has_written(7)
+    assert seen == [4, 20, 0]
+
+
 def fails(kind: str, source: Path) -> list[Piece]:
     def broken() -> list[bytes]:
         raise {"computing": ValueError("no"), "interrupt": KeyboardInterrupt()}[kind]
