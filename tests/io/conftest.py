@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
+import fsspec
 import pytest
 
 from remote_servers import s3_server
@@ -13,3 +16,16 @@ from remote_servers import s3_server
 def endpoint() -> Iterator[str]:
     with s3_server() as url:
         yield url
+
+
+@pytest.fixture
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """The driver of the store, and a bucket of the test's own there."""
+    pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
+    for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{variable}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    fs = fsspec.filesystem("s3")
+    name = f"bucket-{zlib.crc32(request.node.nodeid.encode()):x}"
+    fs.mkdir(name)
+    return fs, name

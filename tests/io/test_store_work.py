@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,17 +26,6 @@ from remote_servers import web_server
 
 pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
 MIB = 1 << 20
-
-
-@pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{variable}", value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    fs = fsspec.filesystem("s3")
-    name = f"bucket-{zlib.crc32(request.node.name.encode()):x}"
-    fs.mkdir(name)
-    return fs, name
 
 
 class Received:

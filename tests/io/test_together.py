@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -358,19 +356,6 @@ def test_what_ranks_save_any_number_of_ranks_loads(saved: Path, world_size: int)
 
 
 # Stores
-
-
-@pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """The driver of an S3 store on loopback, and a bucket of its own there."""
-    pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
-    for variable, value in (("ACCESS_KEY_ID", "me"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{variable}", value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    fs = fsspec.filesystem("s3")
-    name = f"ranks-{zlib.crc32(request.node.name.encode()):x}"
-    fs.mkdir(name)
-    return fs, name
 
 
 def objects(bucket: Any, folder: str = "") -> dict[str, bytes]:
