@@ -212,6 +212,7 @@ _SECTION = object_of(
 )
 _WAY = one_of("model.load", "model.save")
 _COST = {"cost": object_of({"read": COUNT, "written": COUNT, "memory": COUNT})}
+_VERIFIED = {"verified": object_of({"by_checksum": COUNT, "read": COUNT})}
 _REMAP = object_of(
     {
         "source": TEXT,
@@ -228,6 +229,7 @@ _REMAP = object_of(
     {
         "plan": _saying(PLAN_SCHEMA, PLAN),
         "written": object_of({"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": nullable(TEXT)}),
+        **_VERIFIED,
         **_COST,
     },
 )
@@ -237,7 +239,7 @@ _SWAP = object_of(
         "swapped": COUNT,
         **dict.fromkeys(("kept", "constants", "ignored", "by_code"), TEXTS),
     },
-    _COST,
+    {**_VERIFIED, **_COST},
 )
 _ERROR = object_of(
     {

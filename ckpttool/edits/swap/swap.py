@@ -25,7 +25,7 @@ from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import run_code
-from ckpttool.evaluate.compare import same_values
+from ckpttool.evaluate.compare import Verified, same_values
 from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
 from ckpttool.formats.pt2.program import program_of
@@ -47,7 +47,7 @@ class Swap:
 
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
-    is what a dry run found it to take.
+    is what a dry run found it to take, `verified` how the output is known to be right.
     """
 
     program: Checkpoint
@@ -56,6 +56,7 @@ class Swap:
     ignored: tuple[str, ...]
     kept: tuple[str, ...] = ()
     cost: Cost | None = None
+    verified: Verified | None = None
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -87,6 +88,7 @@ class Swap:
             "ignored": list(self.ignored),
             "by_code": list(self.by_code),
             **({} if self.cost is None else {"cost": self.cost.to_json()}),
+            **({} if self.verified is None else {"verified": self.verified.to_json()}),
         }
 
 
