@@ -19,8 +19,9 @@ from ckpttool.operands.settled import settled
 from ckpttool.queries.diff.manifest import is_about_manifest
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_sides
-from ckpttool.queries.diff.run import ask, run
+from ckpttool.queries.diff.run import run
 from ckpttool.queries.diff.shared import shared
+from ckpttool.queries.diff.two import ask
 
 SCHEMA = "ckpttool.since/1"
 By = Literal["left", "right", "both", "conflict"]
