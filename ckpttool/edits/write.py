@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
+from ckpttool.edits.cost import Verified
 from ckpttool.edits.remap.options import RANK
 from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.compare import Fingerprints, Verified, verify
+from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import edit_in_place, sources, work, write_file, write_folder

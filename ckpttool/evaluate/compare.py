@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import (
@@ -24,7 +23,6 @@ from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.io import ranges
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import stream
-from ckpttool.words import human_bytes
 
 if TYPE_CHECKING:
     from ckpttool.io.write_file import Digest
@@ -202,22 +200,6 @@ def _hashed(chunks: Iterable[bytes | memoryview], found: Digest) -> bytes:
     for chunk in chunks:
         found.update(chunk)
     return found.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Bytes of an output's tensors that were proved: by checksums of the store that holds them, or `read` back."""
-
-    by_checksum: int
-    read: int
-
-    def __str__(self) -> str:
-        by_store = f"{human_bytes(self.by_checksum)} by checksums of its store, " if self.by_checksum else ""
-        return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared"
-
-    def to_json(self) -> dict[str, int]:
-        """The `verified` object of the contract."""
-        return {"by_checksum": self.by_checksum, "read": self.read}
 
 
 def verify(

@@ -81,7 +81,7 @@ def amounts(pieces: Pieces) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Objects that hold pieces to the byte by their store's checksums: by URL where each piece begins, and the pieces."""
+    """What objects hold to the byte, by their store's checksums: by URL where each piece begins, and the pieces."""
 
     objects: dict[str, tuple[Sequence[int], Pieces]] = field(default_factory=dict)
 

@@ -16,8 +16,8 @@ from safetensors.torch import load, save, save_file
 
 import ckpttool
 from ckpttool.checkpoint import Span
+from ckpttool.edits.cost import Verified
 from ckpttool.errors import CkptError
-from ckpttool.evaluate.compare import Verified
 from ckpttool.evaluate.with_torch import load as load_entry
 from ckpttool.io import compose
 from ckpttool.io.compose import Upload

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.cost import Cost
+from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.swap.feed import (
     Feed,
     canonical_names,
@@ -25,7 +25,7 @@ from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import run_code
-from ckpttool.evaluate.compare import Verified, same_values
+from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
 from ckpttool.formats.pt2.program import program_of
@@ -87,8 +87,8 @@ class Swap:
             "from": self.form,
             "ignored": list(self.ignored),
             "by_code": list(self.by_code),
-            **({} if self.cost is None else {"cost": self.cost.to_json()}),
-            **({} if self.verified is None else {"verified": self.verified.to_json()}),
+            **({} if self.verified is None else {"verified": VERIFIED.write(self.verified)}),
+            **({} if self.cost is None else {"cost": COST.write(self.cost)}),
         }
 
 
