@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.io.pieces import Files, Link
+from ckpttool.json_schema import COUNT, record
 from ckpttool.words import human_bytes
 
 
@@ -21,9 +22,8 @@ class Cost:
         held = f"holds {human_bytes(self.memory)} of values at most" if self.memory else "holds no values"
         return f"reads {human_bytes(self.read)}, writes {human_bytes(self.written)}, {held}"
 
-    def to_json(self) -> dict[str, int]:
-        """The `cost` of the contract."""
-        return {"read": self.read, "written": self.written, "memory": self.memory}
+
+COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
 
 
 def cost_of(files: Files) -> Cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -306,6 +307,29 @@ def test_shards_change_together(tmp_path: Path, run: Run, monkeypatch: pytest.Mo
         assert run("remap", "m", "--undo")[0] == 0
         for name in os.listdir("old"):
             assert Path("m", name).read_bytes() == Path("old", name).read_bytes()
+
+
+def test_shards_of_which_one_cannot_be_edited_are_written_anew(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was edited before it goes back, and is then read although its clock has gone on."""
+    monkeypatch.chdir(tmp_path)
+    state = {"a.w": torch.arange(9_000.0), "a.b": torch.arange(9_000.0) + 1}
+    save_file(state, "in.safetensors")
+    assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "40KB")[0] == 0
+    real, moved = kernel.fallocate, []
+
+    def fallocate(descriptor: int, mode: int, start: int, length: int) -> None:
+        moved.append(mode)
+        if moved.count(patch._INSERT) == 2 and mode == patch._INSERT:
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        real(descriptor, mode, start, length)
+
+    monkeypatch.setattr(kernel, "fallocate", fallocate)
+    assert way(run, Path("m"), f"a.{{x}} => {LONG}{{x}}")["way"] == "copied"
+    found = {key: value for path in Path("m").glob("*.safetensors") for key, value in load_file(path).items()}
+    assert found.keys() == {LONG + "w", LONG + "b"}
+    assert all(torch.equal(found[LONG + name], state["a." + name]) for name in "wb")
 
 
 def test_shards_that_are_links_are_left_alone(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.cost import Cost
+from ckpttool.edits.cost import COST, Cost
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.expression import Ref
 from ckpttool.io.edit_in_place import Written
+from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
+from ckpttool.optimizer_state import FORMS
 from ckpttool.plan import Plan
 
 SCHEMA = "ckpttool.remap/1"
@@ -60,7 +62,7 @@ class Remap:
             "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),
             **({} if self.written is None else {"written": self.written.to_json()}),
-            **({} if self.cost is None else {"cost": self.cost.to_json()}),
+            **({} if self.cost is None else {"cost": COST.write(self.cost)}),
             **({} if plan is None else {"plan": plan.to_json()}),
         }
 
@@ -69,17 +71,24 @@ def _to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
     """The `optimizer` object of the contract; `sections` has one for each optimizer of the file."""
     if not done:
         return None
-    sections = [
+    first, params = done[0], sum(one.params for one in done)
+    return {"from": first.was, "to": first.to, "params": params, "sections": _SECTIONS.write(done)}
+
+
+_FORM = one_of(*FORMS)
+_SECTIONS = list_of(
+    record(
+        OptimizerRemap,
         {
-            "section": one.section,
-            "from": one.was,
-            "to": one.to,
-            "params": one.params,
-            "evidence": one.evidence,
-            "new": list(one.new),
-            "dropped": list(one.dropped),
-        }
-        for one in done
-    ]
-    first = done[0]
-    return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}
+            "section": TEXT,
+            "from": _FORM,
+            "to": _FORM,
+            "params": COUNT,
+            "evidence": nullable(TEXT),
+            "new": TEXTS,
+            "dropped": TEXTS,
+        },
+        called={"from": "was"},
+    )
+)
+OPTIMIZER = nullable(object_of({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _SECTIONS}))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.cost import Cost
+from ckpttool.edits.cost import COST, Cost
 from ckpttool.edits.swap.feed import (
     Feed,
     canonical_names,
@@ -86,7 +86,7 @@ class Swap:
             "from": self.form,
             "ignored": list(self.ignored),
             "by_code": list(self.by_code),
-            **({} if self.cost is None else {"cost": self.cost.to_json()}),
+            **({} if self.cost is None else {"cost": COST.write(self.cost)}),
         }
 
 

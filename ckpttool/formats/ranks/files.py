@@ -128,7 +128,7 @@ def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> 
     """The files from rank 0 on, and what is odd about their names."""
     numbers = _numbers(list(said))
     ranks = {path: numbers[path] if own is None else own[0] for path, own in said.items()}
-    sizes = {own[1] for own in said.values() if own is not None} or {max(len(said), 1 + max(ranks.values()))}
+    sizes = {own[1] for own in said.values() if own is not None} or {max(len(said), max(ranks.values()))}
     problems = []
     if len(sizes) > 1:
         problems += [Problem(f"is of a run of {own[1]} ranks", path) for path, own in said.items() if own is not None]
