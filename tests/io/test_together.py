@@ -358,8 +358,8 @@ def test_from_ranks_to_ranks_each_byte_moves_once(
 
 def test_killed_ranks_go_on_with_the_files_of_other_ranks(saved: Path, tmp_path: Path) -> None:
     """What is noted is not written again; the files are those of a job that nobody killed."""
-    model = ("--model", f"{saved}/model.py:build")
-    command = ("remap", saved / "full.pt", "--to", "fsdp-flat", "--units", "[0-2]", "--world-size", "4", *model, "-o")
+    flat = ("--to", "fsdp-flat", "--units", "[0-2]", "--world-size", "4", "--model", f"{saved}/model.py:build")
+    command = ("remap", saved / "full.pt", *flat, "-o")
     killed = run_ranks(tmp_path, 2, *command, "four_{rank}.pt", fault=Fault(1, 1))
     assert killed[1].status == -9, killed
     assert not [*tmp_path.glob("four_*")]
