@@ -249,6 +249,8 @@ class Section:
 
     def aliases(self) -> dict[str, str]:
         """Key -> first key of the same tensor, for every key but the first of its group."""
+        if own_storages(self.tensors):
+            return {}
         first: dict[object, str] = {}
         found: dict[str, str] = {}
         for entry in self.tensors:
@@ -256,6 +258,11 @@ class Section:
             if key != entry.key:
                 found[entry.key] = key
         return found
+
+
+def own_storages(tensors: Collection[TensorEntry]) -> bool:
+    """Whether no two tensors have the same storage; what has none is not told apart."""
+    return len({id(entry.storage) for entry in tensors}) == len(tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpttool.checks import CHECKS
 from ckpttool.checks import SCHEMA as CHECK
-from ckpttool.edits.cost import COST
+from ckpttool.edits.cost import COST, VERIFIED
 from ckpttool.edits.remap.result import OPTIMIZER
 from ckpttool.edits.remap.result import SCHEMA as REMAP
 from ckpttool.edits.rules.ready import SCHEMA as RULES
@@ -178,6 +178,7 @@ _REMAP = object_of(
     {
         "plan": _saying(PLAN_SCHEMA, PLAN),
         "written": object_of({"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": nullable(TEXT)}),
+        "verified": VERIFIED,
         "cost": COST,
     },
 )
@@ -187,7 +188,7 @@ _SWAP = object_of(
         "swapped": COUNT,
         **dict.fromkeys(("kept", "constants", "ignored", "by_code"), TEXTS),
     },
-    {"cost": COST},
+    {"verified": VERIFIED, "cost": COST},
 )
 _ERROR = object_of(
     {

@@ -1,4 +1,4 @@
-"""What writing an output takes: bytes that are read, bytes that are written, and memory."""
+"""What writing an output takes, and what has proved it: bytes that are read, that are written, and memory."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ class Cost:
 
 
 COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Bytes of an output's tensors that were proved: by checksums of the store that holds them, or `read` back."""
+
+    by_checksum: int
+    read: int
+
+    def __str__(self) -> str:
+        by_store = f"{human_bytes(self.by_checksum)} by checksums of its store, " if self.by_checksum else ""
+        return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared"
+
+
+VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
 
 
 def cost_of(files: Files) -> Cost:

@@ -19,6 +19,7 @@ import dcp_ranks
 import torchrun_ranks
 from command import Run
 from places import ROOT
+from remote_servers import Received
 from torchrun_ranks import Fault, run_ranks
 
 RULE = ("--rule", "layers.{x*} => blocks.{x*}")
@@ -393,6 +394,7 @@ def test_the_ranks_send_what_one_process_sends(
     before = objects(bucket).keys()
     first, second = run_ranks(tmp_path, 2, "remap", source, "-o", f"s3://{name}/{out}", *options)
     assert (first.status, second.said) == (0, (0, "")), first
+    assert ("22.0 MiB by checksums of its store, 0 bytes read back" in first.out) == ("--verify" in options)
     assert uploads(bucket) == []
     have = objects(bucket)
     written = {name: data for name, (_, data) in files_in(tmp_path / "alone").items()}
@@ -400,9 +402,11 @@ def test_the_ranks_send_what_one_process_sends(
 
 
 @pytest.mark.parametrize("all_die", [False, True])
-def test_a_killed_job_goes_on_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run, all_die: bool) -> None:
-    """Nothing is to be seen of it, and no part that is there is sent again."""
-    command = ("remap", wide / "model.safetensors", *RULE, "-o")
+def test_a_killed_job_goes_on_in_the_bucket(
+    wide: Path, bucket: Any, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, all_die: bool
+) -> None:
+    """Nothing is to be seen of it, and no part that is there is sent again, or read but to verify it."""
+    command = ("remap", wide / "model.safetensors", *RULE, *(["--verify"] if all_die else []), "-o")
     out = f"s3://{bucket[1]}/deep/out.safetensors"
     killed = run_ranks(tmp_path, 2, *command, out, fault=Fault(1, 1), all_die=all_die)
     assert killed[1].status == -9, killed
@@ -411,13 +415,36 @@ def test_a_killed_job_goes_on_in_the_bucket(wide: Path, bucket: Any, tmp_path: P
     (upload,) = uploads(bucket)
     there = bucket[0].call_s3("list_parts", Bucket=bucket[1], Key=upload["Key"], UploadId=upload["UploadId"])["Parts"]
     assert there
+    received = Received(monkeypatch)
     done = run_ranks(tmp_path, 2, *command, out)
     assert [one.status for one in done] == [0, 0], done
+    assert ("22.0 MiB by checksums of its store, 0 bytes read back" in done[0].out) == all_die
     run(*command, tmp_path / "alone.safetensors")
     assert objects(bucket) == {"deep/out.safetensors": (tmp_path / "alone.safetensors").read_bytes()}
     assert uploads(bucket) == []
     size = (tmp_path / "alone.safetensors").stat().st_size
-    assert sum(one.read or 0 for one in done) <= size - sum(part["Size"] for part in there)
+    left = size - sum(part["Size"] for part in there)
+    assert received.nbytes <= left + 10_000
+    assert all_die or sum(one.read or 0 for one in done) <= left
+
+
+def test_the_ranks_replace_a_folder_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
+    """What is there stays whole until all that is new is there; then that is what one process writes, and no more."""
+    (tmp_path / "alone").mkdir()
+    run("remap", wide / "model.safetensors", "-o", f"{tmp_path}/alone/", *RULE, "--max-shard-size", "9MB")
+    out = f"s3://{bucket[1]}/out/"
+    run("remap", wide / "model.safetensors", "-o", out, "--max-shard-size", "6MB")
+    old = objects(bucket)
+    command = ("remap", wide / "model.safetensors", "-o", out, *RULE, "--max-shard-size", "9MB")
+    killed = run_ranks(tmp_path, 2, *command, "--force", fault=Fault(1, 1))
+    assert killed[1].status == -9, killed
+    assert {name: data for name, data in objects(bucket).items() if not name.endswith(".job")} == old
+    done = run_ranks(tmp_path, 2, *command, "--force", "--verify")
+    assert [one.status for one in done] == [0, 0], done
+    assert all(one.read for one in done)
+    written = {f"out/{name}": data for name, (_, data) in files_in(tmp_path / "alone").items()}
+    assert (objects(bucket), uploads(bucket)) == (written, [])
+    assert "output: 22.0 MiB read back" in done[0].out
 
 
 def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.cost import COST, Cost
+from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.expression import Ref
@@ -25,7 +25,8 @@ class Remap:
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
     of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
-    `written` says how a file that was to be changed in place was written, `cost` what a dry run found it to take.
+    `written` says how a file that was to be changed in place was written, `verified` how the output is known to be
+    right, `cost` what a dry run found it to take.
     """
 
     result: Checkpoint
@@ -37,6 +38,7 @@ class Remap:
     ruled: Ruled | None = None
     sections: tuple[str, ...] = ()
     written: Written | None = None
+    verified: Verified | None = None
     cost: Cost | None = None
 
     @property
@@ -62,6 +64,7 @@ class Remap:
             "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),
             **({} if self.written is None else {"written": self.written.to_json()}),
+            **({} if self.verified is None else {"verified": VERIFIED.write(self.verified)}),
             **({} if self.cost is None else {"cost": COST.write(self.cost)}),
             **({} if plan is None else {"plan": plan.to_json()}),
         }

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.cost import COST, Cost
+from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.swap.feed import (
     Feed,
     canonical_names,
@@ -47,7 +47,7 @@ class Swap:
 
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
-    is what a dry run found it to take.
+    is what a dry run found it to take, `verified` how the output is known to be right.
     """
 
     program: Checkpoint
@@ -56,6 +56,7 @@ class Swap:
     ignored: tuple[str, ...]
     kept: tuple[str, ...] = ()
     cost: Cost | None = None
+    verified: Verified | None = None
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -86,6 +87,7 @@ class Swap:
             "from": self.form,
             "ignored": list(self.ignored),
             "by_code": list(self.by_code),
+            **({} if self.verified is None else {"verified": VERIFIED.write(self.verified)}),
             **({} if self.cost is None else {"cost": COST.write(self.cost)}),
         }
 
