@@ -241,6 +241,16 @@ class Section:
         inside = tuple(entry for extra in self.extras for entry in extra.inside())
         return (*self.tensors, *inside) if inside else self.tensors
 
+    @property
+    def entries(self) -> tuple[TensorEntry | ExtraEntry, ...]:
+        """Every entry, tensors first."""
+        return (*self.tensors, *self.extras)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the entries; `by_key` takes several times as long where there are very many."""
+        return tuple(entry.key for entry in self.entries)
+
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
         """Every entry under its key, tensors first."""
         found: dict[str, TensorEntry | ExtraEntry] = {entry.key: entry for entry in self.tensors}

@@ -100,7 +100,7 @@ def _notes(drafts: Sequence[Draft]) -> list[str]:
 
 def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
     """Where a remap begins: every key keeps its name. Wrappers are where the user says so, or else where keys show."""
-    keys = list(section.by_key())
+    keys = section.keys
     if form is None:
         wrappers = chain.infer(keys, lightning=lightning)
     elif isinstance(form, Chain):
@@ -140,6 +140,8 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
         ordered = (in_order_of(one, target) if one.kind == "state_dict" else one for one in result.sections)
         result = replace(result, sections=tuple(ordered))
     notes = [note for one in optimizers for note in one.notes]
+    if not optimizers:
+        return done
     plan = _with_moves(done.plan, result, [one.move for one in optimizers if one.move is not None])
     return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
 
