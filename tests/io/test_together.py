@@ -278,7 +278,7 @@ def build():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model as three ranks save it: with flat parameters and in parts of tensors (FSDP1), and by DCP."""
+    """One model as three ranks save it: with flat parameters and in parts (FSDP1), as DTensors, and by DCP."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "model.py").write_text(MODEL)
     torch.manual_seed(2)
@@ -287,9 +287,35 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named: dict[str, Any] = {"model": f"{folder}/model.py:build", "world_size": 3}
     ckpttool.remap(str(folder / "full.pt"), f"{folder}/flat_{{rank}}.pt", to="fsdp-flat", units=["[0-2]"], **named)
     ckpttool.remap(str(folder / "full.pt"), f"{folder}/parts_{{rank}}.pt", to="fsdp-sharded", **named)
+    for rank in range(3):
+        torch.save({"model": as_dtensors(model.state_dict(), rank, 3)}, folder / f"dtensors_{rank}.pt")
     (done, *_) = run_ranks(folder, 3, "remap", "full.pt", "-o", "three.dcp")
     assert done.status == 0, done
     return folder
+
+
+def as_dtensors(state: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+    """The rank's part of every tensor, by rows, as `fully_shard` has it."""
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        return {
+            key: DTensor.from_local(
+                value.chunk(size)[rank].clone(),
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+            for key, value in state.items()
+        }
+    finally:
+        distributed.destroy_process_group()
 
 
 FOUR = ("--world-size", "4", "--model", "model.py:build", "-o", "four_{rank}.pt")
@@ -300,6 +326,7 @@ FOUR = ("--world-size", "4", "--model", "model.py:build", "-o", "four_{rank}.pt"
     [
         ("flat_*.pt", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
         ("parts_*.pt", ("--to", "fsdp-sharded", *FOUR)),
+        ("dtensors_*.pt", ("-o", "out.dcp")),
         ("flat_*.pt", ("--model", "model.py:build", "-o", "out.dcp")),
         ("three.dcp", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
         ("three.dcp", ("-o", "out.dcp", "--rule", "{x*} => net.{x*}")),
@@ -327,6 +354,27 @@ def test_from_ranks_to_ranks_each_byte_moves_once(
         ckpttool.remap(str(tmp_path / "four_*.pt"), str(back), model=model)
     have = model_in(back)
     assert all(torch.equal(have[key], value) for key, value in want.items())
+
+
+def test_killed_ranks_go_on_with_the_files_of_other_ranks(saved: Path, tmp_path: Path) -> None:
+    """What is noted is not written again; the files are those of a job that nobody killed."""
+    flat = ("--to", "fsdp-flat", "--units", "[0-2]", "--world-size", "4", "--model", f"{saved}/model.py:build")
+    command = ("remap", saved / "full.pt", *flat, "-o")
+    killed = run_ranks(tmp_path, 2, *command, "four_{rank}.pt", fault=Fault(1, 1))
+    assert killed[1].status == -9, killed
+    assert not [*tmp_path.glob("four_*")]
+    (staging,) = tmp_path.glob(".*.ckpttool.job")
+    notes = [json.loads(line) for path in staging.glob("written.*") for line in path.read_text().split("\n") if line]
+    assert notes
+    done = run_ranks(tmp_path, 2, *command, "four_{rank}.pt")
+    assert [one.status for one in done] == [0, 0], done
+    have = [(tmp_path / f"four_{rank}.pt").read_bytes() for rank in range(4)]
+    assert sum(one.written or 0 for one in done) == sum(map(len, have)) - sum(note["size"] for note in notes)
+    alone = f"{tmp_path}/alone_{{rank}}.pt"
+    ckpttool.remap(
+        str(saved / "full.pt"), alone, to="fsdp-flat", units=["[0-2]"], world_size=4, model=f"{saved}/model.py:build"
+    )
+    assert have == [Path(alone.format(rank=rank)).read_bytes() for rank in range(4)]
 
 
 def sizes(folder: Path) -> list[tuple[str, int]]:

@@ -86,6 +86,24 @@ def test_hyperparameters_and_values(tmp_path: Path) -> None:
     assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in told(entries)]
 
 
+def test_hyperparameters_are_the_files_whatever_they_are_called(tmp_path: Path) -> None:
+    def scheduled(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = models.named(model)
+        optimizer.param_groups[0].update({"lr": 0.5, "warmup": 3, "of.a.plugin": [1.0]})
+        return optimizer
+
+    left = saved(tmp_path / "a.pt", models.Net, scheduled)
+    fit = compare_with_optimizer(left, names_of("Net", "named"))
+    assert [found[:2] for found in told(fit.entries)] == [
+        ("value", "param_groups.0.lr param_groups.0.lr"),
+        *(("unexpected", f"param_groups.0.{name}") for name in ("warmup", "of.a.plugin")),
+    ]
+    assert fit.fits
+    fresh = models.named(models.Net())
+    fresh.load_state_dict(torch.load(tmp_path / "a.pt")["optimizer"])
+    assert fresh.param_groups[0]["of.a.plugin"] == [1.0]
+
+
 def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) -> None:
     """torch loads it, and fails at the first step."""
     other = models.Net()
