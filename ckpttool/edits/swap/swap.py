@@ -94,13 +94,14 @@ class Swap:
 
 _REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
 # What to do about weights that do not fit: a kind, and what the command line says of it.
-Advice = Literal["constants", "code", "compiled", "model", "cast", "compare"]
+Advice = Literal["constants", "code", "compiled", "model", "alone", "cast", "compare"]
 _HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
     "code": "a list of names cannot compute them, the model's code can: --model package.module:attr, or file.py:attr",
     "compiled": INSIDE,
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
     "--model file.py:build",
+    "alone": "the program has the names of these weights: leave --model out",
     "cast": "--cast converts them to the program's dtypes",
     "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another version of the model",
 }
@@ -249,12 +250,15 @@ def _untied(
 
 def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> Advice:
     kinds, file = {problem.kind for problem in problems}, program_of(program)
+    left, missing = ({p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing"))
     if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
         return "constants"
     if "opaque" in kinds:
         return "code"
     if "left_over" in kinds and file is not None and file.compiled:
         return "compiled"
+    if names is not None and left and left == missing:
+        return "alone"
     if names is None and kinds & {"left_over", "missing"}:
         return "model"
     return "cast" if "dtype" in kinds and not kinds & {"shape", "left_over", "missing"} else "compare"

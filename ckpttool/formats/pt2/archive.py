@@ -234,6 +234,8 @@ def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
         return f"a {old.layout} tensor in the program, which cannot be replaced"
     if old.storage is not None and new.storage is None:
         return f"a {new.layout} tensor, the program has a strided one"
+    if old.storage is not None and new.payload is not old.payload:
+        return "computed by a remap, which gives a program other names and no other values: swap-weights does"
     return None
 
 

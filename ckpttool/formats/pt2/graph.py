@@ -80,7 +80,7 @@ def renamed(program: Program, names: Mapping[str, str]) -> tuple[bytes, list[Pro
         Problem("the graph has inputs or outputs that are not known, and may name tensors", kind)
         for kind in sorted(kinds - FIELDS.keys() - _NAMELESS)
     ]
-    have = [key for section in program.sections for key in section.by_key()]
+    have = [key for section in program.sections for key in section.keys]
     graph = model["graph_module"]
     modules = {entry["fqn"].partition("@")[0] for entry in graph.get("module_call_graph", ())}
     problems += _unfit(have, names, modules, set(_subgraphs(graph)))

@@ -69,7 +69,7 @@ def checkpoints(
     harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
-    adapters = adapter_notes(mine.by_key(), theirs.by_key(), ("left", "right"))
+    adapters = adapter_notes(mine.keys, theirs.keys, ("left", "right"))
     left_out = not_compared(left, right, (mine, theirs))
     ranks = (*one_rank(left), *one_rank(right))
     notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)

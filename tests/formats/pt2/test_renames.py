@@ -185,3 +185,60 @@ def test_two_tensors_that_change_names_do_not_change_places(program: Path, tmp_p
     old, new = torch.export.load(program), torch.export.load(out)
     assert torch.equal(new.module()(EXAMPLE), old.module()(EXAMPLE))
     assert torch.equal(new.state_dict["a.lin.weight"], old.state_dict["b.0.lin.weight"])
+
+
+class Hooked(nn.Linear):
+    """Saves its weight under another name, and as twice of what it is."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_state_dict_post_hook(self._out)
+        self.register_load_state_dict_pre_hook(self._back)
+
+    @staticmethod
+    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}bias.kept"] = state.pop(f"{prefix}bias")
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+    @staticmethod
+    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+        state[f"{prefix}bias"] = state.pop(f"{prefix}bias.kept")
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+class Named(Hooked):
+    """Saves its bias under another name, and nothing else."""
+
+    @staticmethod
+    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}offset"] = state.pop(f"{prefix}bias")
+
+    @staticmethod
+    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+        state[f"{prefix}bias"] = state.pop(f"{prefix}offset")
+
+
+def test_a_program_takes_the_names_that_its_model_saves(tmp_path: Path, run: Run) -> None:
+    program, weights, out = tmp_path / "p.pt2", tmp_path / "w.pt", tmp_path / "o.pt2"
+    torch.export.save(torch.export.export(Named(), (EXAMPLE,)), program)
+    new = Named()
+    torch.save(new.state_dict(), weights)
+    model = ("--model", f"{__file__}:Named")
+    assert run("remap", program, *model, "--to", "serialized", "--in-place")[0] == 0
+    module = torch.export.load(program).module()
+    module.load_state_dict(torch.load(weights))
+    assert torch.equal(module(EXAMPLE), new(EXAMPLE))
+    status, _, said = run("swap-weights", program, weights, *model, "-o", out)
+    assert (status, "leave --model out" in said) == (1, True)
+    assert run("swap-weights", program, weights, "-o", out)[0] == 0
+    assert torch.equal(torch.export.load(out).module()(EXAMPLE), new(EXAMPLE))
+
+
+def test_a_remap_gives_a_program_no_other_values(tmp_path: Path, run: Run) -> None:
+    torch.export.save(torch.export.export(Hooked(), (EXAMPLE,)), tmp_path / "p.pt2")
+    words = ("--model", f"{__file__}:Hooked", "--from", "runtime", "--to", "serialized")
+    status, _, said = run("remap", tmp_path / "p.pt2", *words, "-o", tmp_path / "o.pt2")
+    assert status == 1
+    assert (
+        "computed by a remap, which gives a program other names and no other values: swap-weights does @ weight" in said
+    )
