@@ -1,8 +1,8 @@
 """What the CRCs of whole objects prove of a range that their store has copied: no byte of it has to come here.
 
 A store may keep a CRC-64/NVME of each object (``ChecksumCRC64NVME`` of HeadObject; AWS's also of what was sent
-without any checksum), and says that of the source and that of the copy. A CRC is linear: where the bytes before and behind the
-range are known in both objects, the two tell whether the range is the same.
+without any checksum), and says that of the source and that of the copy. A CRC is linear: where the bytes before and
+behind the range are known in both objects, the two tell whether the range is the same.
 """
 
 from __future__ import annotations
