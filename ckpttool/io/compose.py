@@ -54,7 +54,7 @@ class Plan:
     def parts(self) -> Iterator[bytes | Span]:
         """The parts of the upload in order. Raises `CkptError` where a source cannot be read."""
         for run in self.runs:
-            yield from copied(run) if isinstance(run, Span) else sent(run, self.sent)
+            yield from copied(run) if isinstance(run, Span) else sent(run, self.sent, ends=run is self.runs[-1])
 
 
 def copied(span: Span) -> Iterator[Span]:
@@ -64,19 +64,20 @@ def copied(span: Span) -> Iterator[Span]:
     return (Span(span.path, span.offset + start, end - start) for start, end in pairwise(ends))
 
 
-def lengths(nbytes: int, total: int) -> list[int]:
+def lengths(nbytes: int, total: int, *, ends: bool = False) -> list[int]:
     """Bytes of each part of `nbytes` that are sent, of an object to which `total` are.
 
-    The last one is longer, where what would be left is no part by itself.
+    The last one is longer, where what would be left is no part by itself: where the object `ends`, it is one however
+    short, and no part is longer than those before it, which some stores ask for.
     """
     size = max(_SENT, -(-total // MOST_PARTS))
-    count = max(1, (nbytes - LEAST) // size + 1)
+    count = max(1, -(-nbytes // size) if ends else (nbytes - LEAST) // size + 1)
     return [*[size] * (count - 1), nbytes - size * (count - 1)]
 
 
-def sent(pieces: Pieces, total: int) -> Iterator[bytes]:
+def sent(pieces: Pieces, total: int, *, ends: bool = False) -> Iterator[bytes]:
     """The bytes of the pieces in parts of these lengths. Raises `CkptError` where a source cannot be read."""
-    wanted = iter(lengths(sum(piece.nbytes for piece in pieces), total))
+    wanted = iter(lengths(sum(piece.nbytes for piece in pieces), total, ends=ends))
     size, part = next(wanted), bytearray()
     for data in stream(pieces):
         part += data
