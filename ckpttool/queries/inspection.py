@@ -184,7 +184,7 @@ def _is_zero(own: Statistics) -> bool:
 
 
 def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
-    entries = [entry for section in checkpoint.sections for entry in section.by_key().values()]
+    entries = [entry for section in checkpoint.sections for entry in section.entries]
     if not any(is_flat(entry.key) or isinstance(entry, ExtraEntry) or entry.layout != "strided" for entry in entries):
         return ()
     from ckpttool.formats.ranks.files import one_rank  # with all that puts ranks together

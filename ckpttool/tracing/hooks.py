@@ -98,12 +98,10 @@ class Watcher:
         method = own if own is not None else getattr(module, name)
         object.__setattr__(module, name, _Watched(method, self.paths.get(id(module), ""), run))
 
-    def _pre_hook(self, function: Callable[..., Any], path: str, *args: Any) -> Any:
-        prefix = args[1] if len(args) > 1 and isinstance(args[1], str) else path + "."
+    def _pre_hook(self, function: Callable[..., Any], _: str, module: nn.Module, prefix: str, *args: Any) -> Any:
         with self._running(described(function, prefix[:-1])):
-            result = function(*args)
-        if args and isinstance(args[0], nn.Module):
-            self._wrap_saving(args[0])  # it may have registered more of them
+            result = function(module, prefix, *args)
+        self._wrap_saving(module)  # it may have registered more of them
         return result
 
     def _post_hook(self, function: Callable[..., Any], path: str, *args: Any) -> Any:

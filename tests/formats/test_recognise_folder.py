@@ -51,7 +51,8 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
     [
         ([], "holds nothing", "check the path"),
         (["config.json"], "no weights", "check the path"),
-        (["notes.txt", "step_100/model.pt", "step_200/model.pt"], "no checkpoint", "step_200"),
+        (["run/model.pt"], "no checkpoint", "/run"),
+        (["notes.txt", "step_100/model.pt", "step_200/model.pt", "step_300/model.pt"], "no checkpoint", "step_300"),
         (["model-00001-of-00002.safetensors"], "1 shards without their index", "index.json"),
         (["__0_0.distcp"], "without its .metadata", "hidden"),
         (  # scheduler.bin is no checkpoint where there is another

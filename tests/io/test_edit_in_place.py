@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import subprocess
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +25,8 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import edit_in_place, edit_journal, kernel, patch
+from ckpttool.io import edit_in_place, edit_journal, kernel, patch, temporary
+from ckpttool.io.journal import Journal
 from command import Run
 from places import DATA
 
@@ -210,6 +215,50 @@ def test_whatever_reads_it_next_finds_the_old_file(source: Path, reader: str) ->
     assert records(Path()) == []
 
 
+@pytest.fixture
+def living() -> Iterator[int]:
+    """The number of another process that lives."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.mark.parametrize("what", ["files of a folder", "a file"])
+@pytest.mark.parametrize(
+    ("other", "age", "goes_on"),
+    [
+        ({}, 0, False),
+        ({}, 10 * temporary.PATIENCE, False),  # slow, but alive
+        ({"pid": 1 << 23}, 0, True),
+        ({"started": 1}, 0, True),  # another process had the number
+        ({"boot": "00000000"}, 0, True),  # the machine was started anew
+        *(({far: value}, 0, False) for far, value in (("host", "00000000"), ("space", 1))),  # nothing is known of it
+        *(({far: value}, 2 * temporary.PATIENCE, True) for far, value in (("host", "00000000"), ("space", 1))),
+    ],
+)
+def test_what_a_process_began_is_left_to_it_as_long_as_it_lives(
+    source: Path, run: Run, living: int, what: str, other: dict[str, Any], age: float, goes_on: bool
+) -> None:
+    owner = replace(temporary._owner(living), **other)
+    name = f".in.{owner}-00000000.ckpttool."
+    if what == "a file":
+        dies_at("apply", ["remap", str(source), "--rule", "a.{x} => z.{x}", "--in-place"])
+        journal = next(Path().glob(".*.edit")).rename(f"{name}edit")
+    else:
+        for folder in ("new", "old"):
+            Path(name + "tmp", folder).mkdir(parents=True)
+        save_file({"a.w": torch.zeros(1)}, f"{name}tmp/new/{source}")
+        journal = Path(f"{name}tmp", temporary.JOURNAL)
+        journal.write_bytes(Journal((str(source),), ()).text())
+    os.utime(journal, (time.time() - age,) * 2)
+    before = source.read_bytes()
+    status, _, said = run("inspect", source)
+    assert (status, source.read_bytes() != before, journal.exists()) == (
+        (0, True, False) if goes_on else (2, False, True)
+    )
+    assert ("just being" in said) is not goes_on
+
+
 def test_behind_a_link_too(source: Path) -> None:
     Path("blobs").mkdir()
     source.rename("blobs/x.safetensors")
@@ -306,6 +355,29 @@ def test_shards_change_together(tmp_path: Path, run: Run, monkeypatch: pytest.Mo
         assert run("remap", "m", "--undo")[0] == 0
         for name in os.listdir("old"):
             assert Path("m", name).read_bytes() == Path("old", name).read_bytes()
+
+
+def test_shards_of_which_one_cannot_be_edited_are_written_anew(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was edited before it goes back, and is then read although its clock has gone on."""
+    monkeypatch.chdir(tmp_path)
+    state = {"a.w": torch.arange(9_000.0), "a.b": torch.arange(9_000.0) + 1}
+    save_file(state, "in.safetensors")
+    assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "40KB")[0] == 0
+    real, moved = kernel.fallocate, []
+
+    def fallocate(descriptor: int, mode: int, start: int, length: int) -> None:
+        moved.append(mode)
+        if moved.count(patch._INSERT) == 2 and mode == patch._INSERT:
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        real(descriptor, mode, start, length)
+
+    monkeypatch.setattr(kernel, "fallocate", fallocate)
+    assert way(run, Path("m"), f"a.{{x}} => {LONG}{{x}}")["way"] == "copied"
+    found = {key: value for path in Path("m").glob("*.safetensors") for key, value in load_file(path).items()}
+    assert found.keys() == {LONG + "w", LONG + "b"}
+    assert all(torch.equal(found[LONG + name], state["a." + name]) for name in "wb")
 
 
 def test_shards_that_are_links_are_left_alone(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

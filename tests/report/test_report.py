@@ -214,6 +214,11 @@ def test_golden_terminal() -> None:
     assert render("text", document, {}, Terminal(40, color=False)) == re.sub("\x1b\\[[0-9;]*m", "", TERMINAL)
 
 
+def test_a_terminal_without_colours_says_what_the_plain_text_says_in_the_same_lines() -> None:
+    shown = render("text", DIFF, {}, Terminal(100, color=False))
+    assert [line.split() for line in shown.splitlines()] == [line.split() for line in PLAIN.splitlines()]
+
+
 def test_golden_json() -> None:
     data = {
         "schema": "ckpttool.diff/1",

@@ -135,6 +135,8 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     """
     wanted = replace(wanted, ruled=done.ruled)
     result, optimizers = remap_optimizers(done.result, wanted)
+    if not optimizers:
+        return done
     keeps = done.ruled is None or done.ruled.keeps_places
     target = wanted.to_names or (wanted.names if keeps else None)
     if target is not None and any(one.to == ID for one in optimizers):

@@ -38,7 +38,7 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     """A sentence where the file holds one rank's part of its tensors; none where it does not."""
     if checkpoint.format == NAME:
         return ()
-    entries = [entry for section in checkpoint.sections for entry in section.by_key().values()]
+    entries = [entry for section in checkpoint.sections for entry in section.entries]
     if not any(is_flat(entry.key) or _is_part(entry) for entry in entries):
         return ()
     whole = checkpoint.source.partition("::")[0]
@@ -128,7 +128,7 @@ def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> 
     """The files from rank 0 on, and what is odd about their names."""
     numbers = _numbers(list(said))
     ranks = {path: numbers[path] if own is None else own[0] for path, own in said.items()}
-    sizes = {own[1] for own in said.values() if own is not None} or {max(len(said), 1 + max(ranks.values()))}
+    sizes = {own[1] for own in said.values() if own is not None} or {max(len(said), max(ranks.values()))}
     problems = []
     if len(sizes) > 1:
         problems += [Problem(f"is of a run of {own[1]} ranks", path) for path, own in said.items() if own is not None]

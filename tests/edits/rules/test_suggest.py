@@ -144,7 +144,7 @@ def test_names_of_the_field_prevail_over_the_order() -> None:
     ("left", "right"),
     [
         (zeros(a__weight=(4,)), zeros(b__bias=(4,))),  # a scale is no bias
-        (zeros(a__scale=()), zeros(b__temperature=())),  # numbers fit everywhere
+        *((zeros(a__weight=shape), zeros(b__weight=shape)) for shape in ((), (1,))),  # numbers fit everywhere
         (zeros(a__weight=(4, 4), b__weight=(4, 4)), zeros(c__weight=(4, 4))),  # which of the two?
         ({**zeros(a__weight=(4, 4)), "n": torch.zeros(3)}, {"b.weight": torch.zeros(4, 4).long(), "n": torch.zeros(3)}),
         (zeros(enc__n__weight=(4,), enc__w=(2, 3)), zeros(dec__n__weight=(4,), enc__w=(2, 3), dec__w=(9, 9))),

@@ -12,6 +12,7 @@ import enum
 import fractions
 import functools
 import io
+import itertools
 import os
 import pathlib
 import pickle
@@ -325,6 +326,19 @@ def test_references_come_in_reading_order() -> None:
 def test_opcodes_of_old_pickles(data: bytes, value: Any) -> None:
     assert loads(data).root == value == pickle.loads(data)
     assert pickle.loads(dumps(loads(data))) == value
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
+def test_quoted_strings_are_those_of_the_unpickler() -> None:
+    for letters in itertools.chain.from_iterable(itertools.product("'\"a\\x0u ", repeat=n) for n in range(5)):
+        data = f"S{''.join(letters)}\n.".encode()
+        try:
+            value = pickle.loads(data)
+        except Exception:
+            with pytest.raises(CkptError, match="damaged pickle"):
+                loads(data)
+        else:
+            assert loads(data).root == value, data
 
 
 def test_old_classes_stay_as_they_are() -> None:

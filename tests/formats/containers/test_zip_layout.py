@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 import subprocess
 import zipfile
 from pathlib import Path
@@ -118,12 +119,15 @@ def test_records_of_other_writers_are_kept(tmp_path: Path, compression: int) -> 
     path = tmp_path / "plain.zip"
     with zipfile.ZipFile(path, "w", compression) as out:
         for name in ("a", "b", "c"):
-            out.writestr(zipfile.ZipInfo(name, (2020, 2, 3, 4, 5, 6)), name.encode() * 100, compression)
+            info = zipfile.ZipInfo(name, (2020, 2, 3, 4, 5, 6))
+            info.comment, info.extra = b"of " + name.encode(), struct.pack("<HH3s", 0x7777, 3, b"own")
+            out.writestr(info, name.encode() * 100, compression)
     archive = read_archive(str(path))
     pieces = layout_archive(archive, [NewRecord("a", b"new"), *archive.records[1:]])
     changed = check(pieces, tmp_path / "out.zip")
     assert contents(changed) == {"a": b"new", "b": b"b" * 100, "c": b"c" * 100}
-    assert zipfile.ZipFile(tmp_path / "out.zip").getinfo("b").date_time == (2020, 2, 3, 4, 5, 6)
+    kept = zipfile.ZipFile(tmp_path / "out.zip").getinfo("b")
+    assert (kept.date_time, kept.comment, kept.extra[-7:]) == ((2020, 2, 3, 4, 5, 6), b"of b", b"ww\3\0own")
 
 
 def test_more_records_than_16_bits_count(tmp_path: Path) -> None:

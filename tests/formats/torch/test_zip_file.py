@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -524,7 +525,7 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
     renamed = tuple(replace(entry, key="x." + entry.key) for entry in tensors)
     out = rewritten(tmp_path, replace(checkpoint, sections=(replace(section, tensors=renamed),)))
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
-    config: Any = torch.utils.serialization.config
+    config: Any = import_module("torch.utils.serialization").config
     with config.patch("load.calculate_storage_offsets", True):
         assert [len(t) for t in load(out).values()] == [entry.shape[0] for entry in tensors]
         assert [len(t) for t in load(out, mmap=False).values()] == [entry.shape[0] for entry in tensors]
@@ -535,11 +536,22 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
 
 def test_another_storage_alignment(tmp_path: Path) -> None:
     needs_torch("2.7", "another alignment of storages")
-    config: Any = torch.utils.serialization.config
+    config: Any = import_module("torch.utils.serialization").config
     with config.patch("save.storage_alignment", 4096):
         path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
     out = rewritten(tmp_path, with_keys(read(path), "", "a.much.longer.name.".__add__))
     assert all(record.data % 4096 == 0 for record in read_archive(out).records)
+    assert len(load(out)) == 2
+
+
+@pytest.mark.parametrize("text", [b"0", b"-64", b"65537", b"9" * 30])
+def test_an_alignment_that_is_none_is_that_of_torch(tmp_path: Path, text: bytes) -> None:
+    path = saved(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
+    archive, name = read_archive(path), "saved/.storage_alignment"
+    others = [NewRecord(name, text) if record.name == name else record for record in archive.records]
+    path = write_pieces(layout_archive(archive, others), tmp_path / "other.pt")
+    out = rewritten(tmp_path, with_keys(read(path), "", "a.much.longer.name.".__add__))
+    assert all(record.data % 64 == 0 for record in read_archive(out).records if "/data/" in record.name)
     assert len(load(out)) == 2
 
 

@@ -11,6 +11,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer
 from ckpttool.queries.diff.result import HARMLESS, Entry
+from command import Run
 from optimizer_support import names_of, remapped, save, steps, train
 
 
@@ -86,6 +87,24 @@ def test_hyperparameters_and_values(tmp_path: Path) -> None:
     assert ("value", "state.head.weight.step state.head.weight.step") in [found[:2] for found in told(entries)]
 
 
+def test_hyperparameters_are_the_files_whatever_they_are_called(tmp_path: Path) -> None:
+    def scheduled(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = models.named(model)
+        optimizer.param_groups[0].update({"lr": 0.5, "warmup": 3, "of.a.plugin": [1.0]})
+        return optimizer
+
+    left = saved(tmp_path / "a.pt", models.Net, scheduled)
+    fit = compare_with_optimizer(left, names_of("Net", "named"))
+    assert [found[:2] for found in told(fit.entries)] == [
+        ("value", "param_groups.0.lr param_groups.0.lr"),
+        *(("unexpected", f"param_groups.0.{name}") for name in ("warmup", "of.a.plugin")),
+    ]
+    assert fit.fits
+    fresh = models.named(models.Net())
+    fresh.load_state_dict(torch.load(tmp_path / "a.pt")["optimizer"])
+    assert fresh.param_groups[0]["of.a.plugin"] == [1.0]
+
+
 def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) -> None:
     """torch loads it, and fails at the first step."""
     other = models.Net()
@@ -108,6 +127,18 @@ def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) ->
         "right has no `momentum_buffer` in its state",
         None,
     ) in found
+
+
+def test_an_optimizer_that_is_not_compared_is_named(tmp_path: Path, run: Run) -> None:
+    """The model loads as it is; torch would give the moments, which nothing asked for, to other parameters."""
+    layers = {name: torch.nn.Linear(2, 2) for name in ("b", "a")}
+    model = torch.nn.ModuleDict(layers)
+    torch.save({"net": model.state_dict(), "train.adam": models.adamw(model).state_dict()}, tmp_path / "a.pt")
+    source = "from torch import nn\ndef build(): return nn.ModuleDict({name: nn.Linear(2, 2) for name in 'ab'})\n"
+    (tmp_path / "net.py").write_text(source)
+    done = run("diff", "--model", f"{tmp_path / 'net.py'}:build", tmp_path / "a.pt")
+    assert done.status == 0
+    assert "another order, by which torch gives optimizers' state to them: train.adam is not compared" in done.out
 
 
 def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:

@@ -98,6 +98,20 @@ def test_a_file_with_different_values_under_tied_names(tmp_path: Path, capsys: p
     assert torch.equal(model["embed"].weight, torch.zeros(5, 3))
 
 
+@pytest.mark.parametrize("other", ["embed.weight", "head.weight"])
+def test_of_a_tied_name_with_another_shape_the_shape_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    """Which of the two is lost does not matter: torch loads none of them."""
+    state = {**hook_zoo.tied().state_dict(), other: torch.ones(4, 3)}
+    with pytest.raises(RuntimeError, match=f"size mismatch for {other}"):
+        hook_zoo.tied().load_state_dict(state)
+    torch.save(state, tmp_path / "two.pt")
+    status, diff = run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")
+    assert status == 1
+    assert {entry["status"] for entry in diff["entries"] if entry["left"] == [other]} == {"shape"}
+
+
 def test_equal_copies_under_tied_names_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"embed.weight": torch.ones(5, 3), "head.weight": torch.ones(5, 3)}, tmp_path / "two.pt")
     assert run(capsys, "diff", "--model", f"{SUPPORT}/hook_zoo.py:tied", tmp_path / "two.pt")[0] == 0

@@ -5,6 +5,7 @@ They build nodes and never call anything that the pickle names. What they raise,
 
 from __future__ import annotations
 
+import codecs
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -390,10 +391,9 @@ def _py2_text(data: bytes) -> str | ByteString:
 
 
 def _quoted(line: bytes) -> str | ByteString:
-    line = line.strip()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in b"'\"":
         raise ValueError("a string without quotes")
-    return _py2_text(line[1:-1].decode("unicode_escape").encode("latin-1"))
+    return _py2_text(codecs.escape_decode(line[1:-1])[0])
 
 
 def _integer(line: bytes) -> int:
