@@ -11,9 +11,10 @@ from math import prod
 from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.dtypes import itemsize
+from ckpttool.many import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Span:
     """`length` contiguous bytes of the file `path`, from byte `offset` on."""
 
@@ -46,7 +47,7 @@ class Lazy:
 Part = Union[bytes, memoryview, Span, Lazy]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class Storage:
     """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""
 
@@ -63,7 +64,7 @@ class Storage:
         return self.data.length
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TensorEntry:
     """One named tensor: its geometry and its storage.
 
@@ -244,12 +245,12 @@ class Section:
     @property
     def entries(self) -> tuple[TensorEntry | ExtraEntry, ...]:
         """Every entry, tensors first."""
-        return (*self.tensors, *self.extras)
+        return (*self.tensors, *self.extras) if self.extras else self.tensors
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the entries; `by_key` takes several times as long where there are very many."""
-        return tuple(entry.key for entry in self.entries)
+    def keys(self) -> list[str]:
+        """Every key, those of tensors first; `by_key` takes several times as long where there are very many."""
+        return list(self.by_key()) if self.extras else [entry.key for entry in self.tensors]
 
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
         """Every entry under its key, tensors first."""

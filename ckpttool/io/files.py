@@ -114,10 +114,10 @@ def _plain(path: str, pipes: bool) -> io.FileIO:
 @contextmanager
 def sources_stay() -> Iterator[None]:
     """Raises `CkptError` at its end where what tensors were read from inside is no longer what its index says."""
-    sources.streamed.clear()
+    sources.note_anew()
     yield
-    sources.check_unchanged(source for source in sources.streamed if not is_url(source))
-    urls = [source for source in sources.streamed if is_url(source)]
+    sources.check_unchanged(source for source in sources.streamed() if not is_url(source))
+    urls = [source for source in sources.streamed() if is_url(source)]
     if urls:
         from ckpttool.io.remote import read as remote
 

@@ -123,7 +123,7 @@ def write(
         settle(path.parent)
         with staged_file(path) as (descriptor, staged):
             fill(descriptor, pieces, digest, flush=fsync)
-            read = tuple(sources.streamed)
+            read = sources.streamed()
             if not in_place and is_one_of(out, read):
                 raise CkptError(f"{out} is a source itself", hint="name another file")
             modes.settle_file(descriptor, path, (*readers_of, *read))

@@ -194,8 +194,8 @@ class _Writer:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
         try:
             fill(descriptor, pieces, digest, flush=self.fsync)
-            read = set(sources.streamed)
-            self.read |= read
+            read = sources.streamed()
+            self.read.update(read)
             # what is made of no tensors, an index, says as much as all of them
             modes.settle_file(descriptor, replaced, (*self.readers_of, *(read or self.read)))
             if self.fsync:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import torch
+
+import ckpttool
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.queries.inspection import inspect
 from ckpttool.report import render
@@ -133,3 +139,12 @@ def test_long_lists_are_cut_unless_all_is_asked_for() -> None:
 def test_an_empty_checkpoint_has_a_document() -> None:
     empty = Checkpoint("a.pt", "torch_zip", 0, ())
     assert render("text", document(inspect(empty)), {}) == "inspect a.pt\ntorch_zip, 0 tensors, 0 bytes on disk\n"
+
+
+def test_what_is_no_number_stands_out(tmp_path: Path) -> None:
+    state = {"odd": torch.tensor([1.0, float("nan"), float("inf"), float("-inf")]), "even": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pt")
+    shown = render("html", document(ckpttool.inspect(str(tmp_path / "a.pt"), stats=True)), {})
+    for name, role, counts in (("odd", "bad", (1, 2)), ("even", "number", (0, 0))):
+        cells = (f'<td class="{role}" data-title="{t}">{n}</td>' for t, n in zip(("NaN", "inf"), counts))
+        assert re.search(f">{name}<.*{''.join(cells)}", shown)

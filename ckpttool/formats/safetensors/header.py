@@ -15,10 +15,10 @@ from ckpttool.checkpoint import Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.dtypes import BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.safetensors import members
 from ckpttool.io.files import opened
 from ckpttool.io.ranges import read_span
+from ckpttool.many import many_objects
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit

@@ -12,7 +12,6 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
 from ckpttool.errors import CkptError
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
@@ -26,6 +25,7 @@ from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Edited, Pieces
 from ckpttool.limits import limits
+from ckpttool.many import many_objects
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 

@@ -162,10 +162,9 @@ def _of_other_order(names: Names, checkpoint: Checkpoint) -> list[str]:
     order = saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes)) if paths else None
     if order is None or not order.differing:
         return []
-    which = ", ".join(path or "(root)" for path in paths)
     return [
         "the model that saved this file registers its parameters in another order, by which torch gives optimizers' "
-        f"state to them: {which} is not compared without --optimizer"
+        f"state to them: {', '.join(paths)} is not compared without --optimizer"
     ]
 
 

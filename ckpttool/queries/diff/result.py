@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
 from ckpttool.json_schema import COUNT, TEXT, TEXTS, Members, list_of, nullable, object_of, one_of, plain, record
+from ckpttool.many import value
 from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
 
@@ -67,7 +68,7 @@ def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Entry:
     """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
 

@@ -117,11 +117,15 @@ class Simplifier:
     def _slice_node(self, node: Op) -> Argument:
         if len(node.args) != 4:
             return node
-        return self._slice(node.args[0], *map(_int, node.args[1:]))
+        source, dim = node.args[0], self._dim(node, 1, node.args[0])
+        start, end, _ = slice(*map(_int, node.args[2:])).indices(self.shape(source)[dim])
+        return self._slice(source, dim, start, end)
 
     def _slice(self, source: Argument, dim: int, start: int, end: int) -> Argument:
         if (start, end) == (0, self.shape(source)[dim]):
             return source
+        if start >= end:  # nothing of it
+            return Op(_SLICE, (source, dim, start, end))
         if isinstance(source, Op) and source.op == _SLICE and len(source.args) == 4 and source.args[1] == dim:
             offset = _int(source.args[2])
             return self._slice(source.args[0], dim, offset + start, offset + end)
@@ -158,7 +162,8 @@ class Simplifier:
         if not isinstance(node, Op) or node.op != _CAT:
             return (node,)
         parts = _tuple(node.args[0])
-        return parts if self._dim(node, 1, parts[0]) == dim else (node,)
+        alike = self._dim(node, 1, parts[0]) == dim and len(set(map(self._dtype, parts))) == 1  # else some are cast
+        return parts if alike else (node,)
 
     def _extent(self, node: Argument, dim: int) -> tuple[Argument, int, int]:
         if isinstance(node, Op) and node.op == _SLICE and len(node.args) == 4 and node.args[1] == dim:

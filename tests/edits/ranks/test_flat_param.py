@@ -186,6 +186,24 @@ def test_rank_files_for_another_number_of_ranks(
     same_optimizer(made["optimizer"], expected["optimizer"])
 
 
+@pytest.mark.parametrize(("form", "units"), [("fsdp-flat", UNITS), ("fsdp-sharded", [])])
+def test_what_is_no_tensor_of_a_state_is_on_every_rank(run: Run, tmp_path: Path, form: str, units: list[str]) -> None:
+    """Old releases counted steps in plain numbers; other optimizers keep what they like."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for own in state["state"].values():
+        own.update({"step": 3, "kind": "plain"})
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
+    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "old.pt", *MODEL, *units, *out)[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, *units, "-o", tmp_path / "back.pt")[0] == 0
+    found = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
+    assert {(own["step"], own["kind"]) for own in found.values()} == {(3, "plain")}
+
+
 def test_what_lies_in_one_file_stays_a_span_of_it(runs: dict[int, Path], names: Names) -> None:
     gathered = gather(open_checkpoint(str(runs[2] / "flat_rank_*.pt")), names)
     storages = {entry.storage for entry in gathered.checkpoint.section("model").tensors}

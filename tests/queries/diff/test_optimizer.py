@@ -11,6 +11,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer
 from ckpttool.queries.diff.result import HARMLESS, Entry
+from command import Run
 from optimizer_support import names_of, remapped, save, steps, train
 
 
@@ -126,6 +127,18 @@ def test_pytorch_7499_keyerror_betas_another_optimizers_state(tmp_path: Path) ->
         "right has no `momentum_buffer` in its state",
         None,
     ) in found
+
+
+def test_an_optimizer_that_is_not_compared_is_named(tmp_path: Path, run: Run) -> None:
+    """The model loads as it is; torch would give the moments, which nothing asked for, to other parameters."""
+    layers = {name: torch.nn.Linear(2, 2) for name in ("b", "a")}
+    model = torch.nn.ModuleDict(layers)
+    torch.save({"net": model.state_dict(), "train.adam": models.adamw(model).state_dict()}, tmp_path / "a.pt")
+    source = "from torch import nn\ndef build(): return nn.ModuleDict({name: nn.Linear(2, 2) for name in 'ab'})\n"
+    (tmp_path / "net.py").write_text(source)
+    done = run("diff", "--model", f"{tmp_path / 'net.py'}:build", tmp_path / "a.pt")
+    assert done.status == 0
+    assert "another order, by which torch gives optimizers' state to them: train.adam is not compared" in done.out
 
 
 def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:

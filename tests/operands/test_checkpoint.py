@@ -1,0 +1,36 @@
+"""What an operand names of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from ckpttool import open_checkpoint
+from ckpttool.operands.checkpoint import saved_state_dicts
+
+State = dict[str, torch.Tensor]
+
+
+def legacy(state: State, path: Path) -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def folder(state: State, path: Path) -> None:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("save", "keeps_order"), [(torch.save, True), (legacy, True), (save_file, False), (folder, False)]
+)
+def test_the_order_of_keys_is_that_of_state_dict_or_is_not_said(
+    tmp_path: Path, save: Callable[[State, Path], None], keeps_order: bool
+) -> None:
+    state = {name: torch.ones(2) for name in "zam"}
+    save(state, tmp_path / "saved")
+    found = saved_state_dicts(open_checkpoint(str(tmp_path / "saved")))
+    assert [[entry.key for entry in section.tensors] for section in found] == [list(state)] * keeps_order

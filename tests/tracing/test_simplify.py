@@ -1,0 +1,137 @@
+"""Simplified expressions have the value of what they simplify, bit for bit: random ones, with torch as the oracle."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ckpttool.evaluate.with_torch import evaluate, same_bits
+from ckpttool.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.tracing.recorder.simplify import Simplifier
+
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
+ENDLESS = (1 << 63) - 1  # the end of x[2:], as torch writes it
+DTYPES = ("float64", "float32", "float16", "bfloat16", "int32", "uint8", "bool")
+Pool = list[tuple[Expression, torch.Tensor]]
+Make = Callable[[random.Random, Expression, torch.Tensor, Pool], Expression]
+
+
+def leaves(chance: random.Random) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    return {
+        name: torch.randint(-9, 9, (4, 6), generator=generator).to(getattr(torch, chance.choice(DTYPES)))
+        for name in "ab"
+    }
+
+
+def either_sign(chance: random.Random, dim: int, rank: int) -> int:
+    return dim - rank if chance.random() < 0.3 else dim
+
+
+def sliced(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
+    dim = chance.randrange(value.dim())
+    start, end = chance.randint(-value.shape[dim], value.shape[dim]), chance.choice([chance.randint(-3, 7), ENDLESS])
+    return Op("aten.slice.Tensor", (node, either_sign(chance, dim, value.dim()), start, end))
+
+
+def in_pieces(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
+    """Cut into pieces, of which some are joined again."""
+    rank, dim = value.dim(), chance.randrange(value.dim())
+    size = chance.randint(1, 3)
+    count = -(-value.shape[dim] // size)
+    kind = chance.randrange(3)
+    if kind == 0:
+        whole = Op("aten.split.Tensor", (node, size, either_sign(chance, dim, rank)))
+    elif kind == 1:
+        count = value.shape[dim]
+        whole = Op("aten.unbind.int", (node, either_sign(chance, dim, rank)))
+    else:
+        first = chance.randint(0, value.shape[dim])
+        count = 2
+        sizes = (first, value.shape[dim] - first)
+        whole = Op("aten.split_with_sizes.default", (node, sizes, either_sign(chance, dim, rank)))
+    start = chance.randrange(count)
+    pieces = tuple(Op("getitem", (whole, index)) for index in range(start, chance.randint(start, count - 1) + 1))
+    if kind == 1:
+        return Op("aten.stack.default", (pieces, chance.randrange(rank)))
+    joined = (*pieces, *chance.choices(pieces, k=chance.randint(0, 1)))
+    return Op("aten.cat.default", (joined, either_sign(chance, dim, rank)))
+
+
+def joined(chance: random.Random, node: Expression, value: torch.Tensor, pool: Pool) -> Expression:
+    fitting = tuple(other for other, own in pool if own.shape == value.shape)
+    parts = (node, *chance.choices(fitting, k=chance.randint(0, 2)))
+    return Op(f"aten.{chance.choice(['cat', 'stack'])}.default", (parts, chance.randrange(value.dim())))
+
+
+def turned(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
+    rank = value.dim()
+    order = tuple(either_sign(chance, dim, rank) for dim in chance.sample(range(rank), rank))
+    ways = [
+        Op("aten.permute.default", (node, order)),
+        Op("aten.transpose.int", (node, chance.choice(order), chance.choice(order))),
+        Op("aten.numpy_T.default", (node,)),
+    ]
+    return chance.choice([*ways, Op("aten.t.default", (node,))] if rank <= 2 else ways)
+
+
+def shaped(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
+    dim = chance.randrange(value.dim())
+    ways: list[Op] = [
+        Op("aten.reshape.default", (node, (*value.shape[:dim], 1, *value.shape[dim:]))),
+        Op("aten.reshape.default", (node, tuple(reversed(value.shape)))),
+        Op("aten.unsqueeze.default", (node, either_sign(chance, dim, value.dim() + 1))),
+        Op("aten.squeeze.default", (node,)),
+        Op("aten.squeeze.dim", (node, dim)),
+        Op("aten.flatten.using_ints", (node, 0, dim)),
+        Op("aten.expand.default", (node, tuple(value.shape))),
+        Op("aten.select.int", (node, either_sign(chance, dim, value.dim()), chance.randint(-1, 0))),
+    ]
+    return chance.choice(ways)
+
+
+def changed(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
+    name = chance.choice(["neg", "flip", "bitwise_not", "clone", "contiguous", "cast", "cast"])
+    if name == "cast":
+        return Op("aten._to_copy.default", (node,), (("dtype", Special("dtype", chance.choice(DTYPES))),))
+    more: tuple[Argument, ...] = ((chance.randrange(value.dim()),),) if name == "flip" else ()
+    return Op(f"aten.{name}.default", (node, *more))
+
+
+MAKES: tuple[Make, ...] = (sliced, in_pieces, in_pieces, joined, turned, turned, shaped, changed)
+
+
+def grown(chance: random.Random, have: dict[str, torch.Tensor]) -> Pool:
+    """Expressions of expressions, with their values; those that torch refuses are left out."""
+    pool: Pool = [(Ref(name), value) for name, value in have.items()]
+    for _ in range(12):
+        node, value = chance.choice([*pool, *pool[-3:]])
+        if value.numel() and value.dim():
+            made = chance.choice(MAKES)(chance, node, value, pool)
+            try:
+                found = evaluate(made, have.__getitem__)
+            except Exception:  # no such view, or no such operator for the dtype
+                continue
+            pool.append((made, found))
+    return pool
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 100))
+def test_the_value_stays(first: int) -> None:
+    simpler = 0
+    for seed in range(first, first + 100):
+        chance = random.Random(seed)
+        have = leaves(chance)
+        simplifier = Simplifier({name: value.to("meta") for name, value in have.items()})
+        for node, value in grown(chance, have):
+            found = simplifier.simplify(node)
+            assert isinstance(found, (Ref, Op))
+            again = evaluate(found, have.__getitem__)
+            assert (again.dtype, again.shape) == (value.dtype, value.shape), (seed, node, found)
+            assert same_bits(again, value), (seed, node, found)
+            simpler += found != node
+    assert simpler > 300  # of a thousand
