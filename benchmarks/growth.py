@@ -1,17 +1,24 @@
-"""How CPU time grows with the number of keys, beside scripts that parse the header with `json`; drawn as SVG."""
+"""How CPU time grows with the number of keys, beside scripts that parse the header with `json`; drawn as SVG.
+
+    python benchmarks/growth.py [FOLDER]
+
+prints the seconds and the exponents, and draws docs/growth.svg.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 import sys
+from collections.abc import Sequence
+from math import log, log10
 from pathlib import Path
+from statistics import linear_regression
 
 from cases import CKPTTOOL, RULE
 
-COUNTS = (1_000, 3_000, 10_000, 30_000, 100_000)
+COUNTS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 _COLORS = {"inspect": "#2563eb", "remap": "#dc2626", "diff": "#16a34a"}
 _BY_HAND = {
     "inspect": "for k, v in read(sys.argv[1]).items(): print(k, v['dtype'], v['shape'])",
@@ -24,13 +31,13 @@ _READ = (
     "import json, struct, sys\n"
     "def read(p):\n    f = open(p, 'rb'); return json.loads(f.read(struct.unpack('<Q', f.read(8))[0]))\n"
 )
-Series = dict[str, list[tuple[int, float]]]
+Series = dict[str, list[tuple[int, float]]]  # by work, the first of one key, which is start-up
 
 
 def measured(folder: Path) -> Series:
     """Seconds of CPU by work, for each count of keys: ours as ``inspect``, by hand as ``inspect by hand``."""
     found: Series = {}
-    for count in COUNTS:
+    for count in (1, *COUNTS):
         path, out = _file(folder, count), str(folder / "out.safetensors")
         for work, words in (("inspect", [path]), ("remap", [path, "-o", out, *RULE]), ("diff", [path, path])):
             found.setdefault(work, []).append((count, _cpu([CKPTTOOL, work, *words], folder)))
@@ -63,15 +70,21 @@ def _cpu(command: list[str], folder: Path) -> float:
     return min(times)
 
 
+def exponent(points: Sequence[tuple[int, float]]) -> float:
+    """The slope of the seconds beyond start-up over the keys, both as logarithms, by least squares."""
+    (_, start), *rest = points
+    return linear_regression([log(count) for count, _ in rest], [log(seconds - start) for _, seconds in rest]).slope
+
+
 def drawn(series: Series) -> str:
-    """The series in a diagram whose two axes are logarithmic; by hand is dashed."""
+    """The series in a diagram whose two axes are logarithmic, each with its exponent; by hand is dashed."""
 
     def at(count: float, seconds: float) -> str:
-        x = 70 + 430 * math.log(count / COUNTS[0]) / math.log(COUNTS[-1] / COUNTS[0])
-        return f"{x:.1f},{300 - 85 * (math.log10(seconds) + 2):.1f}"
+        x = 70 + 430 * log(count / COUNTS[0]) / log(COUNTS[-1] / COUNTS[0])
+        return f"{x:.1f},{300 - 68 * (log10(seconds) + 2):.1f}"
 
     lines = []
-    for power in range(-2, 2):
+    for power in range(-2, 3):
         x, y = at(COUNTS[0], 10.0**power).split(",")
         lines.append(
             f'<path d="M70 {y}H500" stroke="#8884"/><text x="62" y="{y}" text-anchor="end">{10.0**power:g} s</text>'
@@ -83,14 +96,31 @@ def drawn(series: Series) -> str:
     for name, points in sorted(series.items(), key=lambda one: -one[1][-1][1]):
         work, by_hand = name.removesuffix(" by hand"), name.endswith("by hand")
         dashes = ' stroke-dasharray="5 4"' if by_hand else ""
-        path = " ".join(at(*point) for point in points)
+        path = " ".join(at(*point) for point in points[1:])
         lines.append(f'<polyline points="{path}" fill="none" stroke="{_COLORS[work]}" stroke-width="2"{dashes}/>')
         lowest = max(float(at(*points[-1]).split(",")[1]), lowest + 15)
-        lines.append(f'<text x="508" y="{lowest:.1f}" style="fill:{_COLORS[work]}">{name}</text>')
+        lines.append(
+            f'<text x="508" y="{lowest:.1f}" style="fill:{_COLORS[work]}">{name}, n^{exponent(points):.2f}</text>'
+        )
     style = "text{font:12px sans-serif;dominant-baseline:middle;fill:#666}"
     body = "\n".join(lines)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 620 350" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 350" role="img">'
         f"<title>CPU seconds by number of keys</title><style>{style}</style>\n{body}\n"
         '<text x="285" y="342" text-anchor="middle">keys</text></svg>\n'
     )
+
+
+def main() -> None:
+    """Measures, prints a table, and draws."""
+    root = Path(__file__).resolve().parent.parent
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else root / "build" / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    series = measured(folder)
+    for name, points in series.items():
+        print(f"{name:16} n^{exponent(points):.3f} ", *(f"{count:,}: {seconds:.2f} s" for count, seconds in points))
+    (root / "docs" / "growth.svg").write_text(drawn(series))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,9 +11,10 @@ from math import prod
 from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.dtypes import itemsize
+from ckpttool.many import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Span:
     """`length` contiguous bytes of the file `path`, from byte `offset` on."""
 
@@ -46,7 +47,7 @@ class Lazy:
 Part = Union[bytes, memoryview, Span, Lazy]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@value(frozen=True, slots=True, eq=False)
 class Storage:
     """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""
 
@@ -63,7 +64,7 @@ class Storage:
         return self.data.length
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TensorEntry:
     """One named tensor: its geometry and its storage.
 
@@ -241,6 +242,16 @@ class Section:
         inside = tuple(entry for extra in self.extras for entry in extra.inside())
         return (*self.tensors, *inside) if inside else self.tensors
 
+    @property
+    def entries(self) -> tuple[TensorEntry | ExtraEntry, ...]:
+        """Every entry, tensors first."""
+        return (*self.tensors, *self.extras) if self.extras else self.tensors
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key, those of tensors first; `by_key` takes several times as long where there are very many."""
+        return list(self.by_key()) if self.extras else [entry.key for entry in self.tensors]
+
     def by_key(self) -> dict[str, TensorEntry | ExtraEntry]:
         """Every entry under its key, tensors first."""
         found: dict[str, TensorEntry | ExtraEntry] = {entry.key: entry for entry in self.tensors}
@@ -249,6 +260,8 @@ class Section:
 
     def aliases(self) -> dict[str, str]:
         """Key -> first key of the same tensor, for every key but the first of its group."""
+        if own_storages(self.tensors):
+            return {}
         first: dict[object, str] = {}
         found: dict[str, str] = {}
         for entry in self.tensors:
@@ -256,6 +269,11 @@ class Section:
             if key != entry.key:
                 found[entry.key] = key
         return found
+
+
+def own_storages(tensors: Collection[TensorEntry]) -> bool:
+    """Whether no two tensors have the same storage; what has none is not told apart."""
+    return len({id(entry.storage) for entry in tensors}) == len(tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,10 @@ from typing import Any, Union, overload
 
 from ckpttool.errors import Problem
 from ckpttool.json_schema import Kind
+from ckpttool.many import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ref:
     """The tensor that stands under `key`."""
 

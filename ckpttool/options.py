@@ -74,7 +74,9 @@ class OutputOptions:
     in_place: Annotated[bool, option("--in-place", help="Change the source itself, atomically.")] = False
     force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
     dry_run: Annotated[bool, option("--dry-run", help="Say what would be written, and write nothing.")] = False
-    verify: Annotated[bool, option("--verify", help="Read OUT back and compare every tensor.")] = False
+    verify: Annotated[
+        bool, option("--verify", help="Prove that OUT holds every tensor: read it back, or by its store's checksums.")
+    ] = False
     no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False
 
     def target(self, source: str) -> str | None:

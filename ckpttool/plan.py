@@ -29,12 +29,13 @@ from ckpttool.json_schema import (
     one_of,
     record,
 )
+from ckpttool.many import value
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Output:
     """One entry of the result: `key` in `section` is the value of `source` (a `Ref` for a rename)."""
 

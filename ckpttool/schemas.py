@@ -10,6 +10,8 @@ from typing import Any
 
 from ckpttool.checks import CHECKS
 from ckpttool.checks import SCHEMA as CHECK
+from ckpttool.edits.cost import COST, VERIFIED
+from ckpttool.edits.remap.result import OPTIMIZER
 from ckpttool.edits.remap.result import SCHEMA as REMAP
 from ckpttool.edits.rules.ready import SCHEMA as RULES
 from ckpttool.edits.swap.swap import SCHEMA as SWAP
@@ -40,12 +42,10 @@ from ckpttool.plan import PLAN
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.queries.diff.result import AMBIGUOUS, ENTRIES, STATUSES, SUGGESTED
 from ckpttool.queries.diff.result import SCHEMA as DIFF
-from ckpttool.queries.diff.since import BY
-from ckpttool.queries.diff.since import CHANGES as SINCE_STATUSES
-from ckpttool.queries.diff.since import SCHEMA as SINCE
-from ckpttool.queries.diff.steps import CHANGES as STEP_STATUSES
-from ckpttool.queries.diff.steps import KINDS as STEP_KINDS
-from ckpttool.queries.diff.steps import SCHEMA as STEPS
+from ckpttool.queries.diff.since import SCHEMA as SINCE_SCHEMA
+from ckpttool.queries.diff.since import SINCE
+from ckpttool.queries.diff.steps import SCHEMA as STEPS_SCHEMA
+from ckpttool.queries.diff.steps import STEPS
 from ckpttool.queries.explanation import SCHEMA as EXPLAIN
 from ckpttool.queries.inspection import SCHEMA as INSPECT
 
@@ -145,43 +145,6 @@ _DIFF = object_of(
         "rules": nullable(TEXT),
     },
 )
-_CHANGE = nullable(object_of({"status": one_of(*STATUSES, *SINCE_STATUSES.values()), "keys": TEXTS, "reason": TEXT}))
-_SINCE = object_of(
-    {
-        **dict.fromkeys(("base", "left", "right"), TEXT),
-        "conflicts": FLAG,
-        "summary": object_of({}, dict.fromkeys(BY, COUNT)),
-        "entries": list_of(object_of({"by": one_of(*BY), "base": TEXTS, "left": _CHANGE, "right": _CHANGE})),
-        "notes": TEXTS,
-    }
-)
-_STEP = object_of(
-    {
-        "source": TEXT,
-        **dict.fromkeys(("since", "error"), nullable(TEXT)),
-        "tensors": COUNT,
-        "changes": list_of(
-            object_of(
-                {
-                    "section": TEXT,
-                    "status": one_of(*STATUSES, *STEP_STATUSES.values(), *STEP_KINDS),
-                    **dict.fromkeys(("before", "after"), TEXTS),
-                    "reason": TEXT,
-                },
-                {"detail": TEXT},
-            )
-        ),
-        "suggested": list_of(object_of({**dict.fromkeys(("before", "after"), TEXTS), "evidence": TEXT})),
-    }
-)
-_STEPS = object_of(
-    {
-        "run": nullable(TEXT),
-        "identical": FLAG,
-        "steps": list_of(_STEP),
-        "notes": TEXTS,
-    }
-)
 _EXPLAIN = object_of(
     {
         "name": TEXT,
@@ -198,20 +161,7 @@ _EXPLAIN = object_of(
         "shape": nullable(SHAPE),
     }
 )
-_FORM = one_of(*FORMS)
-_SECTION = object_of(
-    {
-        "section": TEXT,
-        "from": _FORM,
-        "to": _FORM,
-        "params": COUNT,
-        "evidence": nullable(TEXT),
-        "new": TEXTS,
-        "dropped": TEXTS,
-    }
-)
 _WAY = one_of("model.load", "model.save")
-_COST = {"cost": object_of({"read": COUNT, "written": COUNT, "memory": COUNT})}
 _REMAP = object_of(
     {
         "source": TEXT,
@@ -221,14 +171,15 @@ _REMAP = object_of(
         **dict.fromkeys(("renamed", "transformed", "unchanged"), COUNT),
         "sections": TEXTS,
         "dropped": TEXTS,
-        "optimizer": nullable(object_of({"from": _FORM, "to": _FORM, "params": COUNT, "sections": list_of(_SECTION)})),
+        "optimizer": OPTIMIZER,
         "by_code": list_of(object_of({"way": _WAY, "model": TEXT, "keys": TEXTS})),
         "notes": TEXTS,
     },
     {
         "plan": _saying(PLAN_SCHEMA, PLAN),
         "written": object_of({"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": nullable(TEXT)}),
-        **_COST,
+        "verified": VERIFIED,
+        "cost": COST,
     },
 )
 _SWAP = object_of(
@@ -237,7 +188,7 @@ _SWAP = object_of(
         "swapped": COUNT,
         **dict.fromkeys(("kept", "constants", "ignored", "by_code"), TEXTS),
     },
-    _COST,
+    {"verified": VERIFIED, "cost": COST},
 )
 _ERROR = object_of(
     {
@@ -253,8 +204,8 @@ OBJECTS: dict[str, tuple[str, Kind]] = {
     "inspect": (INSPECT, _INSPECT),
     "names": (NAMES_SCHEMA, NAMES),
     "diff": (DIFF, _DIFF),
-    "since": (SINCE, _SINCE),
-    "steps": (STEPS, _STEPS),
+    "since": (SINCE_SCHEMA, SINCE),
+    "steps": (STEPS_SCHEMA, STEPS),
     "explain": (EXPLAIN, _EXPLAIN),
     "remap": (REMAP, _REMAP),
     "swap": (SWAP, _SWAP),

@@ -20,7 +20,10 @@ MODULES = {
     for path in sorted((ROOT / "ckpttool").rglob("*.py"))
 }
 ENTRIES = ("ckpttool", "ckpttool.__main__")  # the package itself and `python -m`: above all floors
-WITH_TORCH = ("ckpttool.tracing", "ckpttool.evaluate.with_torch", "ckpttool.live", "ckpttool.io.together.torchrun")
+WITH_TORCH = (
+    *("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.interpret", "ckpttool.evaluate.with_torch"),
+    "ckpttool.io.together.torchrun",
+)
 
 MOST_LINES = {"function": 45, "module": 400}
 LONGER = {  # what may be longer, and why

@@ -1,4 +1,4 @@
-"""What writing an output takes: bytes that are read, bytes that are written, and memory."""
+"""What writing an output takes, and what has proved it: bytes that are read, that are written, and memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.io.pieces import Files, Link
+from ckpttool.json_schema import COUNT, record
 from ckpttool.words import human_bytes
 
 
@@ -21,9 +22,23 @@ class Cost:
         held = f"holds {human_bytes(self.memory)} of values at most" if self.memory else "holds no values"
         return f"reads {human_bytes(self.read)}, writes {human_bytes(self.written)}, {held}"
 
-    def to_json(self) -> dict[str, int]:
-        """The `cost` of the contract."""
-        return {"read": self.read, "written": self.written, "memory": self.memory}
+
+COST = record(Cost, {"read": COUNT, "written": COUNT, "memory": COUNT})
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Bytes of an output's tensors that were proved: by checksums of the store that holds them, or `read` back."""
+
+    by_checksum: int
+    read: int
+
+    def __str__(self) -> str:
+        by_store = f"{human_bytes(self.by_checksum)} by checksums of its store, " if self.by_checksum else ""
+        return f"every tensor of the output: {by_store}{human_bytes(self.read)} read back and compared"
+
+
+VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
 
 
 def cost_of(files: Files) -> Cost:

@@ -15,7 +15,7 @@ from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
-from ckpttool.edits.write import Decided, Writer, prove
+from ckpttool.edits.write import Decided, Writer
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
@@ -209,7 +209,7 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
     if written is None or written.way == "copied":
         writer.target(target, target.lay_out(fitted, _shard_size(options)), _of_values(done))
     if options.verify:
-        prove(target.path, expected)
+        done = replace(done, verified=writer.prove(target.path, expected))
     if written is not None and written.way == "edited" and done.plan.dropped:
         notes = (*notes, "the file still holds the bytes of what was left out, until --in-place --compact")
     return replace(done, written=written, notes=notes)
@@ -248,7 +248,7 @@ def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, name
 
     ranks = scatter(done.result, options.to or "", names, options.units or (), options.world_size or 0)
     if options.out is not None and not options.dry_run:
-        writer.ranks(ranks, options.out, _of_values(done))
+        done = replace(done, verified=writer.ranks(ranks, options.out, _of_values(done)))
     return replace(done, form=options.to, notes=(*source.notes, *done.notes))
 
 

@@ -7,10 +7,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, Lazy, Span
+from ckpttool.edits.cost import Verified
 from ckpttool.edits.remap.options import RANK
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import Fingerprints, verify
@@ -21,8 +22,8 @@ from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Edited, Files, Link, Pieces, Ready
-from ckpttool.io.ranges import digest_on_disk
+from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready
+from ckpttool.io.ranges import digest_on_disk, same_data
 from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
@@ -34,7 +35,10 @@ Decided = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """How an output is written: what the options of every command that writes one say, made of the CKPT `source`."""
+    """How an output is written: what the options of every command that writes one say, made of the CKPT `source`.
+
+    `held` is what the checksums of a store prove of what was written.
+    """
 
     source: str = ""
     force: bool = False
@@ -42,6 +46,7 @@ class Writer:
     fsync: bool = True
     verify: bool = False
     link: str = "copy"
+    held: Held = field(default_factory=Held)
 
     def check(self, target: Target) -> None:
         """Raises `CkptError` where OUT cannot or must not be written."""
@@ -61,7 +66,7 @@ class Writer:
         """Writes the file; `decided`, where it is known, is all that decides its values."""
         job = self._job(out)
         if job is not None and is_url(out):
-            self._send(job, {name_of(out): pieces}, parent(out), decided, self.force)
+            self._send(job, {name_of(out): pieces}, parent(out), decided)
             return
         if job is not None:
             place = Path(os.path.realpath(out))
@@ -78,6 +83,7 @@ class Writer:
                 readers_of=self._read,
                 fsync=self.fsync,
                 digest=digest,
+                held=self._proved,
             )
         if digest is not None:
             _prove_bytes({out: digest})
@@ -99,12 +105,12 @@ class Writer:
         self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
     ) -> None:
         """Writes the files into the folder, all or none; not `whole`: it holds more than the checkpoint."""
-        job = self._job(folder, files, stale)
+        job = self._job(folder)
         if job is None:
             self._files(files, folder, stale, whole)
             return
         if is_url(folder):
-            self._send(job, files, folder, decided, True)
+            self._send(job, files, folder, decided, stale)
             return
         home = write_folder.home_of(folder, files, stale, whole=whole)
         with self._made(job, files, folder, home, decided) as ready:
@@ -123,33 +129,38 @@ class Writer:
                 readers_of=self._read,
                 fsync=self.fsync,
                 digests=digests,
+                held=self._proved,
             )
         if digests is not None:
             _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
 
-    def _job(self, out: str, files: Files | None = None, stale: Collection[str] = ()) -> Job | None:
-        """The job whose ranks write `out` together; None where this process is alone, or is so from here on.
-
-        They write to stores that join parts, but not in the place of other `files` of a folder: these are moved by one.
-        """
+    def _job(self, out: str) -> Job | None:
+        """The job whose ranks write `out` together; None where this process is alone, or is so from here on."""
         job = current()
         if job is not None and is_url(out):
             from ckpttool.io.together import send
-            from ckpttool.io.write_remote import replaced
 
-            able = send.can(out) and (files is None or self.link == "copy")
-            if not able or (files is not None and job.of_first("replaces", lambda: bool(replaced(files, out, stale)))):
+            if not send.can(out) or self.link != "copy":
                 job.only_first()
         return current()
 
-    def _send(self, job: Job, files: Files, folder: str, decided: Decided | None, replace: bool) -> None:
+    def _send(
+        self, job: Job, files: Files, folder: str, decided: Decided | None, stale: Collection[str] | None = None
+    ) -> None:
+        """All ranks send the files to the folder: a single one, or with what is `stale` in their place those of all."""
         from ckpttool.io import write_remote
         from ckpttool.io.together import send
 
+        home, replace = folder, self.force
+        if stale is not None:
+            home, replace = job.of_first("home", lambda: write_remote.home_of(files, folder, stale)), True
         with work.doing(folder, _nbytes(files), "written"):
             plan = None if decided is None else decided()
-            with send.sent(job, files, {name: join(folder, name) for name in files}, plan) as contents:
-                write_remote.complete(contents, folder, replace=replace)
+            urls = {name: join(home, name) for name in files}
+            with send.sent(job, files, urls, folder, plan, verify=self.verify) as contents:
+                write_remote.complete(contents, home, folder, stale or (), replace=replace)
+                if self.verify and home == folder:
+                    send.note(self.held, files, contents)
 
     @contextmanager
     def _made(self, job: Job, files: Files, out: str, home: Path, decided: Decided | None) -> Iterator[Contents]:
@@ -173,11 +184,11 @@ class Writer:
             fsync=self.fsync,
         )
 
-    def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> None:
+    def ranks(self, ranks: Sequence[Checkpoint], out: str, decided: Decided | None = None) -> Verified | None:
         """Writes the files of all ranks or none; those of more ranks under the same names go.
 
-        `decided`, where it is known, is all that decides their values. Raises `CkptError` where one of these is a
-        source, or exists and is not to be overwritten.
+        `decided`, where it is known, is all that decides their values. Says how they are known to be right, where that
+        is asked for. Raises `CkptError` where one of these is a source, or exists and is not to be overwritten.
         """
         folder, pattern = parent(out), name_of(out)
         layouts = {pattern.replace(RANK, str(rank)): FORMATS["torch_zip"].layout(own) for rank, own in enumerate(ranks)}
@@ -185,9 +196,39 @@ class Writer:
         for name in (*layouts, *sorted(stale)):
             self.check_file(join(folder, name))
         self.files(layouts, folder, stale, whole=False, decided=decided)
-        if self.verify:
-            for name, own in zip(layouts, ranks):
-                prove(join(folder, name), own)
+        if not self.verify:
+            return None
+        proved = [self.prove(join(folder, name), own) for name, own in zip(layouts, ranks)]
+        return Verified(sum(one.by_checksum for one in proved), sum(one.read for one in proved))
+
+    def prove(self, out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> Verified:
+        """How it is known that `out` holds `expected`: what no checksum of its store proves is read back.
+
+        Raises `CkptError`, with every tensor that is not as planned. `written` is the index of `out`, where it is not
+        the usual one.
+        """
+        found, by_checksum = written or open_checkpoint(out), 0
+        sides = 1 if isinstance(expected, Mapping) else 2
+
+        def same(planned: Span | Lazy, there: Span | Lazy) -> bool:
+            nonlocal by_checksum
+            if not self.held.proves(there, planned):
+                return same_data(planned, there)
+            by_checksum += there.length
+            work.advance(sides * there.length)
+            return True
+
+        nbytes = sum(section.nbytes for section in found.sections)
+        with work.doing(f"verifying {out}", sides * nbytes):
+            problems = verify(found, expected, same)
+        if problems:
+            raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)
+        return Verified(by_checksum, nbytes - by_checksum)
+
+    @property
+    def _proved(self) -> Held | None:
+        """Where a writer of objects notes what is proved."""
+        return self.held if self.verify else None
 
     @property
     def _read(self) -> list[str]:
@@ -224,16 +265,3 @@ def _prove_bytes(digests: Mapping[str, Digest]) -> None:
 def _and_more(paths: Collection[str]) -> str:
     first, *more = paths
     return f"{first} and {len(more)} more" if more else first
-
-
-def prove(out: str, expected: Checkpoint | Fingerprints, written: Checkpoint | None = None) -> None:
-    """Raises `CkptError`, with every tensor that is not as planned, where `out` does not hold `expected`.
-
-    `written` is the index of `out`, where it is not the usual one.
-    """
-    found = written or open_checkpoint(out)
-    sides = 1 if isinstance(expected, Mapping) else 2
-    with work.doing(f"verifying {out}", sides * sum(section.nbytes for section in found.sections)):
-        problems = verify(found, expected)
-    if problems:
-        raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import (
@@ -20,14 +20,20 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem
 from ckpttool.evaluate import with_numpy
 from ckpttool.evaluate.with_numpy import Difference
+from ckpttool.io import ranges
 from ckpttool.io.pieces import Piece
-from ckpttool.io.ranges import same_data, stream
+from ckpttool.io.ranges import stream
 
 if TYPE_CHECKING:
     from ckpttool.io.write_file import Digest
 
 
-def same_values(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> bool:
+Same = Callable[[Span | Lazy, Span | Lazy], bool]  # whether these bytes are the same
+
+
+def same_values(
+    left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry, same_data: Same = ranges.same_data
+) -> bool:
     """Whether two entries are the same: tensors of one dtype and shape with the same bytes, or objects that are equal.
 
     False also where it cannot be told.
@@ -196,7 +202,9 @@ def _hashed(chunks: Iterable[bytes | memoryview], found: Digest) -> bytes:
     return found.digest()
 
 
-def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Problem]:
+def verify(
+    written: Checkpoint, expected: Checkpoint | Fingerprints, same_data: Same = ranges.same_data
+) -> list[Problem]:
     """What of `expected` the file that was `written` does not hold: every key, dtype, shape and byte is compared.
 
     Fingerprints stand for a checkpoint whose own files are no longer there: they were replaced.
@@ -204,7 +212,8 @@ def verify(written: Checkpoint, expected: Checkpoint | Fingerprints) -> list[Pro
     want: Mapping[tuple[str, str], object] = expected.entries() if isinstance(expected, Checkpoint) else expected
     have = written.read_for(want).entries()
     if isinstance(expected, Checkpoint):
-        differ = [at for at, entry in expected.entries().items() if at in have and not same_values(entry, have[at])]
+        both = [(at, entry) for at, entry in expected.entries().items() if at in have]
+        differ = [at for at, entry in both if not same_values(entry, have[at], same_data)]
     else:
         differ = [
             at for at, entry in expected.items() if at in have and (None in entry or fingerprint(have[at]) != entry)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
 from ckpttool.keys import is_flat
@@ -54,13 +53,13 @@ def _partitioned(section: Section) -> str:
     elements: DeepSpeed leaves small parameters whole. And a linear layer's or an embedding's has two dimensions, which
     only the names tell.
     """
-    shapes = {entry.key: entry.shape for entry in section.tensors if "float" in entry.dtype}
-    single = [key for key, shape in shapes.items() if shape == (1,)]
+    floating = [entry for entry in section.tensors if "float" in entry.dtype]
+    single = [entry.key for entry in floating if entry.shape == (1,)]
     weights = [key for key in single if key.endswith(".weight")]
-    biases = {key: prod(shape) for key, shape in shapes.items() if key.endswith("bias") and prod(shape) > 1}
+    biases = {entry.key: entry.numel for entry in floating if entry.key.endswith("bias") and entry.numel > 1}
     beside = next((key for key in weights if _bias(key) in biases), None) if biases else None
     matrix = next((key for key in weights if _MATRIX.fullmatch(key.rsplit(".", 2)[-2])), None)
-    if beside is None and (matrix is None or 2 * len(single) <= len(shapes)):
+    if beside is None and (matrix is None or 2 * len(single) <= len(floating)):
         return ""
     by = f"likely, as {matrix}" if beside is None else f"{beside} beside a bias of {biases[_bias(beside)]}"
     count = plural(len(single), "tensor")

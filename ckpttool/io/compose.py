@@ -1,4 +1,4 @@
-"""Objects made within their store: what a source there has already is copied by the store, and never comes here.
+"""Objects made of parts: what a source in the same store has already is copied by the store, and never comes here.
 
 S3 joins the parts of a multipart upload, and a part may be a range of another object (``UploadPartCopy``); every part
 but the last has at least 5 MiB, so that much is sent before each range. Google's stores copy whole objects only.
@@ -6,6 +6,7 @@ but the last has at least 5 MiB, so that much is sent before each range. Google'
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,15 +88,15 @@ def sent(pieces: Pieces, total: int) -> Iterator[bytes]:
 
 
 def plan(pieces: Pieces, out: str) -> Plan | None:
-    """How the object at the URL `out` is made within its store; None where that cannot be, or saves nothing.
+    """How the object at the URL `out` is made of parts; None where its store joins none, or it is no longer than one.
 
     What precedes a copied span is at least as long as a part has to be: bytes of the span itself are sent along.
     """
     fs, _ = filesystem(out)
-    if not hasattr(fs, "call_s3"):
+    if not hasattr(fs, "call_s3") or sum(piece.nbytes for piece in pieces) <= LEAST:
         return None
     made = Plan(_runs(_joined(pieces), {path for path in _paths(pieces) if filesystem(path)[0] is fs}))
-    return made if made.copied and len(made.runs) < _MOST_RUNS else None
+    return made if len(made.runs) < _MOST_RUNS else Plan([pieces])
 
 
 def _paths(pieces: Pieces) -> set[str]:
@@ -145,22 +146,22 @@ def _runs(pieces: Iterator[Piece], there: set[str]) -> list[Pieces | Span]:
     return [*runs, sent] if sent else runs
 
 
-def begin(out: str) -> Upload:
+def begin(out: str, *, verify: bool = False) -> Upload:
     """An upload to the URL `out`, of which nothing is seen until it is completed. Raises `CkptError`."""
     fs, path = filesystem(out)
     bucket, key, _ = fs.split_path(path)
     with answered(out):
         number = fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
-    return Upload(out, {"Bucket": bucket, "Key": key, "UploadId": number})
+    return Upload(out, {"Bucket": bucket, "Key": key, "UploadId": number}, verify)
 
 
 @contextmanager
-def begun(out: str, *, replace: bool) -> Iterator[Upload]:
+def begun(out: str, *, replace: bool, verify: bool = False) -> Iterator[Upload]:
     """An upload to the URL `out`: the object is there once the block ends, and never where the block raises.
 
     Without `replace` not where an object is there already. Raises `CkptError` where the store refuses.
     """
-    upload = begin(out)
+    upload = begin(out, verify=verify)
     try:
         with answered(out):
             yield upload
@@ -172,10 +173,14 @@ def begun(out: str, *, replace: bool) -> Iterator[Upload]:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far."""
+    """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far.
+
+    To `verify` it, each has its own ``MD5`` too, reckoned here of what it has to be.
+    """
 
     url: str
     place: Mapping[str, str]
+    verify: bool = False
     parts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -190,10 +195,27 @@ class Upload:
     def complete(self, *, replace: bool) -> None:
         """Makes the object of the parts; without `replace` not where one is there already. Raises `CkptError`."""
         absent = {} if replace else {"IfNoneMatch": "*"}
-        parts = sorted(self.parts, key=lambda part: int(part["PartNumber"]))
+        parts = [{"PartNumber": part["PartNumber"], "ETag": part["ETag"]} for part in self._in_order()]
         with answered(self.url), uninterrupted(insisting=True):
             self.call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **absent)
         self.fs.invalidate_cache(filesystem(self.url)[1])
+
+    def is_proved(self, nbytes: int) -> bool:
+        """Whether the store's checksums prove that the object, which is completed, is the parts as they have to be.
+
+        The tag of a part is the MD5 of its bytes, and the object's that of these. Where a store makes other tags (of
+        what the user's own keys encrypt) they prove nothing. Raises `CkptError` where it does not answer.
+        """
+        parts = self._in_order()
+        if any(part["ETag"].strip('"') != part["MD5"] for part in parts):
+            return False
+        whole = hashlib.md5(b"".join(bytes.fromhex(part["MD5"]) for part in parts), usedforsecurity=False)
+        found = stat(self.url)
+        tag = ("ETag", f'"{whole.hexdigest()}-{len(parts)}"')
+        return found is not None and (found.size, found.version) == (nbytes, tag)
+
+    def _in_order(self) -> list[dict[str, Any]]:
+        return sorted(self.parts, key=lambda part: int(part["PartNumber"]))
 
     def abort(self) -> None:
         """Lets the store forget all parts, if it answers."""
@@ -213,28 +235,49 @@ class Upload:
     def fill(self, made: Plan) -> None:
         """Sends the parts, and has the others copied, several at a time."""
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            answers: list[tuple[int, Future[dict[str, Any]]]] = []
+            answers: list[tuple[Span, Future[dict[str, Any]]]] = []
             try:
                 for number, part in enumerate(made.parts(), 1):
-                    nbytes = len(part) if isinstance(part, bytes) else part.length
-                    answers.append((nbytes, pool.submit(self.put, number, part)))
-                    if isinstance(part, bytes):
-                        answers[-1][1].result()  # so that never many are in memory
-                for nbytes, answer in answers:
-                    self.parts.append(answer.result())
-                    work.has_written(nbytes)
+                    answer = pool.submit(self._put, number, part)
+                    if isinstance(part, Span):
+                        answers.append((part, answer))
+                    else:
+                        self._has(answer.result(), part)  # waits, so that never many are in memory
+                for span, answer in answers:
+                    self._has(answer.result(), span)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
         log.info("%s: %s bytes sent, %s copied by the store", self.place["Key"], f"{made.sent:,}", f"{made.copied:,}")
 
-    def put(self, number: int, part: Span | bytes) -> dict[str, Any]:
-        """Sends the part, or has it copied; what the store says of it."""
+    def _has(self, said: dict[str, Any], part: Span | bytes) -> None:
+        self.parts.append({**said, "MD5": self._md5(part)})
+        work.has_written(len(part) if isinstance(part, bytes) else part.length)
+
+    def put(self, number: int, part: Span | bytes, there: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Sends the part, or has it copied; what the store says of it.
+
+        Not where `there` is what it says of one that is there, and it is the same by its MD5.
+        """
+        md5 = self._md5(part)
+        has = there is not None and there["ETag"].strip('"') == md5
+        return {**(there if there is not None and has else self._put(number, part)), "MD5": md5}
+
+    def _put(self, number: int, part: Span | bytes) -> dict[str, Any]:
         if isinstance(part, bytes):
             tag = self.call("upload_part", PartNumber=number, Body=part)["ETag"]
         else:
             tag = self.call("upload_part_copy", PartNumber=number, **self._range(part))["CopyPartResult"]["ETag"]
         return {"PartNumber": number, "ETag": tag}
+
+    def _md5(self, part: Span | bytes) -> str | None:
+        """Of what the part has to be; the bytes of one that is copied are read from where it is copied from."""
+        if not self.verify:
+            return None
+        found = hashlib.md5(usedforsecurity=False)
+        for data in [part] if isinstance(part, bytes) else stream([Piece(part)]):
+            found.update(data)
+        return found.hexdigest()
 
     def _range(self, span: Span) -> dict[str, Any]:
         """The span as the store is asked for it: of the object that was read, or of none."""

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -114,10 +114,10 @@ def _plain(path: str, pipes: bool) -> io.FileIO:
 @contextmanager
 def sources_stay() -> Iterator[None]:
     """Raises `CkptError` at its end where what tensors were read from inside is no longer what its index says."""
-    sources.streamed.clear()
+    sources.note_anew()
     yield
-    sources.check_unchanged(source for source in sources.streamed if not is_url(source))
-    urls = [source for source in sources.streamed if is_url(source)]
+    sources.check_unchanged(source for source in sources.streamed() if not is_url(source))
+    urls = [source for source in sources.streamed() if is_url(source)]
     if urls:
         from ckpttool.io.remote import read as remote
 
@@ -162,12 +162,12 @@ def size(path: str) -> int:
     return remote.open_file(path).size
 
 
-def look_ahead(paths: Sequence[str]) -> None:
-    """Tells that the heads of these files will be read: those in one store are fetched side by side."""
-    if paths and is_url(paths[0]):
+def look_ahead(heads: Mapping[str, int]) -> None:
+    """Tells that about so many bytes at the start of each file will be read: in one store, side by side."""
+    if any(map(is_url, heads)):
         from ckpttool.io.remote.read import look_ahead as fetch
 
-        fetch(paths)
+        fetch(heads)
 
 
 def assume(path: str, check: Callable[[], None]) -> None:

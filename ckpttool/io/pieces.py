@@ -5,8 +5,10 @@ The writer decides every byte's place; no byte of tensor data has been read yet.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ckpttool.checkpoint import Lazy, Span
 
@@ -75,3 +77,29 @@ def amounts(pieces: Pieces) -> tuple[int, int]:
     """Bytes of the pieces that lie in a source, and of those that are computed; the others are the format's own."""
     moved = sum(piece.nbytes for piece in pieces if isinstance(piece.data, Span))
     return moved, sum(piece.nbytes for piece in pieces if isinstance(piece.data, Lazy) and not piece.needs)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What objects hold to the byte, by their store's checksums: by URL where each piece begins, and the pieces."""
+
+    objects: dict[str, tuple[Sequence[int], Pieces]] = field(default_factory=dict)
+
+    def note(self, url: str, pieces: Pieces) -> None:
+        """Notes what the object holds."""
+        self.objects[url] = [0, *accumulate(piece.nbytes for piece in pieces)], pieces
+
+    def proves(self, place: Span | Lazy, data: Span | Lazy) -> bool:
+        """Whether these bytes of an object are known to be `data`: a copy of the span, or what was computed."""
+        if not isinstance(place, Span) or place.path not in self.objects:
+            return False
+        starts, pieces = self.objects[place.path]
+        number = bisect_right(starts, place.offset) - 1
+        if not 0 <= number < len(pieces):
+            return False
+        made, at = pieces[number], place.offset - starts[number]
+        if at + place.length > made.nbytes:
+            return False
+        if isinstance(made.data, Span):
+            return Span(made.data.path, made.data.offset + at, place.length) == data
+        return made.data is data and made.nbytes == place.length

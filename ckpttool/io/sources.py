@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpttool.errors import CkptError
@@ -30,42 +30,64 @@ class State:
     changed: int
 
 
-streamed: set[str] = set()  # what tensors were read from since `files.sources_stay` was last entered
-_opened: dict[str, tuple[int, State]] = {}  # local files by their path, with the number of the look at it
-_read: set[str] = set()  # local files that are no checkpoints: rules, plans, names, code
-_looks = 0  # counted by `forget`: an index that is read anew may be that of another file
+@dataclass(slots=True)
+class _Noted:
+    """What a command has read.
+
+    `streamed`: paths and URLs that tensors were read from since `note_anew`; `opened`: local files by their path, with
+    the number of the look at it; `read`: local files that are no checkpoints (rules, plans, names, code). `looks` is
+    counted by `forget`: an index that is read anew may be that of another file.
+    """
+
+    streamed: set[str] = field(default_factory=set)
+    opened: dict[str, tuple[int, State]] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
+    looks: int = 0
+
+
+_noted = _Noted()
+
+
+def note_anew() -> None:
+    """Tensors are read for something else from now on."""
+    _noted.streamed.clear()
+
+
+def streamed() -> list[str]:
+    """The paths and URLs that tensors were read from since `note_anew`."""
+    return sorted(_noted.streamed)
 
 
 def note_streamed(source: str) -> None:
     """Notes that tensors of the path or URL are being read."""
-    streamed.add(source)
+    _noted.streamed.add(source)
 
 
 def note_opened(path: str, descriptor: int) -> None:
     """Notes how the local file is, where an index is read of it for the first time."""
     place = os.path.abspath(path)
-    if place not in _opened or _opened[place][0] < _looks:
-        _opened[place] = _looks, _settled(descriptor)
+    if place not in _noted.opened or _noted.opened[place][0] < _noted.looks:
+        _noted.opened[place] = _noted.looks, _settled(descriptor)
 
 
 def note_read(path: str) -> None:
     """Notes that the local file, which is no checkpoint, was read."""
-    _read.add(os.path.abspath(path))
+    _noted.read.add(os.path.abspath(path))
 
 
 def check_open(path: str, descriptor: int) -> None:
     """Raises `CkptError` where the local file, whose tensors are to be read, is not the one whose index was read."""
     place = os.path.abspath(path)
-    if place not in _opened:
+    if place not in _noted.opened:
         note_opened(path, descriptor)
-    if _state(os.fstat(descriptor)) != _opened[place][1]:
+    if _state(os.fstat(descriptor)) != _noted.opened[place][1]:
         raise _changed(path)
 
 
 def check_unchanged(paths: Iterable[str]) -> None:
     """Raises `CkptError` where one of these local files is no longer what it was when it was opened."""
     for path in paths:
-        noted = _opened.get(os.path.abspath(path))
+        noted = _noted.opened.get(os.path.abspath(path))
         try:
             now = _state(os.stat(path))
         except OSError:
@@ -76,18 +98,18 @@ def check_unchanged(paths: Iterable[str]) -> None:
 
 def others_read() -> list[str]:
     """Those of `files_read` that are no checkpoints."""
-    return sorted(_read)
+    return sorted(_noted.read)
 
 
 def files_read() -> list[str]:
     """The paths of the local files that were opened."""
-    return [*_opened, *_read]
+    return [*_noted.opened, *_noted.read]
 
 
 def states() -> dict[str, list[int]]:
     """How each local file was that was opened or read: inode, size, times of the last changes (ns)."""
-    found = {path: state for path, (_, state) in _opened.items()}
-    for path in _read.difference(found):
+    found = {path: state for path, (_, state) in _noted.opened.items()}
+    for path in _noted.read.difference(found):
         with suppress(OSError):
             found[path] = _state(os.stat(path))
     return {path: [at.inode, at.size, at.written, at.changed] for path, at in sorted(found.items())}
@@ -95,18 +117,16 @@ def states() -> dict[str, list[int]]:
 
 def forget(path: str) -> None:
     """What is at and under the path may be another file from now on."""
-    global _looks
-    _looks += 1
+    _noted.looks += 1
     place = Path(os.path.abspath(path))
-    for name in [name for name in _opened if Path(name).is_relative_to(place)]:
-        del _opened[name]
+    for name in [name for name in _noted.opened if Path(name).is_relative_to(place)]:
+        del _noted.opened[name]
 
 
 def forget_all() -> None:
     """A new command begins."""
-    _opened.clear()
-    _read.clear()
-    streamed.clear()
+    global _noted
+    _noted = _Noted()
 
 
 def _state(stat: os.stat_result) -> State:

@@ -17,7 +17,7 @@ from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import LEAST, Pieces, Ready, amounts
+from ckpttool.io.pieces import LEAST, Held, Pieces, Ready, amounts
 from ckpttool.io.ranges import stream
 from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
@@ -102,19 +102,20 @@ def write(
     readers_of: Collection[str] = (),
     fsync: bool = True,
     digest: Digest | None = None,
+    held: Held | None = None,
 ) -> int:
     """Writes `pieces` to `out`, which appears complete or not at all; returns its size in bytes.
 
     An existing `out` is replaced atomically, so readers that have it mapped keep the old bytes; without `replace` it is
     left alone, also where it comes into being meanwhile, and without `in_place` so is a source. Who may not read
-    `readers_of`, or a file that tensors are read from, may not read `out`. `digest` gets every byte that is written.
-    Raises `CkptError` on a source that changed while it was read, and on a full or failing disk; `out` is then as it
-    was.
+    `readers_of`, or a file that tensors are read from, may not read `out`. `digest` gets every byte that is written;
+    in `held` is noted what the store's checksums prove of an `out` that is a URL. Raises `CkptError` on a source that
+    changed while it was read, and on a full or failing disk; `out` is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write(pieces, out, replace=replace)
+        return write_remote.write(pieces, out, replace=replace, held=held)
     path = Path(os.path.realpath(out))
     nbytes = _nbytes(pieces)
     with failing(out):
@@ -122,7 +123,7 @@ def write(
         settle(path.parent)
         with staged_file(path) as (descriptor, staged):
             fill(descriptor, pieces, digest, flush=fsync)
-            read = tuple(sources.streamed)
+            read = sources.streamed()
             if not in_place and is_one_of(out, read):
                 raise CkptError(f"{out} is a source itself", hint="name another file")
             modes.settle_file(descriptor, path, (*readers_of, *read))

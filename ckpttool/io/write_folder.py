@@ -15,7 +15,7 @@ from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, Ready
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
@@ -69,6 +69,7 @@ def write_folder(
     readers_of: Collection[str] = (),
     fsync: bool = True,
     digests: MutableMapping[str, Digest] | None = None,
+    held: Held | None = None,
 ) -> int:
     """Writes `files` into the folder `out`, all of them or none, and returns their size in bytes.
 
@@ -79,13 +80,13 @@ def write_folder(
 
     `link` says how each `Link` is taken over: ``copy``, ``hard`` (one file under two names) or ``reflink`` (blocks
     shared until one of the two changes). Who may not read `readers_of`, or what a file is made of, may not read it.
-    `digests` gets a hash of each file. Raises `CkptError` on a source that changed while it was read, on a folder that
-    another process changed, and on a full or failing disk; `out` is then as it was.
+    `digests` gets a hash of each file; of a URL, `held` what the checksums of its store prove. Raises `CkptError` on a
+    source that changed while it was read, a folder that another process changed, a full disk; `out` is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write_folder(_to_be_made(files), out, stale, link)
+        return write_remote.write_folder(_to_be_made(files), out, stale, link, held)
     folder = Path(os.path.realpath(out))
     with failing(out):
         for place in {folder.parent, folder}:
@@ -193,8 +194,8 @@ class _Writer:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
         try:
             fill(descriptor, pieces, digest, flush=self.fsync)
-            read = set(sources.streamed)
-            self.read |= read
+            read = sources.streamed()
+            self.read.update(read)
             # what is made of no tensors, an index, says as much as all of them
             modes.settle_file(descriptor, replaced, (*self.readers_of, *(read or self.read)))
             if self.fsync:

@@ -17,7 +17,7 @@ from ckpttool.io.compose import Upload
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Files, Link, Piece, Pieces, amounts
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.journal import replace, settle
@@ -81,21 +81,24 @@ def _same(left: str, right: str) -> bool:
     return left.rstrip("/") == right.rstrip("/")
 
 
-def write(pieces: Pieces, out: str, *, replace: bool = True) -> int:
+def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None = None) -> int:
     """Writes `pieces` to the URL, which appears complete or not at all; returns its size in bytes.
 
-    Without `replace`, what came there meanwhile stays. Raises `CkptError` on a source that changed while it was read,
-    and where the store refuses; `out` is then as it was.
+    Without `replace`, what came there meanwhile stays. In `held` is noted what the store's checksums prove of it.
+    Raises `CkptError` on a source that changed while it was read, and where the store refuses; `out` is then as it was.
     """
     made = compose.plan(pieces, out)
     if made is not None:
-        with compose.begun(out, replace=replace) as upload, sources_stay():
+        with compose.begun(out, replace=replace, verify=held is not None) as upload, sources_stay():
             upload.fill(made)
     else:
         _send(pieces, out, replace=replace)
     forget(out)
+    nbytes = sum(piece.nbytes for piece in pieces)
+    if made is not None and held is not None and upload.is_proved(nbytes):
+        held.note(out, pieces)
     work.has_made(*amounts(pieces))
-    return sum(piece.nbytes for piece in pieces)
+    return nbytes
 
 
 def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
@@ -159,64 +162,71 @@ def _abandon(fs: Any, file: Any, temporary: str | None) -> None:
 # Folders
 
 
-def replaced(files: Iterable[str], out: str, stale: Collection[str]) -> set[str]:
-    """The files of a checkpoint in the folder `out`, a URL, whose places new ones take, or that go."""
-    return {*stale, *(own for own in files if stat(join(out, own)) is not None)}
+def home_of(files: Iterable[str], out: str, stale: Collection[str]) -> str:
+    """The folder in which the files of the folder `out`, a URL, are made: itself, unless some there are to be replaced.
 
-
-def complete(files: Mapping[str, Pieces | Link | Upload], out: str, *, replace: bool) -> None:
-    """Completes the uploads to the folder `out`, a URL, and writes the other files, the last one last.
-
-    Raises `CkptError`, and removes what it wrote, where the store refuses.
+    Raises `CkptError` where another process is just replacing them.
     """
-    written: list[str] = []
-    try:
+    settle(out)
+    gone = bool(stale) or any(stat(join(out, own)) is not None for own in files)
+    return join(out, temporary_name("new")) if gone else out
+
+
+def complete(
+    files: Mapping[str, Pieces | Link | Upload], home: str, out: str, stale: Collection[str], *, replace: bool
+) -> None:
+    """Completes the uploads to the folder `home`, a URL, and writes the other files, the last one last.
+
+    From there they take the places in `out` as `write_folder` says. Raises `CkptError`, and removes what it wrote,
+    where the store refuses.
+    """
+    with _settling(files, home, out, stale) as written:
         for own, content in files.items():
             if isinstance(content, Upload):
                 content.complete(replace=replace)
             else:
-                _put(content, join(out, own))
-            written.append(join(out, own))
+                _put(content, join(home, own))
+            written.append(join(home, own))
+
+
+@contextmanager
+def _settling(files: Iterable[str], home: str, out: str, stale: Collection[str]) -> Iterator[list[str]]:
+    """The files that are `written` in `home` are the folder `out` once the block ends, and gone where it raises."""
+    written: list[str] = []
+    try:
+        yield written
     except BaseException:
         with uninterrupted(insisting=True):
             _remove(written)
         raise
+    if home != out:
+        replace(home, out, list(files), {*stale}.difference(files))
     forget(out)
 
 
-def write_folder(files: Files, out: str, stale: Collection[str], link: str) -> int:
+def write_folder(files: Files, out: str, stale: Collection[str], link: str, held: Held | None = None) -> int:
     """Writes `files` into the folder `out`, a URL, the last one last, and returns their size in bytes.
 
     Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
-    the one that makes it complete are removed, and the new ones moved in, under a journal. Raises `CkptError`, and
-    removes what it wrote, on a source that changed while it was read and where the store refuses.
+    the one that makes it complete are removed, and the new ones moved in, under a journal. In `held` is noted what the
+    store's checksums prove of files that were not moved. Raises `CkptError`, and removes what it wrote, on a source
+    that changed while it was read and where the store refuses.
     """
     if link != "copy" and any(isinstance(content, Link) for content in files.values()):
         raise CkptError(f"{out}: nothing in it can be linked ({link})", hint="--link copy works everywhere")
-    settle(out)
-    gone = replaced(files, out, stale)
-    home = join(out, temporary_name("new")) if gone else out
-    written: list[str] = []
-    try:
-        nbytes = 0
+    home, nbytes = home_of(files, out, stale), 0
+    with _settling(files, home, out, stale) as written:
         for own, content in files.items():
-            nbytes += _put(content, join(home, own))
+            nbytes += _put(content, join(home, own), held if home == out else None)
             written.append(join(home, own))
-    except BaseException:
-        with uninterrupted(insisting=True):
-            _remove(written)
-        raise
-    if gone:
-        replace(home, out, list(files), {*stale}.difference(files))
-    forget(out)
     return nbytes
 
 
-def _put(content: Pieces | Link, url: str) -> int:
+def _put(content: Pieces | Link, url: str, held: Held | None = None) -> int:
     if not isinstance(content, Link):
-        return write(content, url)
+        return write(content, url, held=held)
     nbytes = size(content.path)
-    if is_url(content.path):
+    if is_url(content.path) and held is None:
         (fs, path), (target, place) = filesystem(content.path), filesystem(url)
         if fs is target:  # the store copies by itself
             with answered(url):
@@ -224,7 +234,7 @@ def _put(content: Pieces | Link, url: str) -> int:
             work.has_written(nbytes)
             work.has_made(nbytes, 0)
             return nbytes
-    return write([Piece(Span(content.path, 0, nbytes))], url)
+    return write([Piece(Span(content.path, 0, nbytes))], url, held=held)
 
 
 def _remove(urls: Iterable[str]) -> None:

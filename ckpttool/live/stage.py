@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.evaluate import with_torch
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import layout_of, parts, raw
 from ckpttool.live.sharded import local_part, placed
@@ -110,7 +110,7 @@ def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, An
 
 
 def _value(source: Expression, state: Mapping[str, Any]) -> torch.Tensor:
-    found = state[source.key] if isinstance(source, Ref) else with_torch.evaluate(source, state.__getitem__)
+    found = state[source.key] if isinstance(source, Ref) else evaluate(source, state.__getitem__)
     return found.detach()
 
 

@@ -47,8 +47,9 @@ def base_name(fqn: str, known: Collection[str]) -> str | None:
 def aliases(section: Section) -> dict[str, str]:
     """Key -> first key of the same tensor: shared storage, and call variants that have the bytes of their base."""
     found = section.aliases()
-    have = {entry.key: entry for entry in section.tensors}
-    for key in [key for key in have if "@" in key and key not in found]:
+    variants = [entry.key for entry in section.tensors if "@" in entry.key and entry.key not in found]
+    have = {entry.key: entry for entry in section.tensors} if variants else {}
+    for key in variants:
         base = base_name(key, have)
         if base is not None and same_values(have[key], have[base]):
             found[key] = found.get(base, base)

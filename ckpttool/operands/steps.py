@@ -65,6 +65,6 @@ def opened(step: str) -> Iterator[tuple[str, Checkpoint]]:
         yield name, open_operand(join(step, name))
 
 
-def called(step: str, run: str) -> str:
+def called(step: str, run: str | None) -> str:
     """A step by its name in the folder of the run, or as it was named."""
     return name_of(step) if run else step

@@ -82,7 +82,7 @@ class Inspection:
     def adapters(self) -> dict[str, Adapter]:
         """The adapters among the keys of state dicts, by section path."""
         states = (section for section in self.checkpoint.sections if section.kind == "state_dict")
-        found = ((section.path, adapter_of(section.by_key())) for section in states)
+        found = ((section.path, adapter_of(section.keys)) for section in states)
         return {path: adapter for path, adapter in found if adapter is not None}
 
     @property
@@ -184,7 +184,7 @@ def _is_zero(own: Statistics) -> bool:
 
 
 def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
-    entries = [entry for section in checkpoint.sections for entry in section.by_key().values()]
+    entries = [entry for section in checkpoint.sections for entry in section.entries]
     if not any(is_flat(entry.key) or isinstance(entry, ExtraEntry) or entry.layout != "strided" for entry in entries):
         return ()
     from ckpttool.formats.ranks.files import one_rank  # with all that puts ranks together
@@ -206,4 +206,4 @@ def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:
     if section.kind != "state_dict":
         return ()
-    return tuple(segments(infer(section.by_key(), lightning=is_lightning(others, section.path)).paths))
+    return tuple(segments(infer(section.keys, lightning=is_lightning(others, section.path)).paths))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.with_torch import evaluate, same_bits
+from ckpttool.evaluate.interpret import evaluate
+from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
 from ckpttool.tracing.loading import Verdict
 from ckpttool.tracing.recorder.simplify import Simplifier

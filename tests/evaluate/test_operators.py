@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.apply import apply
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.operators import GETITEM, OPERATORS
-from ckpttool.evaluate.with_torch import entry_of, evaluate
+from ckpttool.evaluate.with_torch import entry_of
 from ckpttool.expression import Argument, Op, Ref, Special
 from ckpttool.limits import Limits, limited
 from ckpttool.plan import Output, Plan

@@ -135,6 +135,11 @@ def program(folder: Path) -> None:
         (folder / name).write_bytes((DATA / name).read_bytes())
 
 
+def program_edited(folder: Path) -> None:
+    program(folder)
+    assert main(["remap", str(folder / "tagger-torch-2.9.1.pt2"), "--rule", "scale => s", "--in-place"]) == 0
+
+
 LONGER = f"remap in.safetensors --in-place --rule b.{{x}}=>{'a.much.longer.name.' * 9}{{x}}"
 RANKS = "remap in.pt --model net.py:build --to fsdp-flat --world-size 2 -o rank_{rank}.pt"
 CASES = {
@@ -153,6 +158,15 @@ CASES = {
     "torch zip to torch legacy": Case(zipped, "remap in.pt -o out.pt --torch-format legacy"),
     "torchscript": Case(scripted, "swap-weights in.pt new.pt -o out.pt"),
     "program": Case(program, "swap-weights tagger-torch-2.9.1.pt2 weights-torch-2.9.1.pt -o out.pt2"),
+    "program, in place": Case(
+        program,
+        "remap tagger-torch-2.9.1.pt2 --in-place --rule mix.{i}.{x}=>z.{i}.{x}",
+        look="tagger-torch-2.9.1.pt2",
+        journal=True,
+    ),
+    "program, undone": Case(
+        program_edited, "remap tagger-torch-2.9.1.pt2 --undo", look="tagger-torch-2.9.1.pt2", journal=True
+    ),
     "sharded, copied": Case(sharded, "remap in -o out/"),
     "sharded, in place, anew": Case(sharded, "remap in --in-place --copy"),
     "sharded, in place": Case(sharded, "remap in --in-place", look="in", journal=True),
@@ -175,7 +189,8 @@ CASES = {
 def scenario(case: Case, template: Path) -> Scenario:
     """The case, with all that the driver has to know."""
     case.make(template)
-    rules = () if case.torch or case.line.startswith("swap-weights") or "--undo" in case.line else RENAME
+    own = case.torch or case.line.startswith("swap-weights") or "--undo" in case.line or ".pt2" in case.line
+    rules = () if own else RENAME
     once = "--in-place" in case.line or "--undo" in case.line
     again = () if once or "--force" in case.line else ("--force",)
     argv = [*case.line.split(), *rules]

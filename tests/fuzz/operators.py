@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.operators import GETITEM, OPERATORS
-from ckpttool.evaluate.with_torch import evaluate
 from ckpttool.expression import Argument, Op, Ref, Special
 from ckpttool.limits import Limits, limited
 

@@ -32,6 +32,7 @@ from ckpttool.io.paths import is_url, join, name, parent
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import SpanReader, read_span
 from ckpttool.io.remote import errors as remote_errors
+from ckpttool.io.remote import kept
 from ckpttool.io.remote import read as remote
 from ckpttool.io.safe_path import safe_path
 from ckpttool.io.write_remote import write
@@ -178,8 +179,9 @@ def test_what_changes_is_read_anew(store: Store, count: int) -> None:
 def test_spans_larger_than_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(300_001)
     url = Store(fsspec.filesystem("memory"), "memory://spans").put("data", data)
-    for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007), ("_MAX_BLOCKS", 40)):
+    for own, value in (("BLOCK", 1 << 10), ("_LARGE", 1 << 12), ("PART", 10_007)):
         monkeypatch.setattr(remote, own, value)
+    monkeypatch.setattr(kept, "_MAX_BLOCKS", 40)
     for start, length in ((0, 300_001), (1, 299_999), (4095, 4097), (300_000, 1), (7, 0), (123_456, 4096)):
         assert read_span(Span(url, start, length)) == data[start : start + length]
         remote.forget(url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,21 @@ from safetensors.torch import load, save, save_file
 
 import ckpttool
 from ckpttool.checkpoint import Span
+from ckpttool.edits.cost import Verified
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.with_torch import load as load_entry
 from ckpttool.io import compose
+from ckpttool.io.compose import Upload
 from ckpttool.io.pieces import Crc, Piece
-from ckpttool.io.remote import errors
+from ckpttool.io.remote import errors, read
 from ckpttool.io.remote.read import BLOCK
 from ckpttool.io.write_remote import write
+from command import Run
 from places import ROOT
-from remote_servers import web_server
+from remote_servers import Received, web_server
 
 pytest.importorskip("s3fs", reason="the driver of s3:// is not installed")
-MIB = 1 << 20
-
-
-class Received:
-    """The bytes of the bodies of requests, as the store's server counts them; how many ask for data, what it sends."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from moto.moto_server.werkzeug_app import DomainDispatcherApplication
-
-        self.nbytes = self.sent = self.requests = 0
-        plain = DomainDispatcherApplication.__call__
-
-        def counted(application: Any, environ: Any, answer: Any) -> Any:
-            self.nbytes += int(environ.get("CONTENT_LENGTH") or 0)
-            parts = [bytes(part) for part in plain(application, environ, answer)]
-            if environ["REQUEST_METHOD"] == "GET" and "list-type" not in environ.get("QUERY_STRING", ""):
-                self.requests += 1
-                self.sent += sum(map(len, parts))
-            return parts
-
-        monkeypatch.setattr(DomainDispatcherApplication, "__call__", counted)
+KIB, MIB = 1 << 10, 1 << 20
 
 
 # What is fetched
@@ -77,8 +62,11 @@ def as_shards(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
 
 
 def as_dcp(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
-    dcp.save(dict(state), checkpoint_id=folder / "a.dcp", no_dist=True)
-    return "a.dcp", (folder / "a.dcp" / ".metadata").stat().st_size
+    objects = {f"{i}": ["an object", i] for i in range(20)}
+    dcp.save({**state, **objects}, checkpoint_id=folder / "a.dcp", no_dist=True)
+    found = dcp.FileSystemReader(folder / "a.dcp").read_metadata().storage_data
+    nbytes = sum(place.length for index, place in found.items() if index.fqn in objects)
+    return "a.dcp", (folder / "a.dcp" / ".metadata").stat().st_size + nbytes
 
 
 MEASURED = "2.13."  # the torch that wrote what docs/scale.md tells of
@@ -89,25 +77,28 @@ FORMS = {
     "sharded safetensors": as_shards,
     "DCP": as_dcp,
 }
+BLOCKS = {"safetensors": 1, "torch zip": 1, "before torch 1.6": 2}  # that may be fetched beside headers
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_index_is_fetched_and_little_else(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """At most a tenth more than the headers and a block for each file, by the server's count; docs/scale.md has it.
+    """At most a tenth more than the headers, by the server's count, where an index tells of them; docs/scale.md has it.
 
-    The pickles from before torch 1.6 do not say how long they are: these may take one block more.
+    Else the first request is a block, of a torch zip the last too. Pickles from before torch 1.6 do not say how long
+    they are: these may take one block more.
     """
     fs, name = bucket
-    own, nbytes = FORMS[form]({f"layers.{i}.weight": torch.full((256, 8), float(i)) for i in range(1000)}, tmp_path)
+    monkeypatch.chdir(tmp_path)  # DCP writes down how its folder was called
+    own, nbytes = FORMS[form]({f"layers.{i}.weight": torch.full((256, 8), float(i)) for i in range(1000)}, Path())
     fs.put(str(tmp_path / own), f"{name}/{own}", recursive=True)
     received = Received(monkeypatch)
     found = ckpttool.inspect(f"s3://{name}/{own}")
     assert len(found.checkpoint.sections[0].tensors) == 1000
     files = len([*(tmp_path / own).iterdir()]) if (tmp_path / own).is_dir() else 1
     row = f"| {form} | {files} | {nbytes:,} | {received.requests} | {received.sent:,} |"
-    assert received.sent <= 1.1 * nbytes + (files + (form == "before torch 1.6")) * BLOCK
+    assert received.sent <= 1.1 * nbytes + BLOCKS.get(form, 0) * BLOCK
     if form != "DCP" or torch.__version__.startswith(
         MEASURED
     ):  # what DCP says of a tensor differs from release to release
@@ -233,6 +224,85 @@ def test_a_source_that_changed_is_not_copied(bucket: Any) -> None:
         ckpttool.remap(source, f"s3://{name}/b.safetensors", rule=["a => b"])
     assert fs.ls(name, refresh=True, detail=False) == [f"{name}/a.safetensors"]
     assert not fs.call_s3("list_multipart_uploads", Bucket=name).get("Uploads")
+
+
+# Verified by the store's own checksums
+
+BIG = {f"a.{i}": torch.arange(i, 16 * KIB + i, dtype=torch.float32) for i in range(12)}  # 768 KiB
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a thousandth of what S3 takes, here and there."""
+    from moto.s3 import models
+
+    monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", compose.LEAST >> 10)
+    for own in ("LEAST", "_SENT", "_WORTH", "_COPIED"):
+        monkeypatch.setattr(compose, own, getattr(compose, own) >> 10)
+    monkeypatch.setattr(read, "BLOCK", BLOCK >> 5)
+
+
+@pytest.mark.parametrize("out", ["b.safetensors", "b.pt", "folder/"])
+@pytest.mark.parametrize("in_bucket", [True, False])
+@pytest.mark.usefixtures("small_parts")
+def test_what_the_checksums_of_the_store_prove_is_not_read_back(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, in_bucket: bool
+) -> None:
+    """Of the output only headers are; of a source in the bucket what the store copied, for its MD5: once."""
+    fs, name = bucket
+    save_file(BIG, tmp_path / "a.safetensors")
+    fs.put_file(str(tmp_path / "a.safetensors"), f"{name}/a.safetensors")
+    source = f"s3://{name}/a.safetensors" if in_bucket else str(tmp_path / "a.safetensors")
+    received = Received(monkeypatch)
+    shards = "300kB" if out == "folder/" else None
+    done = ckpttool.remap(source, f"s3://{name}/{out}", rule=["{x*} => m.{x*}"], verify=True, max_shard_size=shards)
+    assert done.verified == Verified(768 * KIB, 0)
+    assert received.sent <= (900 if in_bucket else 100) * KIB
+    have = ckpttool.open_checkpoint(f"s3://{name}/{out}")
+    assert all(torch.equal(load_entry(e), BIG[e.key[2:]]) for e in have.sections[0].tensors)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_computed_values_are_proved_as_they_were_sent(bucket: Any, tmp_path: Path, run: Run) -> None:
+    save_file(BIG, tmp_path / "a.safetensors")
+    (tmp_path / "cast.toml").write_text('[[rule]]\ncast = "a.*"\ndtype = "bfloat16"\n')
+    out = f"s3://{bucket[1]}/b.safetensors"
+    words = ("remap", tmp_path / "a.safetensors", "-o", out, "--rules", tmp_path / "cast.toml", "--verify")
+    assert json.loads(run(*words, "--format", "json").out)["verified"] == {"by_checksum": 384 * KIB, "read": 0}
+    said = run(*words, "--force").out
+    assert "every tensor of the output: 384.0 KiB by checksums of its store, 0 bytes read back and compared" in said
+
+
+@pytest.mark.parametrize("way", ["damaged", "other tags", "replaced"])
+@pytest.mark.usefixtures("small_parts")
+def test_what_they_do_not_prove_is_read(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, way: str
+) -> None:
+    """Of a store that holds other bytes, or whose tags are no MD5, and where somebody replaced the object."""
+    from moto.s3.models import FakeKey, FakeMultipart
+
+    fs, name = bucket
+    save_file(BIG, tmp_path / "a.safetensors")
+    plain, finish = FakeMultipart.set_part, Upload.complete
+    if way == "damaged":
+        monkeypatch.setattr(FakeMultipart, "set_part", lambda self, at, v: plain(self, at, v[:-1] + bytes([v[-1] ^ 1])))
+    elif way == "other tags":
+        monkeypatch.setattr(FakeKey, "etag", property(lambda self: f'"{md5(self.value + b"key").hexdigest()}"'))
+    else:
+
+        def completed(upload: Upload, *, replace: bool) -> None:
+            finish(upload, replace=replace)
+            fs.pipe_file(f"{name}/b.safetensors", save({f"b.{i}": torch.zeros(16 * KIB) for i in range(12)}))
+
+        monkeypatch.setattr(Upload, "complete", completed)
+    words = ("remap", tmp_path / "a.safetensors", "-o", f"s3://{name}/b.safetensors", "--rule", "a.{x} => b.{x}")
+    status, out, err = run(*words, "--verify", "--format", "json")
+    if way == "other tags":
+        assert json.loads(out)["verified"] == {"by_checksum": 0, "read": 768 * KIB}
+        return
+    assert status == 2
+    assert f"error: s3://{name}/b.safetensors is not what was planned" in err
+    assert "other bytes in the output @ b." in err
 
 
 # Requests that fail

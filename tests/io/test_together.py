@@ -19,6 +19,7 @@ import dcp_ranks
 import torchrun_ranks
 from command import Run
 from places import ROOT
+from remote_servers import Received
 from torchrun_ranks import Fault, run_ranks
 
 RULE = ("--rule", "layers.{x*} => blocks.{x*}")
@@ -277,7 +278,7 @@ def build():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model as three ranks save it: with flat parameters and in parts of tensors (FSDP1), and by DCP."""
+    """One model as three ranks save it: with flat parameters and in parts (FSDP1), as DTensors, and by DCP."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "model.py").write_text(MODEL)
     torch.manual_seed(2)
@@ -286,9 +287,35 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named: dict[str, Any] = {"model": f"{folder}/model.py:build", "world_size": 3}
     ckpttool.remap(str(folder / "full.pt"), f"{folder}/flat_{{rank}}.pt", to="fsdp-flat", units=["[0-2]"], **named)
     ckpttool.remap(str(folder / "full.pt"), f"{folder}/parts_{{rank}}.pt", to="fsdp-sharded", **named)
+    for rank in range(3):
+        torch.save({"model": as_dtensors(model.state_dict(), rank, 3)}, folder / f"dtensors_{rank}.pt")
     (done, *_) = run_ranks(folder, 3, "remap", "full.pt", "-o", "three.dcp")
     assert done.status == 0, done
     return folder
+
+
+def as_dtensors(state: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
+    """The rank's part of every tensor, by rows, as `fully_shard` has it."""
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        return {
+            key: DTensor.from_local(
+                value.chunk(size)[rank].clone(),
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+            for key, value in state.items()
+        }
+    finally:
+        distributed.destroy_process_group()
 
 
 FOUR = ("--world-size", "4", "--model", "model.py:build", "-o", "four_{rank}.pt")
@@ -299,6 +326,7 @@ FOUR = ("--world-size", "4", "--model", "model.py:build", "-o", "four_{rank}.pt"
     [
         ("flat_*.pt", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
         ("parts_*.pt", ("--to", "fsdp-sharded", *FOUR)),
+        ("dtensors_*.pt", ("-o", "out.dcp")),
         ("flat_*.pt", ("--model", "model.py:build", "-o", "out.dcp")),
         ("three.dcp", ("--to", "fsdp-flat", "--units", "[0-2]", *FOUR)),
         ("three.dcp", ("-o", "out.dcp", "--rule", "{x*} => net.{x*}")),
@@ -326,6 +354,27 @@ def test_from_ranks_to_ranks_each_byte_moves_once(
         ckpttool.remap(str(tmp_path / "four_*.pt"), str(back), model=model)
     have = model_in(back)
     assert all(torch.equal(have[key], value) for key, value in want.items())
+
+
+def test_killed_ranks_go_on_with_the_files_of_other_ranks(saved: Path, tmp_path: Path) -> None:
+    """What is noted is not written again; the files are those of a job that nobody killed."""
+    flat = ("--to", "fsdp-flat", "--units", "[0-2]", "--world-size", "4", "--model", f"{saved}/model.py:build")
+    command = ("remap", saved / "full.pt", *flat, "-o")
+    killed = run_ranks(tmp_path, 2, *command, "four_{rank}.pt", fault=Fault(1, 1))
+    assert killed[1].status == -9, killed
+    assert not [*tmp_path.glob("four_*")]
+    (staging,) = tmp_path.glob(".*.ckpttool.job")
+    notes = [json.loads(line) for path in staging.glob("written.*") for line in path.read_text().split("\n") if line]
+    assert notes
+    done = run_ranks(tmp_path, 2, *command, "four_{rank}.pt")
+    assert [one.status for one in done] == [0, 0], done
+    have = [(tmp_path / f"four_{rank}.pt").read_bytes() for rank in range(4)]
+    assert sum(one.written or 0 for one in done) == sum(map(len, have)) - sum(note["size"] for note in notes)
+    alone = f"{tmp_path}/alone_{{rank}}.pt"
+    ckpttool.remap(
+        str(saved / "full.pt"), alone, to="fsdp-flat", units=["[0-2]"], world_size=4, model=f"{saved}/model.py:build"
+    )
+    assert have == [Path(alone.format(rank=rank)).read_bytes() for rank in range(4)]
 
 
 def sizes(folder: Path) -> list[tuple[str, int]]:
@@ -393,6 +442,7 @@ def test_the_ranks_send_what_one_process_sends(
     before = objects(bucket).keys()
     first, second = run_ranks(tmp_path, 2, "remap", source, "-o", f"s3://{name}/{out}", *options)
     assert (first.status, second.said) == (0, (0, "")), first
+    assert ("22.0 MiB by checksums of its store, 0 bytes read back" in first.out) == ("--verify" in options)
     assert uploads(bucket) == []
     have = objects(bucket)
     written = {name: data for name, (_, data) in files_in(tmp_path / "alone").items()}
@@ -400,9 +450,11 @@ def test_the_ranks_send_what_one_process_sends(
 
 
 @pytest.mark.parametrize("all_die", [False, True])
-def test_a_killed_job_goes_on_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run, all_die: bool) -> None:
-    """Nothing is to be seen of it, and no part that is there is sent again."""
-    command = ("remap", wide / "model.safetensors", *RULE, "-o")
+def test_a_killed_job_goes_on_in_the_bucket(
+    wide: Path, bucket: Any, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, all_die: bool
+) -> None:
+    """Nothing is to be seen of it, and no part that is there is sent again, or read but to verify it."""
+    command = ("remap", wide / "model.safetensors", *RULE, *(["--verify"] if all_die else []), "-o")
     out = f"s3://{bucket[1]}/deep/out.safetensors"
     killed = run_ranks(tmp_path, 2, *command, out, fault=Fault(1, 1), all_die=all_die)
     assert killed[1].status == -9, killed
@@ -411,13 +463,36 @@ def test_a_killed_job_goes_on_in_the_bucket(wide: Path, bucket: Any, tmp_path: P
     (upload,) = uploads(bucket)
     there = bucket[0].call_s3("list_parts", Bucket=bucket[1], Key=upload["Key"], UploadId=upload["UploadId"])["Parts"]
     assert there
+    received = Received(monkeypatch)
     done = run_ranks(tmp_path, 2, *command, out)
     assert [one.status for one in done] == [0, 0], done
+    assert ("22.0 MiB by checksums of its store, 0 bytes read back" in done[0].out) == all_die
     run(*command, tmp_path / "alone.safetensors")
     assert objects(bucket) == {"deep/out.safetensors": (tmp_path / "alone.safetensors").read_bytes()}
     assert uploads(bucket) == []
     size = (tmp_path / "alone.safetensors").stat().st_size
-    assert sum(one.read or 0 for one in done) <= size - sum(part["Size"] for part in there)
+    left = size - sum(part["Size"] for part in there)
+    assert received.nbytes <= left + 10_000
+    assert all_die or sum(one.read or 0 for one in done) <= left
+
+
+def test_the_ranks_replace_a_folder_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
+    """What is there stays whole until all that is new is there; then that is what one process writes, and no more."""
+    (tmp_path / "alone").mkdir()
+    run("remap", wide / "model.safetensors", "-o", f"{tmp_path}/alone/", *RULE, "--max-shard-size", "9MB")
+    out = f"s3://{bucket[1]}/out/"
+    run("remap", wide / "model.safetensors", "-o", out, "--max-shard-size", "6MB")
+    old = objects(bucket)
+    command = ("remap", wide / "model.safetensors", "-o", out, *RULE, "--max-shard-size", "9MB")
+    killed = run_ranks(tmp_path, 2, *command, "--force", fault=Fault(1, 1))
+    assert killed[1].status == -9, killed
+    assert {name: data for name, data in objects(bucket).items() if not name.endswith(".job")} == old
+    done = run_ranks(tmp_path, 2, *command, "--force", "--verify")
+    assert [one.status for one in done] == [0, 0], done
+    assert all(one.read for one in done)
+    written = {f"out/{name}": data for name, (_, data) in files_in(tmp_path / "alone").items()}
+    assert (objects(bucket), uploads(bucket)) == (written, [])
+    assert "output: 22.0 MiB read back" in done[0].out
 
 
 def test_what_fails_in_the_bucket_leaves_nothing(wide: Path, bucket: Any, tmp_path: Path) -> None:

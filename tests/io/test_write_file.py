@@ -94,10 +94,15 @@ def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
 
 def test_a_part_that_fails_leaves_the_next_ones_to_be_counted() -> None:
     seen: list[int] = []
-    with work.shown(lambda title, total: nullcontext(seen.append)), work.doing("all", 30):
-        with pytest.raises(CkptError), work.part(10):
+
+    def breaks() -> None:
+        with work.part(10):
             work.has_read(4)
             raise CkptError("broken", hint="none")
+
+    with work.shown(lambda title, total: nullcontext(seen.append)), work.doing("all", 30):
+        with pytest.raises(CkptError):
+            breaks()
         with work.part(20):
             work.has_read(50)  # also what was read to know how
         work.has_written(7)

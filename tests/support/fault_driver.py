@@ -187,11 +187,20 @@ def drive(scenario: Scenario, scratch: Path, points: int | None, choose: Callabl
     return judge
 
 
+_LEFT_OUT = (
+    "ckpttool.__",
+    "ckpttool.tracing",
+    "ckpttool.live",
+    "ckpttool.evaluate.interpret",
+    "ckpttool.evaluate.with_torch",
+)
+
+
 def _preload() -> None:
     """Imports what the forked processes would each import again."""
     for path in sorted((ROOT / "ckpttool").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if not name.startswith(("ckpttool.tracing", "ckpttool.live", "ckpttool.evaluate.with_torch", "ckpttool.__")):
+        if not name.startswith(_LEFT_OUT):
             import_module(name)
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
+
+import pytest
 
 
 @contextmanager
@@ -23,6 +26,26 @@ def s3_server() -> Iterator[str]:
         yield f"http://{host}:{port}"
     finally:
         server.stop()
+
+
+class Received:
+    """The bytes of the bodies of requests, as the store's server counts them; how many ask for data, what it sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication
+
+        self.nbytes = self.sent = self.requests = 0
+        plain = DomainDispatcherApplication.__call__
+
+        def counted(application: Any, environ: Any, answer: Any) -> Any:
+            self.nbytes += int(environ.get("CONTENT_LENGTH") or 0)
+            parts = [bytes(part) for part in plain(application, environ, answer)]
+            if environ["REQUEST_METHOD"] == "GET" and "list-type" not in environ.get("QUERY_STRING", ""):
+                self.requests += 1
+                self.sent += sum(map(len, parts))
+            return parts
+
+        monkeypatch.setattr(DomainDispatcherApplication, "__call__", counted)
 
 
 class WebServer(ThreadingHTTPServer):

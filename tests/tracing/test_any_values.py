@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.expression import Expression, is_opaque, refs
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.saving import filled

@@ -17,7 +17,7 @@ from torch import nn
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section
 from ckpttool.errors import CkptError
-from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.tracing.trace import Verdict, load_verdict
 from hook_zoo import ZOO

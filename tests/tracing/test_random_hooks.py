@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.evaluate.with_torch import evaluate, same_bits
+from ckpttool.evaluate.interpret import evaluate
+from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.trace import trace
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.names import Names
 from files import run_measured
 from hook_zoo import ZOO

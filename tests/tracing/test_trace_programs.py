@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool import expression as ex
-from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.trace import trace
 from zoo import assert_same, randomized, runtime_values

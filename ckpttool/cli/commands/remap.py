@@ -51,7 +51,7 @@ def command(
         write_manifest(manifest, out, force=options.force)
     if options.save_plan is not None:
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
-    shown = partial(document, done, ckpt, out, dry_run=options.dry_run, verified=options.verify)
+    shown = partial(document, done, ckpt, out, dry_run=options.dry_run)
     plan = done.plan if options.dry_run else None
     emit(shown, lambda: done.to_json(ckpt, out or "", plan), format, report, force=options.force)
 

@@ -46,5 +46,5 @@ def command(
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     data = swapped.to_json(program, new, out or "")
-    shown = partial(document, swapped, program, new, out, dry_run=options.dry_run, verified=options.verify)
+    shown = partial(document, swapped, program, new, out, dry_run=options.dry_run)
     emit(shown, lambda: data, format, report, force=options.force)

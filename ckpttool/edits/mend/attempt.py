@@ -8,7 +8,6 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits import run as remap
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
@@ -115,23 +114,3 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
         line = command("remap", (named,), replace(options, out=out))
         return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
     return None
-
-
-def try_swap(question: Question, program: Checkpoint, weights: Checkpoint, options: SwapOptions) -> Attempt | CkptError:
-    """The swap that `options` ask for, or why it is refused."""
-    read = replace(
-        options,
-        dry_run=True,
-        model=None if options.model is None else question.model,
-    )
-    try:
-        from ckpttool.edits.swap import run as swap  # with the formats of programs
-
-        made = swap.run(program.source, weights, read).program
-    except CkptError as error:
-        return error
-    out = next(outputs(program.source, "swapped"))
-    made = replace(made, source=out)
-    sides = (made, weights) if program is question.left else (weights, made)
-    line = command("swap-weights", (program.source, operand(weights.source, weights.format)), replace(options, out=out))
-    return Attempt(line, question.of_names(*sides))

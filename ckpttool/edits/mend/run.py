@@ -6,16 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpttool.edits.mend import ways
-from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap, try_swap
+from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
 from ckpttool.edits.rules.mend import INFERRED, PART, needs_file, with_rules
-from ckpttool.edits.swap.options import SwapOptions
-from ckpttool.edits.swap.swap import Misfit
-from ckpttool.errors import CkptError
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.queries.diff.result import Diff
-from ckpttool.words import plural
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
 DROPPED = "what --drop leaves out is not in the output: the right has no place for it, or another name's value there"
@@ -48,7 +44,7 @@ def mended(question: Question, diff: Diff) -> Diff:
         return of_names(question, diff)
     if not question.is_about_models:
         return diff
-    swaps, notes = _swap(question)
+    swaps, notes = _swaps(question)
     if swaps and swaps[0].after.identical:
         return replace(diff, fix=(swaps[0].command,))
     best = _best(question, diff)
@@ -97,33 +93,15 @@ def _loses(attempt: Attempt) -> bool:
     return attempt.drops and any(entry.status == "missing" for entry in attempt.after.entries)
 
 
+def _swaps(question: Question) -> tuple[list[Attempt], list[str]]:
+    if not is_about_a_program(question):
+        return [], []
+    from ckpttool.edits.mend.swapped import by_swap  # with the formats of programs
+
+    return by_swap(question)
+
+
 def is_about_a_program(question: Question) -> bool:
     """Whether one of two checkpoints is an exported program."""
     sides = (question.left, question.right)
     return all(side is not None for side in sides) and any(side is not None and side.format == "pt2" for side in sides)
-
-
-def _swap(question: Question) -> tuple[list[Attempt], list[str]]:
-    """The swap that works, where one side is a program; else why none does."""
-    left, right = question.left, question.right
-    if left is None or right is None or not is_about_a_program(question):
-        return [], []
-    program, weights = (right, left) if right.format == "pt2" else (left, right)
-    asked = question.options
-    options = SwapOptions(model=asked.model, model_kwargs=asked.model_kwargs, materialize=asked.materialize)
-    found = try_swap(question, program, weights, options)
-    for _ in range(2):  # constants, and then another dtype
-        if isinstance(found, Misfit) and found.advice in ("constants", "cast"):
-            constants, cast = options.constants or found.advice == "constants", found.advice == "cast"
-            options = replace(options, constants=constants, cast=cast)
-            found = try_swap(question, program, weights, options)
-    return ([found], []) if isinstance(found, Attempt) else ([], _refused(found, asked.model is not None))
-
-
-def _refused(error: CkptError, final: bool) -> list[str]:
-    """Why swap-weights would be refused, where that is the last word: without a model it is not."""
-    if not final:
-        return []
-    first = "; ".join(map(str, error.problems[:3]))
-    more = f"; and {plural(len(error.problems) - 3, 'problem')} more" if len(error.problems) > 3 else ""
-    return [f"swap-weights would be refused: {error.message} ({first}{more})" if first else error.message]

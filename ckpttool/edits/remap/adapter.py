@@ -96,7 +96,7 @@ class ByRulesOfBase:
 def of_adapter(asked: RemapRequest, section: Section) -> list[Step]:
     """The steps of a remap as they are for `section`, where that holds an adapter."""
     steps = list(asked.steps())
-    if adapter_of(section.by_key()) is None:
+    if adapter_of(section.keys) is None:
         return steps
     if asked.names is not None and asked.to_names is not None:
         rest = [step for step in steps if not isinstance(step, (ByModel, ToModel, Counters))]

@@ -59,7 +59,7 @@ class Step(Protocol):
 
 def carried(sections: Iterable[Section]) -> Plan:
     """The plan that leaves every key its name."""
-    return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.by_key()))
+    return Plan(tuple(Output(section.path, key, Ref(key)) for section in sections for key in section.keys))
 
 
 def renamed(plan: Plan, section: Section, names: Mapping[str, str]) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.edits.remap.groups import new_groups
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
@@ -18,11 +19,9 @@ from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import class_of, lacking
 from ckpttool.naming.optimizers.ids import Owners, check, own_names, owners, resolve
 from ckpttool.naming.optimizers.moves import (
-    arranged,
     between,
     carry,
     from_serialized,
-    grouped,
     identity,
     in_form,
     in_groups,
@@ -119,7 +118,7 @@ def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[
     ruled = _by_rules_file(named, wanted, to, where)
     sources = _sources(named, wanted, to) if ruled is None else ruled
     placed_by = wanted if ruled is None else replace(wanted, names=None)
-    groups = _groups(named, sources, placed_by, to, where)
+    groups = new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
     held = _in(groups, sources)
     shapes = _shapes(named, wanted)
     move = move_of(section, state, to, groups, held, shapes)
@@ -287,74 +286,6 @@ def _by_rules(name: str, rules: Sequence[Renaming]) -> str:
 
 def _in(groups: Sequence[ParamGroup], sources: Mapping[str, Expression]) -> dict[str, Expression]:
     return {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
-
-
-def _groups(
-    named: OptimizerState, sources: Mapping[str, Expression], wanted: OptimizerRequest, to: str, where: str
-) -> tuple[ParamGroup, ...]:
-    """The new param groups: those of the new optimizer, or else the old ones in the new model's order."""
-    target = wanted.to_names or wanted.names
-    if target is None:
-        return placed(named, sources)
-    parameters = Parameters(target)
-    if wanted.to_names is None and to != ID:
-        return _ordered_like(placed(named, sources), parameters.groups)
-    if parameters.groups and (target.optimizer or target.optimizer_groups):
-        if wanted.to_names is None:
-            _same_parameters(named, parameters, where)
-        return arranged(named, sources, parameters.groups, target.optimizer_groups)
-    layout = _in_model_order(named, sources, wanted, parameters)
-    if layout is not None:
-        return arranged(named, sources, [layout], ())
-    if to != ID:
-        return placed(named, sources)
-    if any(name not in sources for name in parameters.trainable):
-        raise Refused(
-            f"{where} has {len(named.groups)} param groups, and the new model has parameters that it has not",
-            hint="pass --to-optimizer O, the function that makes the new optimizer",
-            problems=[Problem("in which group?", name) for name in parameters.trainable if name not in sources],
-        )
-    rank = {name: place for place, name in enumerate(parameters.shapes)}
-    groups = placed(named, sources)
-    return tuple(grouped(sorted(own.params, key=lambda name: rank[str(name)]), own.options) for own in groups)
-
-
-def _ordered_like(groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:
-    """The groups as the optimizer has them, if these are the same: then loading by position finds them too."""
-    own = {frozenset(map(str, group.params)): group for group in groups}
-    if len(own) != len(groups) or own.keys() != {frozenset(params) for params in wanted}:
-        return groups
-    return tuple(grouped(params, own[frozenset(params)].options) for params in wanted)
-
-
-def _same_parameters(named: OptimizerState, parameters: Parameters, where: str) -> None:
-    """Raises `Refused` where the optimizer has other parameters than the file: a change of form loses nothing."""
-    have, want = set(map(str, named.params)), {name for group in parameters.groups for name in group}
-    problems = [Problem("in the file, and not in the optimizer", name) for name in sorted(have - want)]
-    problems += [Problem("in the optimizer, and not in the file", name) for name in sorted(want - have)]
-    if problems:
-        raise Refused(
-            f"{where} was not saved by this optimizer: its parameters are others",
-            hint="--to-model and --to-optimizer name what is to load it",
-            problems=problems,
-        )
-
-
-def _in_model_order(
-    named: OptimizerState, sources: Mapping[str, Expression], wanted: OptimizerRequest, parameters: Parameters
-) -> list[str] | None:
-    """The parameters of an optimizer with one group, as ``model.parameters()`` gives them; None where it has more.
-
-    It is taken to hold what it held before: all parameters of the model, or all that are trainable, or just its own.
-    """
-    if len([group for group in named.groups if group.params]) != 1:
-        return None
-    old = Parameters(wanted.names) if wanted.names is not None else parameters
-    have = set(map(str, named.params))
-    for mine, theirs in ((set(old.shapes), tuple(parameters.shapes)), (set(old.trainable), parameters.trainable)):
-        if have == mine:
-            return list(theirs)
-    return [name for name in parameters.shapes if name in sources]
 
 
 def _notes(

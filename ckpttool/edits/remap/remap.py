@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import chain as in_turn
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.adapter import of_adapter
@@ -26,7 +27,7 @@ from ckpttool.naming.wrappers.chain import Chain, Evidence
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.sections import is_lightning, left_as_they_are, of_one_model
 from ckpttool.optimizer_state import ID
-from ckpttool.plan import Dropped, OptimizerMove, Plan
+from ckpttool.plan import Dropped, OptimizerMove, Output, Plan
 
 _NOTHING = RemapRequest()
 
@@ -100,7 +101,7 @@ def _notes(drafts: Sequence[Draft]) -> list[str]:
 
 def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
     """Where a remap begins: every key keeps its name. Wrappers are where the user says so, or else where keys show."""
-    keys = list(section.by_key())
+    keys = section.keys
     if form is None:
         wrappers = chain.infer(keys, lightning=lightning)
     elif isinstance(form, Chain):
@@ -108,7 +109,7 @@ def _draft(section: Section, form: Form | None, lightning: bool) -> Draft:
     else:  # these are names without wrappers
         wrappers = Evidence((), (), frozenset())
     paths = wrappers.paths
-    canonical = {key: strip(key, paths) for key in keys}
+    canonical = {key: strip(key, paths) for key in keys} if paths else dict(zip(keys, keys))
     return Draft(section, carried([section]), wrappers, canonical, wrappers.form)
 
 
@@ -134,6 +135,8 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     """
     wanted = replace(wanted, ruled=done.ruled)
     result, optimizers = remap_optimizers(done.result, wanted)
+    if not optimizers:
+        return done
     keeps = done.ruled is None or done.ruled.keeps_places
     target = wanted.to_names or (wanted.names if keeps else None)
     if target is not None and any(one.to == ID for one in optimizers):
@@ -151,11 +154,21 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
     """
     dropped = {gone.section for gone in plan.dropped}
     changed = {move.section for move in moves} - dropped
-    rank = {(s.path, key): n for s in result.sections if s.kind != "optimizer" for n, key in enumerate(s.by_key())}
-    place = {section: n for n, section in enumerate(plan.sections)}
-    outputs = [output for output in plan.outputs if output.section not in changed]
-    outputs.sort(key=lambda output: (place[output.section], rank.get((output.section, output.key), 0)))
-    return replace(plan, outputs=tuple(outputs), optimizers=tuple(moves))
+    outputs: dict[str, list[Output]] = {}
+    for output in plan.outputs:
+        if output.section not in changed:
+            outputs.setdefault(output.section, []).append(output)
+    for section in result.sections:
+        if section.kind != "optimizer" and section.path in outputs:
+            outputs[section.path] = _in_order(outputs[section.path], section.keys)
+    return replace(plan, outputs=tuple(in_turn.from_iterable(outputs.values())), optimizers=tuple(moves))
+
+
+def _in_order(outputs: list[Output], keys: Sequence[str]) -> list[Output]:
+    if [output.key for output in outputs] == keys:
+        return outputs
+    rank = {key: place for place, key in enumerate(keys)}
+    return sorted(outputs, key=lambda output: rank.get(output.key, 0))
 
 
 def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_CODE) -> Remap:

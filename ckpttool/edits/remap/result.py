@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.cost import Cost
+from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.expression import Ref
 from ckpttool.io.edit_in_place import Written
+from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
+from ckpttool.optimizer_state import FORMS
 from ckpttool.plan import Plan
 
 SCHEMA = "ckpttool.remap/1"
@@ -23,7 +25,8 @@ class Remap:
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
     of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
-    `written` says how a file that was to be changed in place was written, `cost` what a dry run found it to take.
+    `written` says how a file that was to be changed in place was written, `verified` how the output is known to be
+    right, `cost` what a dry run found it to take.
     """
 
     result: Checkpoint
@@ -35,6 +38,7 @@ class Remap:
     ruled: Ruled | None = None
     sections: tuple[str, ...] = ()
     written: Written | None = None
+    verified: Verified | None = None
     cost: Cost | None = None
 
     @property
@@ -60,7 +64,8 @@ class Remap:
             "optimizer": _to_json(self.optimizers),
             "notes": list(self.notes),
             **({} if self.written is None else {"written": self.written.to_json()}),
-            **({} if self.cost is None else {"cost": self.cost.to_json()}),
+            **({} if self.verified is None else {"verified": VERIFIED.write(self.verified)}),
+            **({} if self.cost is None else {"cost": COST.write(self.cost)}),
             **({} if plan is None else {"plan": plan.to_json()}),
         }
 
@@ -69,17 +74,24 @@ def _to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
     """The `optimizer` object of the contract; `sections` has one for each optimizer of the file."""
     if not done:
         return None
-    sections = [
+    first, params = done[0], sum(one.params for one in done)
+    return {"from": first.was, "to": first.to, "params": params, "sections": _SECTIONS.write(done)}
+
+
+_FORM = one_of(*FORMS)
+_SECTIONS = list_of(
+    record(
+        OptimizerRemap,
         {
-            "section": one.section,
-            "from": one.was,
-            "to": one.to,
-            "params": one.params,
-            "evidence": one.evidence,
-            "new": list(one.new),
-            "dropped": list(one.dropped),
-        }
-        for one in done
-    ]
-    first = done[0]
-    return {"from": first.was, "to": first.to, "params": sum(one.params for one in done), "sections": sections}
+            "section": TEXT,
+            "from": _FORM,
+            "to": _FORM,
+            "params": COUNT,
+            "evidence": nullable(TEXT),
+            "new": TEXTS,
+            "dropped": TEXTS,
+        },
+        called={"from": "was"},
+    )
+)
+OPTIMIZER = nullable(object_of({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _SECTIONS}))

@@ -10,12 +10,11 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from typing import Protocol
 
 from ckpttool.edits.rules.regex import Regex, compiled
-from ckpttool.edits.rules.segments import VARIABLE, Bound, Pattern, TooManyTries, pattern_of, ways
+from ckpttool.edits.rules.segments import VARIABLE, Bound, Pattern, Token, TooManyTries, pattern_of, token_of, ways
 from ckpttool.errors import CkptError, Problem, Refused
 
 _SYNTAX = "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or 're:(.*)_old => \\1'"
@@ -37,7 +36,7 @@ class Rule:
 
     text: str
     source: Pattern | Regex
-    template: tuple[str, ...] | str
+    template: tuple[Token, ...] | str
 
     def apply(self, key: str) -> str | None:
         """The key's new name, or None where the rule does not match.
@@ -55,7 +54,7 @@ class Rule:
 
     def _fill(self, key: str, source: Pattern) -> str | None:
         segments = key.split(".")
-        found = _two_ways(source, segments, self.text)
+        found = _two_ways(source, segments, self.text) if source.only is None else source.only.ways(segments)
         if not found:
             return None
         if len(found) > 1:
@@ -64,10 +63,10 @@ class Rule:
                 hint="name more of the segments literally, or write the rule as a regular expression (re:…)",
                 problems=[Problem("ambiguous match", key)],
             )
-        name: list[str] = []
-        for segment in self.template:
-            variable = _variable(segment)
-            name += [segment] if variable is None else segments[slice(*found[0][variable])]
+        assert not isinstance(self.template, str)
+        bound, name = found[0], list[str]()
+        for token in self.template:
+            name += segments[bound[token.name]] if token.name else (token.text,)
         return ".".join(name)
 
     def _expand(self, key: str) -> str | None:
@@ -78,13 +77,6 @@ class Rule:
             return None if found is None else str(found.expand(self.template))
         except (re.error, IndexError) as error:
             raise CkptError(f"not a replacement: {self.text!r}: {error}", hint=_SYNTAX) from None
-
-
-@cache
-def _variable(segment: str) -> str | None:
-    """The name of the variable that stands in a segment of TO."""
-    found = VARIABLE.fullmatch(segment)
-    return None if found is None else found[1]
 
 
 def _two_ways(source: Pattern, segments: Sequence[str], text: str) -> list[Bound]:
@@ -117,7 +109,7 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
     unbound = set(_names(right)) - set(_names(left))
     if unbound:
         raise CkptError(f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind", hint=_SYNTAX)
-    return Rule(text, pattern_of(_segments(left)), tuple(_segments(right)))
+    return Rule(text, pattern_of(_segments(left)), tuple(map(token_of, _segments(right))))
 
 
 def _regex(expression: str, text: str) -> Regex:

@@ -5,13 +5,13 @@ segments of the key × segments of the pattern: whoever writes a rule, or a key,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 _MOST_TRIES = 100_000  # places tried for variables that stand twice, where the first choice need not be the right one
 
-Bound = dict[str, tuple[int, int]]  # a variable, and where the segments that it stands for begin and end
+Bound = dict[str, slice]  # a variable, and the segments that it stands for
 
 
 class TooManyTries(ValueError):
@@ -32,48 +32,71 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class OnlyWay:
+    """What each token stands for where there is no choice: `literals` by their places, the variables in `bound`.
+
+    Places behind a star are counted from the end of the key, so they are the same for every key. `count` is how many
+    segments it has: exactly, or with a `star` at least.
+    """
+
+    literals: tuple[tuple[int, str], ...]
+    bound: Bound
+    count: int
+    star: bool
+
+    def ways(self, segments: Sequence[str]) -> tuple[Bound, ...]:
+        """The way in which it matches a key of these segments; none where it does not."""
+        if len(segments) < self.count or (len(segments) > self.count and not self.star):
+            return ()
+        for at, text in self.literals:
+            if segments[at] != text:
+                return ()
+        return (self.bound,)
+
+
+@dataclass(frozen=True, slots=True)
 class Pattern:
-    """The tokens of a pattern; with `direct`, what each stands for follows from the number of the key's segments."""
+    """The tokens of a pattern, and the only way in which it can match; None where there may be several."""
 
     tokens: tuple[Token, ...]
-    stars: tuple[int, ...]
-    direct: bool
+    only: OnlyWay | None
+
+
+def token_of(segment: str) -> Token:
+    """The token that is written so."""
+    match = VARIABLE.fullmatch(segment)
+    return Token(segment) if match is None else Token("", match[1], match[2] == "*")
 
 
 def pattern_of(segments: Sequence[str]) -> Pattern:
     """The pattern that is written with these segments."""
-    found = [(segment, VARIABLE.fullmatch(segment)) for segment in segments]
-    tokens = tuple(Token(text) if match is None else Token("", match[1], match[2] == "*") for text, match in found)
+    tokens = tuple(map(token_of, segments))
+    return Pattern(tokens, _only_way(tokens))
+
+
+def _only_way(tokens: Sequence[Token]) -> OnlyWay | None:
+    """That of a pattern that has one star at most, and no variable twice."""
     names = [token.name for token in tokens if token.name]
-    stars = tuple(index for index, token in enumerate(tokens) if token.star)
-    return Pattern(tokens, stars, len(stars) < 2 and len(set(names)) == len(names))
+    stars = [index for index, token in enumerate(tokens) if token.star]
+    if len(stars) > 1 or len(set(names)) < len(names):
+        return None
+    count = len(tokens)
+    star = stars[0] if stars else count
+    begins = [index if index <= star else index - count for index in range(count)]
+    ends = [index + 1 if index < star else index + 1 - count or None for index in range(count)]
+    literals = tuple((begin, token.text) for begin, token in zip(begins, tokens) if not token.name)
+    bound = {token.name: slice(begin, end) for begin, end, token in zip(begins, ends, tokens) if token.name}
+    return OnlyWay(literals, bound, count - len(stars), bool(stars))
 
 
-def ways(pattern: Pattern, segments: Sequence[str]) -> Iterator[Bound]:
+def ways(pattern: Pattern, segments: Sequence[str]) -> Iterable[Bound]:
     """Each way in which the pattern matches a key of these segments.
 
     Raises `TooManyTries` where variables that stand twice leave too many ways open.
     """
-    if pattern.direct:
-        found = _only_way(pattern, segments)
-        return iter(() if found is None else (found,))
-    return _searched(pattern.tokens, segments)
-
-
-def _only_way(pattern: Pattern, segments: Sequence[str]) -> Bound | None:
-    tokens, more = pattern.tokens, len(segments) - len(pattern.tokens)
-    if more < -1 if pattern.stars else more != 0:
-        return None
-    bound: Bound = {}
-    at = 0
-    for token in tokens:
-        end = at + 1 + (more if token.star else 0)
-        if token.name:
-            bound[token.name] = (at, end)
-        elif segments[at] != token.text:
-            return None
-        at = end
-    return bound
+    if pattern.only is None:
+        return _searched(pattern.tokens, segments)
+    return pattern.only.ways(segments)
 
 
 def _searched(pattern: Sequence[Token], segments: Sequence[str]) -> Iterator[Bound]:
@@ -91,7 +114,7 @@ def _searched(pattern: Sequence[Token], segments: Sequence[str]) -> Iterator[Bou
                 return
             continue
         token = pattern[index]
-        more = {**bound, token.name: place} if token.name else bound
+        more = {**bound, token.name: slice(*place)} if token.name else bound
         if index + 1 == len(pattern):
             yield more
         else:
@@ -105,8 +128,7 @@ def _ends(
 ) -> Iterator[tuple[int, int]]:
     """Where the token may begin and end, from segment `at` on, of the places from which the rest can be matched."""
     if token.name in bound:
-        start, end = bound[token.name]
-        value = segments[start:end]
+        value = segments[bound[token.name]]
         after = at + len(value)
         if after < len(reachable) and reachable[after] and segments[at:after] == value:
             yield at, after

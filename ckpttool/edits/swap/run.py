@@ -8,7 +8,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.cost import cost_of
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Swap, swap
-from ckpttool.edits.write import Writer, prove
+from ckpttool.edits.write import Writer
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.pt2.archive import read_program, read_scripted
@@ -55,7 +55,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program
     writer.file(FORMATS["pt2"].layout(swapped.program), target, None if swapped.by_code else swapped.values_json)
     if options.verify:
-        prove(target, expected, _read(target, name, weights, options.out))
+        swapped = replace(swapped, verified=writer.prove(target, expected, _read(target, name, weights, options.out)))
     return swapped
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.cost import Cost
+from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.swap.feed import (
     Feed,
     canonical_names,
@@ -47,7 +47,7 @@ class Swap:
 
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
-    is what a dry run found it to take.
+    is what a dry run found it to take, `verified` how the output is known to be right.
     """
 
     program: Checkpoint
@@ -56,6 +56,7 @@ class Swap:
     ignored: tuple[str, ...]
     kept: tuple[str, ...] = ()
     cost: Cost | None = None
+    verified: Verified | None = None
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -86,19 +87,21 @@ class Swap:
             "from": self.form,
             "ignored": list(self.ignored),
             "by_code": list(self.by_code),
-            **({} if self.cost is None else {"cost": self.cost.to_json()}),
+            **({} if self.verified is None else {"verified": VERIFIED.write(self.verified)}),
+            **({} if self.cost is None else {"cost": COST.write(self.cost)}),
         }
 
 
 _REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
 # What to do about weights that do not fit: a kind, and what the command line says of it.
-Advice = Literal["constants", "code", "compiled", "model", "cast", "compare"]
+Advice = Literal["constants", "code", "compiled", "model", "alone", "cast", "compare"]
 _HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
     "code": "a list of names cannot compute them, the model's code can: --model package.module:attr, or file.py:attr",
     "compiled": INSIDE,
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
     "--model file.py:build",
+    "alone": "the program has the names of these weights: leave --model out",
     "cast": "--cast converts them to the program's dtypes",
     "compare": "`ckpttool diff PROGRAM WEIGHTS` compares the two; the program may be of another version of the model",
 }
@@ -247,12 +250,15 @@ def _untied(
 
 def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> Advice:
     kinds, file = {problem.kind for problem in problems}, program_of(program)
+    left, missing = ({p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing"))
     if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
         return "constants"
     if "opaque" in kinds:
         return "code"
     if "left_over" in kinds and file is not None and file.compiled:
         return "compiled"
+    if names is not None and left and left == missing:
+        return "alone"
     if names is None and kinds & {"left_over", "missing"}:
         return "model"
     return "cast" if "dtype" in kinds and not kinds & {"shape", "left_over", "missing"} else "compare"

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.zip_place import U32, data_of, is_storage, is_wide
 from ckpttool.io.files import Source, assume, check_assumed, opened
 from ckpttool.io.paths import is_url
+from ckpttool.many import many_objects
 
 STORED, DEFLATED = 0, 8
 

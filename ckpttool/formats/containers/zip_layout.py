@@ -15,7 +15,7 @@ from ckpttool.checkpoint import Lazy, Span
 from ckpttool.formats.containers import zip_archive as za
 from ckpttool.formats.containers.zip_archive import Archive, Record
 from ckpttool.formats.containers.zip_place import ALIGNMENT, U32, is_wide
-from ckpttool.io.pieces import BLOCK, LEAST, Crc, Piece
+from ckpttool.io.pieces import BLOCK, LEAST, Crc, Edited, Piece
 
 _PADDING_FIELD = 0x4246  # "FB", the extra field that torch pads with
 _CRC_AT, _SIZES_AT, _LENGTHS_AT, _OFFSET_AT = 16, 20, 28, 42  # in a central directory entry
@@ -74,6 +74,26 @@ def layout_behind(source: Archive, entries: Sequence[Record | NewRecord], alignm
             layout.directory.append((entry.central, None))
     layout.finish()
     return layout.pieces
+
+
+def edit_behind(source: Archive, entries: Sequence[Record | NewRecord], alignment: int = ALIGNMENT) -> Edited | None:
+    """The edit of the file by which `source` becomes an archive of `entries`, which lies behind it (`layout_behind`).
+
+    None where not all that is new is literal bytes.
+    """
+    if tuple(entries) == source.records:
+        return Edited([Piece(_region(source, 0, source.length))], b"", b"")
+    new = {entry.name: entry.data for entry in entries if isinstance(entry, NewRecord)}
+    written = [data for data in new.values() if isinstance(data, bytes)]
+    if len(written) < len(new):
+        return None
+    old = [source.by_name[name] for name in new if name in source.by_name]
+    before = _index(source.records, [za.read_record(source, record, record.size) for record in old])
+    return Edited(layout_behind(source, entries, alignment), before, _index(entries, written))
+
+
+def _index(entries: Sequence[Record | NewRecord], texts: Sequence[bytes]) -> bytes:
+    return b"\0".join([*(entry.name.encode() for entry in entries), *texts])
 
 
 def _with_crc(source: Archive, entry: Record | NewRecord) -> Record | NewRecord:

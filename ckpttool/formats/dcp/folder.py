@@ -16,7 +16,6 @@ from typing import Any
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps
 from ckpttool.formats.dcp.chunks import saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
@@ -39,6 +38,7 @@ from ckpttool.io.ranges import read_span
 from ckpttool.io.safe_path import safe_path
 from ckpttool.io.together.job import current
 from ckpttool.limits import limits
+from ckpttool.many import many_objects
 
 FORMAT = "dcp"
 

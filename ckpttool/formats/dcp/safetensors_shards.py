@@ -6,38 +6,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Span, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
-from ckpttool.formats.dcp.items import Chunk, Metadata, Place, TensorItem, cover_problem
+from ckpttool.formats.dcp.items import BytesItem, Chunk, Metadata, Place, TensorItem, cover_problem
 from ckpttool.formats.safetensors import single as safetensors
-from ckpttool.io.files import opened
+from ckpttool.io.files import look_ahead, opened
 from ckpttool.io.paths import join
 
 _INFO = "DCP_SHARDING_INFO"
+_HEAD = 9  # bytes that tell a safetensors file: the length of its header, and how that begins
+_OBJECTS = 1 << 17  # bytes that are fetched with these, where objects are there
+_AHEAD = 64  # files of which they are fetched side by side
 
 
 def located(folder: str, metadata: Metadata) -> Metadata:
     """`metadata` with the places of those chunks that lie in safetensors files: ``.metadata`` does not know them."""
     files: dict[str, dict[str, TensorEntry] | None] = {}
+    heads = _heads(metadata)
+    for number, name in enumerate(heads):
+        if number % _AHEAD == 0:
+            look_ahead({join(folder, own): heads[own] for own in islice(heads, number, number + _AHEAD)})
+        files[name] = _tensors(join(folder, name))
     items = dict(metadata.items)
     for key, item in metadata.items.items():
-        if isinstance(item, TensorItem):
-            for chunk in item.chunks:
-                if chunk.place.name not in files:
-                    files[chunk.place.name] = _tensors(join(folder, chunk.place.name))
-            if any(files[chunk.place.name] is not None for chunk in item.chunks):
-                chunks = tuple(_moved(folder, key, item, chunk, files[chunk.place.name]) for chunk in item.chunks)
-                items[key] = replace(item, chunks=chunks)
+        if isinstance(item, TensorItem) and any(files[chunk.place.name] is not None for chunk in item.chunks):
+            chunks = tuple(_moved(folder, key, item, chunk, files[chunk.place.name]) for chunk in item.chunks)
+            items[key] = replace(item, chunks=chunks)
     return replace(metadata, items=items)
+
+
+def _heads(metadata: Metadata) -> dict[str, int]:
+    """The data files that hold tensors, with the bytes of each to begin with: objects stand before its tensors."""
+    tensors = [item for item in metadata.items.values() if isinstance(item, TensorItem)]
+    heads = dict.fromkeys((chunk.place.name for item in tensors for chunk in item.chunks), _HEAD)
+    for place in (item.place for item in metadata.items.values() if isinstance(item, BytesItem)):
+        if place.name in heads and (end := place.offset + place.length) <= _OBJECTS:
+            heads[place.name] = max(heads[place.name], end)
+    return heads
 
 
 def _tensors(path: str) -> dict[str, TensorEntry] | None:
     """The tensors of a safetensors file; None for any other file."""
     with opened(path) as file:
-        head = file.read(9)
+        head = file.read(_HEAD)
     if head[8:] != b"{" or head.startswith(b"PK"):
         return None
     return {entry.key: entry for entry in safetensors.read(path).sections[0].tensors}

@@ -14,12 +14,12 @@ from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import concatenated, window
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.deepspeed.files import COPY, File, Files, flat, mapping, plain, read_files, sequence, shape_of
 from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
 from ckpttool.formats.deepspeed.universal import Parameters, read_parameters
 from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import is_tensor
+from ckpttool.many import many_objects
 
 # What describes the run and its partitions, and means nothing beside the gathered tensors.
 _OWN = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}

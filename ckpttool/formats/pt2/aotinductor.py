@@ -63,7 +63,7 @@ def read(archive: Archive, root: str, name: str) -> Program:
         "(up to 8 elements in one dimension) are in the code itself"
     )
     sections = program_sections(weights, constants)
-    return Program(archive, name, LAYOUT, "", sections, homes, _shared(archive, root, name), (note,))
+    return Program(archive, name, LAYOUT, "", sections, (), homes, _shared(archive, root, name), (note,))
 
 
 def is_inlined(entry: TensorEntry) -> bool:
@@ -111,7 +111,7 @@ def _complete(archive: Archive, record: str, homes: dict[Storage, Home]) -> tupl
     if not is_tensor(pickle.root):
         raise damaged(archive.path, f"its record {record} is no tensor")
     whole = entry_of(record, pickle.root, storages)
-    homes.update((storage, Home(record, inner, key)) for key, storage in storages.found.items())
+    homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
     return whole, payload_of(record, pickle.root, whole.payload)
 
 

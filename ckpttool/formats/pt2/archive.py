@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from shlex import quote
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry, Unreached
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.containers.zip_archive import Archive, Record, read_archive, read_record
+from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
 from ckpttool.formats.pt2 import aotinductor as pt2_compiled
 from ckpttool.formats.pt2 import since_2_9 as pt2_raw
 from ckpttool.formats.pt2 import until_2_8 as pt2_nested
 from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, RecordOf, root_of
+from ckpttool.formats.pt2.renames import renamed, under_old_names
 from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
-from ckpttool.io.pieces import Pieces
+from ckpttool.io.pieces import Edited, Pieces
 from ckpttool.io.ranges import stream
 
 FORMAT = "pt2"
 
 _ONLY = "model"  # what the only program of a file is called, where the file does not say
 _Reader = Callable[[Archive, str, str], Program]
+Data = bytes | Span | Lazy
 
 
 # Reading
@@ -98,7 +100,7 @@ def read_scripted(path: str) -> Checkpoint:
     records = {archive.span(record): record.name for record in archive.records}
     storages = {entry.storage for section in checkpoint.sections for entry in section.tensors if entry.storage}
     homes = {storage: Home(records[storage.data]) for storage in storages if storage.data in records}
-    program = Program(archive, "", "torchscript", f"{root_of(archive)}code", checkpoint.sections, homes)
+    program = Program(archive, "", "torchscript", f"{root_of(archive)}code", checkpoint.sections, homes=homes)
     return replace(checkpoint, container=program)
 
 
@@ -145,39 +147,66 @@ def _check_byte_order(archive: Archive, root: str) -> None:
 def layout(checkpoint: Checkpoint) -> Pieces:
     """The program with the tensors of the checkpoint, as pieces; records that do not change are copied as they are.
 
-    A storage is replaced where it is no longer the source's. Raises `Refused`, with every problem, where the checkpoint
-    is not that program's: other FQNs, dtypes, shapes, strides, or tied weights with two storages.
+    A storage is replaced where it is no longer the source's, a name where a tensor of the program has another one.
+    Raises `Refused`, with every problem, where the checkpoint is not that program's: other tensors, dtypes, shapes,
+    strides, tied weights with two storages, or names that no module can have.
     """
+    return layout_archive(*_changed_archive(checkpoint))
+
+
+def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
+    """The program as it is, with its names and a new directory behind it; what these replace stays, dead.
+
+    None where values are new, or the names lie beside values in one record (torch before 2.9). Raises as `layout`.
+    """
+    return edit_behind(*_changed_archive(checkpoint))
+
+
+def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record | NewRecord]]:
+    """The archive of the program, and the records that it is to have."""
     program = checkpoint.container
     if not isinstance(program, Program):
         raise Refused(
             "weights alone are no exported program",
             hint="put them into a program: ckpttool swap-weights PROGRAM.pt2 WEIGHTS -o OUT.pt2",
         )
-    changed, problems = _changed(program, checkpoint.sections)
+    changed, problems, unfit = _changed(program, checkpoint.sections)
+    if unfit and not problems:
+        raise Refused(
+            f"{program.archive.path} cannot have these names",
+            hint="torch makes a module of the program's tensors, modules and graphs: choose names that none has",
+            problems=unfit,
+        )
     if problems:
         raise Refused(
             f"these weights cannot be put into {program.archive.path}",
             hint="ckpttool swap-weights PROGRAM.pt2 WEIGHTS -o OUT.pt2 finds what belongs where",
-            problems=problems,
+            problems=[*problems, *unfit],
         )
-    records = [NewRecord(r.name, changed[r.name]) if r.name in changed else r for r in program.archive.records]
-    return layout_archive(program.archive, records)
+    records = program.archive.records
+    return program.archive, [NewRecord(r.name, changed[r.name]) if r.name in changed else r for r in records]
 
 
-def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, Span | Lazy], list[Problem]]:
-    """The new bytes of each record that changes, and everything in which `sections` do not fit the program."""
+def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, Data], list[Problem], Sequence[Problem]]:
+    """The new bytes of each record that changes, everything in which `sections` do not fit the program, and new names
+    that it cannot have.
+    """
     if [section.path for section in sections] != [section.path for section in program.sections]:
-        return {}, [Problem("not the sections of the program", section.path or "(root)") for section in sections]
+        return {}, [Problem("not the sections of the program", section.path or "(root)") for section in sections], []
     problems: list[Problem] = []
     pairs: list[tuple[TensorEntry, TensorEntry]] = []
+    names: list[dict[str, str]] = []
     for old_section, new_section in zip(program.sections, sections):
-        fitting, found = _paired(old_section, new_section)
+        under_old, renames = under_old_names(old_section, new_section)
+        fitting, found = _paired(old_section, under_old)
+        names.append(renames)
         pairs += fitting
         problems += found
-    data, found = _by_home(program, pairs)
-    records = _by_record(data) | _pickled(pairs)
-    return records, problems + found + _stale(program, records)
+    data, untied = _by_home(program, pairs)
+    pickled = _pickled(pairs)
+    said, unfit = renamed(program, names)
+    stale = _stale(program, {*(home.record for home in data), *pickled})
+    return _by_record({**data, **said}) | pickled, [*problems, *untied, *stale], unfit
 
 
 def _paired(old: Section, new: Section) -> tuple[list[tuple[TensorEntry, TensorEntry]], list[Problem]]:
@@ -205,6 +234,8 @@ def _misfit(old: TensorEntry, new: TensorEntry) -> str | None:
         return f"a {old.layout} tensor in the program, which cannot be replaced"
     if old.storage is not None and new.storage is None:
         return f"a {new.layout} tensor, the program has a strided one"
+    if old.storage is not None and new.payload is not old.payload:
+        return "computed by a remap, which gives a program other names and no other values: swap-weights does"
     return None
 
 
@@ -239,23 +270,25 @@ def _by_home(
     return changed, problems
 
 
-def _by_record(data: Mapping[Home, Span | Lazy]) -> dict[str, Span | Lazy]:
-    """The new bytes of each record: a storage's own, or a torch zip's with some storages replaced."""
-    records: dict[str, Span | Lazy] = {}
-    inside: defaultdict[tuple[str, Inner], dict[str, Span | Lazy]] = defaultdict(dict)
+def _by_record(data: Mapping[Home, Data]) -> dict[str, Data]:
+    """The new bytes of each record: its own, or a torch zip's with some of its records replaced."""
+    records: dict[str, Data] = {}
+    inside: defaultdict[str, dict[str, Data]] = defaultdict(dict)
+    zips: dict[str, Inner] = {}
     for home, new in data.items():
         if home.inner is None:
             records[home.record] = new
         else:
-            inside[home.record, home.inner][home.key] = new
-    for (record, inner), storages in inside.items():
-        records[record] = _lazy(torch_zip.with_storages(inner.archive, inner.folder, storages))
+            inside[home.record][home.key] = new
+            zips[home.record] = home.inner
+    for record, changed in inside.items():
+        records[record] = _lazy(torch_zip.with_records(zips[record].archive, zips[record].folder, changed))
     return records
 
 
-def _pickled(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> dict[str, Span | Lazy]:
+def _pickled(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> dict[str, Data]:
     """The new records of tensors that are pickled by themselves."""
-    records: dict[str, Span | Lazy] = {}
+    records: dict[str, Data] = {}
     for old, new in pairs:
         role = old.payload
         if isinstance(role, Payload) and isinstance(new.payload, Carried) and old.storage is None:
@@ -267,8 +300,8 @@ def _lazy(pieces: Pieces) -> Lazy:
     return Lazy(sum(piece.nbytes for piece in pieces), partial(stream, pieces))
 
 
-def _stale(program: Program, records: Mapping[str, Span | Lazy]) -> list[Problem]:
-    """Who else in the file would keep the old weights, or get new ones unasked."""
+def _stale(program: Program, records: Collection[str]) -> list[Problem]:
+    """Who else in the file would keep the old weights where these `records` change, or get new ones unasked."""
     if not records:
         return []
     root = root_of(program.archive)

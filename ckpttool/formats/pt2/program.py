@@ -68,7 +68,7 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a storage lies: it is the record itself, or storage `key` of the torch zip in the record."""
+    """Where something lies: it is the record itself, or the record `key` of the torch zip in it, less its folder."""
 
     record: str
     inner: Inner | None = None
@@ -80,9 +80,9 @@ class Program:
     """The file itself, `Checkpoint.container` of this format.
 
     `layout` says which torch wrote it, `model` is the record of the graph (empty for compiled code), `sections` are the
-    state dict and the constants as the file holds them, `unreached` storages that these do not refer to. `shared` are
-    records that other programs use too, with these. `compiled` is True where the program is code that AOTInductor
-    compiled.
+    state dict and the constants as the file holds them, `indexes` the record that names the entries of each,
+    `unreached` storages that these do not refer to. `shared` are records that other programs use too, with these.
+    `compiled` is True where the program is code that AOTInductor compiled.
     """
 
     archive: Archive
@@ -90,6 +90,7 @@ class Program:
     layout: str
     model: str
     sections: tuple[Section, ...]
+    indexes: Sequence[str] = ()
     homes: Mapping[Storage, Home] = field(default_factory=dict)
     shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

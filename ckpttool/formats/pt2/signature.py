@@ -9,15 +9,11 @@ from __future__ import annotations
 from ckpttool.checkpoint import Checkpoint, TensorEntry
 from ckpttool.expression import Ref
 from ckpttool.formats.pt2.archive import read_program
-from ckpttool.formats.pt2.program import Payload, Program, damaged, read_json
-from ckpttool.json_schema import TEXT, list_of, object_of
+from ckpttool.formats.pt2.graph import FIELDS, read_graph
+from ckpttool.formats.pt2.program import Payload, Program
 from ckpttool.names import LoadedTensor, Names, RuntimeTensor, SerializedKey
 
 _KINDS = {"parameter": "parameter", "buffer": "buffer", "tensor_constant": "constant"}
-_INPUT = object_of({}, {kind: object_of({f"{kind}_name": TEXT}) for kind in _KINDS})
-_MODEL = object_of(
-    {"torch_version": TEXT, "graph_module": object_of({"signature": object_of({"input_specs": list_of(_INPUT)})})}
-)
 _RANKS = {kind: rank for rank, kind in enumerate(_KINDS.values())}
 
 
@@ -29,12 +25,9 @@ def names(path: str, program: str | None = None) -> Names:
     """
     checkpoint = read_program(path, program)
     assert isinstance(checkpoint.container, Program)
-    name = checkpoint.container.model
-    model = read_json(checkpoint.container.archive, name, _MODEL, "torch.export.save")
+    model = read_graph(checkpoint.container)
     specs = model["graph_module"]["signature"]["input_specs"]
-    if not all(specs):
-        raise damaged(path, f"{name} is not as torch.export.save writes it: an input of no kind")
-    graph = {spec[kind][f"{kind}_name"]: _KINDS[kind] for spec in specs for kind in spec.keys() & _KINDS.keys()}
+    graph = {spec[kind][FIELDS[kind]]: _KINDS[kind] for spec in specs for kind in spec.keys() & _KINDS.keys()}
     tensors = [tensor for tensor in _runtime(checkpoint, graph) if tensor.kind != "constant"]
     first = {tensor.fqn: tensor.alias_of or tensor.fqn for tensor in tensors}
     return Names(

@@ -6,6 +6,7 @@ subclasses pickled; see torch/export/pt2_archive/_package.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,24 +52,32 @@ _CONFIG = object_of({"config": map_of(_PAYLOAD)})
 def read(archive: Archive, root: str, name: str) -> Program:
     """The program `name` of the file. Raises `CkptError` where its configs are not as torch.export.save writes them."""
     homes: dict[Storage, Home] = {}
-    weights = Section("", "state_dict", *_payloads(archive, root, name, "weights", homes))
-    constants = Section(CONSTANTS, "other", *_payloads(archive, root, name, "constants", homes))
+    folders = [f"{root}data/{kind}/" for kind in ("weights", "constants")]
+    configs = [f"{folder}{name}_{folder.split('/')[-2]}_config.json" for folder in folders]
+    weights = Section("", "state_dict", *_payloads(archive, folders[0], configs[0], homes))
+    constants = Section(CONSTANTS, "other", *_payloads(archive, folders[1], configs[1], homes))
     sections = program_sections(weights, constants)
-    return Program(archive, name, LAYOUT, f"{root}models/{name}.json", sections, homes)
+    return Program(archive, name, LAYOUT, f"{root}models/{name}.json", sections, configs, homes)
+
+
+def renamed(program: Program, index: str, names: Mapping[str, str]) -> bytes:
+    """The config `index` of the program with its entries called by their new `names`."""
+    value = read_json(program.archive, index, _CONFIG, "torch.export.save")
+    value["config"] = {names.get(fqn, fqn): meta for fqn, meta in value["config"].items()}
+    return json.dumps(value).encode()
 
 
 def _payloads(
-    archive: Archive, root: str, name: str, kind: str, homes: dict[Storage, Home]
+    archive: Archive, folder: str, config: str, homes: dict[Storage, Home]
 ) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
-    """The tensors and the other objects that the config of `kind` (``weights`` or ``constants``) lists."""
-    config = f"{root}data/{kind}/{name}_{kind}_config.json"
+    """The tensors and the other objects that the config lists; their records lie in the folder."""
     value = read_json(archive, config, _CONFIG, "torch.export.save")
     tensors: list[TensorEntry] = []
     objects: list[ExtraEntry] = []
     storages: dict[str, Storage] = {}
     try:
         for fqn, meta in value["config"].items():
-            record = archive.by_name.get(f"{root}data/{kind}/{meta['path_name']}")
+            record = archive.by_name.get(f"{folder}{meta['path_name']}")
             if record is None:
                 raise damaged(archive.path, f"the record {meta['path_name']} of {fqn} is missing")
             if meta["tensor_meta"] is None:

@@ -6,16 +6,18 @@ called ``.json``), in 2.8 ``NAME/data/weights/M.pt`` and ``NAME/data/constants/M
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Comparable, ExtraEntry, Section, Storage, TensorEntry, Unreached
-from ckpttool.formats.containers.pickle_tree import Pickle
+from ckpttool.formats.containers.pickle_tree import Call, Pickle
 from ckpttool.formats.containers.zip_archive import STORED, Archive, read_archive
 from ckpttool.formats.pt2.program import CONSTANTS, Home, Inner, Payload, Program, compressed, damaged, program_sections
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.rebuild import is_parameter
+from ckpttool.formats.torch.records import dumped
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
 from ckpttool.formats.torch.tree import extra_of
 
@@ -44,7 +46,16 @@ def _read(archive: Archive, name: str, layout: str, model: str, records: list[st
     present = records[1] in archive.by_name  # torch 2.1 wrote no constants
     constants = Section(CONSTANTS, "other", *(_entries(archive, records[1], homes, left) if present else empty))
     sections = program_sections(weights, constants)
-    return Program(archive, name, layout, model, sections, homes, unreached=tuple(left))
+    return Program(archive, name, layout, model, sections, records, homes, unreached=tuple(left))
+
+
+def renamed(program: Program, index: str, names: Mapping[str, str]) -> tuple[Inner, bytes]:
+    """The torch zip `index` of the program, and its pickle with the entries called by their new `names`."""
+    pickle, _, inner = open_record(program.archive, index)
+    pairs = {names.get(key, key): node for key, node in (pairs_of(pickle.root) or {}).items()}
+    if type(pickle.root) is Call:
+        pickle.root.pairs = pairs
+    return inner, dumped(pickle.root if type(pickle.root) is Call else pairs, pickle.protocol)[0]
 
 
 def _entries(
@@ -59,7 +70,7 @@ def _entries(
     objects = tuple(extra_of(key, node, storages) for key, node in pairs.items() if not is_tensor(node))
     for found in torch_zip.unreached_in(inner.archive, inner.folder, pickle.root, storages):
         left.append(replace(found, path=f"{record}: {found.path}"))
-    homes.update((storage, Home(record, inner, key)) for key, storage in storages.found.items())
+    homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
     return tensors, objects
 
 

@@ -38,7 +38,7 @@ def one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     """A sentence where the file holds one rank's part of its tensors; none where it does not."""
     if checkpoint.format == NAME:
         return ()
-    entries = [entry for section in checkpoint.sections for entry in section.by_key().values()]
+    entries = [entry for section in checkpoint.sections for entry in section.entries]
     if not any(is_flat(entry.key) or _is_part(entry) for entry in entries):
         return ()
     whole = checkpoint.source.partition("::")[0]

@@ -15,9 +15,10 @@ from ckpttool.checkpoint import Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.dtypes import BY_SAFETENSORS
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.safetensors import members
 from ckpttool.io.files import opened
+from ckpttool.io.ranges import read_span
+from ckpttool.many import many_objects
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit
@@ -43,31 +44,40 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Header:
-    """The header as it stands in the file, without the blanks at its end; `Checkpoint.container` of this format.
+    """The header as it stands in the file; `Checkpoint.container` of this format.
 
-    `length` is its length in bytes with them, `data` are all bytes after it; `tensors` are in the header's order.
+    `place` is where its text lies, without the blanks at its end, `data` are all bytes after it; `tensors` are in the
+    header's order.
     """
 
-    text: str
-    length: int
+    place: Span
     metadata: dict[str, str]
     tensors: tuple[TensorEntry, ...]
     data: Span
 
-    def names(self) -> Iterator[tuple[int, int]]:
-        """The places of the tensors' quoted names in `text`, in the order of `tensors`."""
-        return members.names(self.text, METADATA)
+    @property
+    def length(self) -> int:
+        """Its length in bytes, with the blanks at its end."""
+        return self.data.offset - self.place.offset
+
+    def read(self) -> str:
+        """Its text, which is not kept: that of many tensors is long, and only a rename needs it."""
+        return read_span(self.place).decode()
+
+    @staticmethod
+    def names(text: str) -> Iterator[tuple[int, int]]:
+        """The places of the tensors' quoted names in its text, in the order of `tensors`."""
+        return members.names(text, METADATA)
 
 
 def read_header(path: str) -> Header:
     """The header of the file. Raises `CkptError` for what is no valid safetensors file; `problems` lists every tensor
     that is described wrongly.
     """
-    text, length, nbytes = _read_text(path)
-    data = Span(path, 8 + length, nbytes - 8 - length)
+    text, place, data = _read_text(path)
     with many_objects():
         metadata, tensors = _as_usual(text, data) or _strictly(text, data)
-    return Header(text.rstrip(" \t\n\r"), length, metadata, tensors, data)
+    return Header(place, metadata, tensors, data)
 
 
 _Content = tuple[dict[str, str], tuple[TensorEntry, ...]]  # the metadata, and the tensors in the header's order
@@ -79,7 +89,7 @@ def _as_usual(text: str, data: Span) -> _Content | None:
     if not _is_metadata(metadata) or (at and not text.startswith(",", at)):
         return None
     tensors = members.tensors(text, at + 1, data, _alike)
-    return None if tensors is None or METADATA in {tensor.key for tensor in tensors} else (metadata, tensors)
+    return None if tensors is None or METADATA in tensors else (metadata, tuple(tensors.values()))
 
 
 def _strictly(text: str, data: Span) -> _Content:
@@ -107,8 +117,8 @@ def _alike(described: str) -> members.Alike | None:
     return BY_SAFETENSORS[code].name, shape, contiguous_stride(shape), bits // 8
 
 
-def _read_text(path: str) -> tuple[str, int, int]:
-    """The header's text, its length in bytes, and the size of the file in bytes."""
+def _read_text(path: str) -> tuple[str, Span, Span]:
+    """The header's text without the blanks at its end, where it lies, and the bytes after it."""
     with opened(path) as file:
         nbytes = file.size
         start = file.read(8)
@@ -122,8 +132,9 @@ def _read_text(path: str) -> tuple[str, int, int]:
         raw = file.read(length)
     if len(raw) < length or not raw.startswith(b"{"):
         raise _invalid(path, "its header does not begin with '{'")
+    raw = raw.rstrip(b" \t\n\r")
     try:
-        return raw.decode(), length, nbytes
+        return raw.decode(), Span(path, 8, len(raw)), Span(path, 8 + length, nbytes - 8 - length)
     except UnicodeDecodeError as error:
         raise _invalid(path, f"its header is not UTF-8: {error.reason} at byte {error.start}") from error
 

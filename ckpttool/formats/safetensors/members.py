@@ -28,16 +28,15 @@ _MEMBER = re.compile(
 Alike = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
-def tensors(text: str, at: int, data: Span, alike: Callable[[str], Alike | None]) -> tuple[TensorEntry, ...] | None:
-    """The tensors of the header `text` from character `at` on, in its order; None where the strict way has to look.
+def tensors(text: str, at: int, data: Span, alike: Callable[[str], Alike | None]) -> dict[str, TensorEntry] | None:
+    """The tensors of the header `text` from character `at` on, by name; None where the strict way has to look.
 
     `data` are the bytes behind the header. `alike` reads the text of a dtype and shape
     (``{"dtype":"F32","shape":[2]}``), and gives None where these are not a plain dtype and a size.
     """
     known: dict[str, Alike | None] = {}
     found: dict[str, TensorEntry] = {}
-    spans: list[Span] = []
-    start, path, in_order, reach = data.offset, data.path, True, 0
+    start, path, in_order, reach, count = data.offset, data.path, True, 0, 0
     last = ""
     for match in _TENSOR.finditer(text, at):
         if match.start() != at:
@@ -51,21 +50,21 @@ def tensors(text: str, at: int, data: Span, alike: Callable[[str], Alike | None]
         if likeness is None or end - begin != likeness[3]:
             return None
         dtype, shape, stride, length = likeness
-        span = Span(path, start + begin, length)
-        spans.append(span)
-        found[key] = TensorEntry(key, dtype, shape, stride, 0, Storage(span))
+        found[key] = TensorEntry(key, dtype, shape, stride, 0, Storage(Span(path, start + begin, length)))
+        count += 1
         in_order = in_order and begin == reach
         reach = end
-    if at != len(text) or not last.startswith("}") or len(found) != len(spans):
+    if at != len(text) or not last.startswith("}") or len(found) != count:
         return None
     in_order = in_order and reach == data.length
-    return tuple(found.values()) if in_order or _is_covered(spans, data) else None
+    return found if in_order or _is_covered(found.values(), data) else None
 
 
-def _is_covered(spans: Iterable[Span], data: Span) -> bool:
-    """Whether the spans, in some order, lie one behind the other from the begin of `data` to its end."""
+def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
+    """Whether the tensors, in some order, lie one behind the other from the begin of `data` to its end."""
     reach = data.offset
-    for offset, length in sorted((span.offset, span.length) for span in spans):
+    spans = [entry.storage.data for entry in tensors if entry.storage is not None]
+    for offset, length in sorted((span.offset, span.length) for span in spans if isinstance(span, Span)):
         if offset != reach:
             return False
         reach += length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpttool.checkpoint import TensorEntry
+from ckpttool.checkpoint import TensorEntry, own_storages
 from ckpttool.dtypes import itemsize
 
 
@@ -15,7 +15,7 @@ def overlapping(tensors: Iterable[TensorEntry]) -> dict[str, str]:
     element to its last.
     """
     tensors = tuple(tensors)
-    if len({id(entry.storage) for entry in tensors}) == len(tensors):
+    if own_storages(tensors):
         return {}
     by_storage: dict[int, list[tuple[int, int, tuple[int, str]]]] = {}
     for position, entry in enumerate(tensors):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Composite, Lazy, Section, TensorEntry
@@ -20,6 +21,7 @@ from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.safetensors.header import MAX_HEADER, METADATA, PAIRS_IN_A_BYTE, Header, Packed, read_header
 from ckpttool.formats.safetensors.overlap import overlapping
 from ckpttool.io.pieces import BLOCK, LEAST, Edited, Piece
+from ckpttool.io.ranges import read_span
 
 FORMAT = "safetensors"
 
@@ -73,9 +75,8 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     tensors = checkpoint.sections[0].tensors
     header = checkpoint.container
     if isinstance(header, Header) and checkpoint.metadata == header.metadata:
-        renamed = _rename(header, tensors)
-        if renamed is not None:
-            raw = _encoded(renamed)
+        raw = _rename(header, tensors)
+        if raw is not None:
             return [_header(raw, _length(header, raw)), *_with_bytes([Piece(header.data)])]
     return _layout_afresh(tensors, checkpoint.metadata)
 
@@ -89,17 +90,16 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     if not isinstance(header, Header) or problems(checkpoint):
         return None
     checkpoint = torchao.settled(checkpoint)
-    text = _rename(header, checkpoint.sections[0].tensors)
-    if text is None:
+    raw = _rename(header, checkpoint.sections[0].tensors)
+    if raw is None:
         return None
     if checkpoint.metadata != header.metadata:
         metadata = {METADATA: dict(checkpoint.metadata)} if checkpoint.metadata else {}
-        infos = {name: info for name, info in json_text.loads(text).items() if name != METADATA}
-        text = json_text.dumps(metadata | infos)
-    raw = _encoded(text)
+        infos = {name: info for name, info in json_text.loads(raw.decode()).items() if name != METADATA}
+        raw = _encoded(json_text.dumps(metadata | infos))
     more = max(0, len(raw) - header.length)
     pieces = [_header(raw, header.length + -(-more // BLOCK) * BLOCK), *_with_bytes([Piece(header.data)])]
-    return Edited(pieces, header.text.encode(), raw)
+    return Edited(pieces, bytes(read_span(header.place)), raw)
 
 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
@@ -141,21 +141,29 @@ def tensor_problem(entry: TensorEntry) -> str | None:
     return None
 
 
-def _rename(header: Header, tensors: Sequence[TensorEntry]) -> str | None:
+def _rename(header: Header, tensors: Sequence[TensorEntry]) -> bytes | None:
     """The source's header with new names, or None where more than the names changed."""
-    by_bytes = {id(_bytes_of(entry)): entry for entry in tensors}
-    if len(tensors) != len(header.tensors) or len(by_bytes) != len(tensors):
+    ordered = _in_order_of(header.tensors, tensors)
+    if ordered is None:
         return None
-    parts: list[str] = []
-    at = 0
-    for (start, end), old in zip(header.names(), header.tensors):
-        new = by_bytes.get(id(_bytes_of(old)))
-        if new is None or (new is not old and new.geometry != old.geometry):
-            return None
+    text, made, at = header.read(), BytesIO(), 0
+    for (start, end), old, new in zip(header.names(text), header.tensors, ordered):
         if new.key != old.key:
-            parts += [header.text[at:start], json_text.quoted(new.key)]
+            made.write(_encoded(text[at:start] + json_text.quoted(new.key)))
             at = end
-    return "".join([*parts, header.text[at:]])
+    made.write(text[at:].encode())
+    return made.getvalue()
+
+
+def _in_order_of(source: Sequence[TensorEntry], tensors: Sequence[TensorEntry]) -> Sequence[TensorEntry] | None:
+    """The tensors, each at the place of the one of `source` that it is; None where they are not the same tensors."""
+    if len(tensors) != len(source):
+        return None
+    if not all(_bytes_of(new) is _bytes_of(old) for new, old in zip(tensors, source)):
+        by_bytes = {id(_bytes_of(entry)): entry for entry in tensors}
+        tensors = [by_bytes[at] for at in (id(_bytes_of(old)) for old in source) if at in by_bytes]
+    alike = (new is old or new.geometry == old.geometry for new, old in zip(tensors, source))
+    return tensors if len(tensors) == len(source) and all(alike) else None
 
 
 def _bytes_of(entry: TensorEntry) -> object:
@@ -168,7 +176,7 @@ def _length(header: Header, raw: bytes) -> int:
     Large data keeps its place within a block, so that files can share it; room is then a number of whole blocks. Both
     ways a rename and its inverse give the same length.
     """
-    needed, had = _aligned(len(raw)), _aligned(len(header.text.encode()))
+    needed, had = _aligned(len(raw)), _aligned(header.place.length)
     spare = max(0, header.length - had)
     if header.data.length < LEAST or header.length % 8:
         return needed + spare // 8 * 8
@@ -223,7 +231,7 @@ def _header(raw: bytes, length: int) -> Piece:
             f"the header would be {length} bytes long, safetensors allows {MAX_HEADER}",
             hint="write a torch file (OUT ending in .pt)",
         )
-    return Piece(struct.pack("<Q", length) + raw.ljust(length))
+    return Piece(b"".join((struct.pack("<Q", length), raw, b" " * (length - len(raw)))))
 
 
 def _with_bytes(data: Iterable[Piece]) -> list[Piece]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
 from ckpttool.formats.torch.readings import read_tree
@@ -27,6 +26,7 @@ from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 from ckpttool.limits import limits
+from ckpttool.many import many_objects
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle

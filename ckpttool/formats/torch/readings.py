@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Readings
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.torch.tensors import Storages
 from ckpttool.formats.torch.tree import Tree, find_sections
+from ckpttool.many import many_objects
 
 
 @many_objects()

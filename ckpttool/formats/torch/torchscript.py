@@ -13,13 +13,13 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Call, Global, loads
 from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
 from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, unreached_in
 from ckpttool.io.pieces import Pieces
 from ckpttool.limits import limits
+from ckpttool.many import many_objects
 
 _MAX_CODE = 1 << 28  # bytes of one file of code
 _MAX_DEPTH = 200  # modules inside each other

@@ -12,10 +12,9 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
 from ckpttool.errors import CkptError
-from ckpttool.formats.containers.many_objects import many_objects
 from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive, layout_behind
+from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
 from ckpttool.formats.containers.zip_place import ALIGNMENT
 from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
@@ -24,8 +23,9 @@ from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
 from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
-from ckpttool.io.pieces import Edited, Piece, Pieces
+from ckpttool.io.pieces import Edited, Pieces
 from ckpttool.limits import limits
+from ckpttool.many import many_objects
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 
@@ -193,19 +193,9 @@ def layout_in_place(checkpoint: Checkpoint) -> Edited | None:
     archive = container.archive
     made = _changed_records(checkpoint, container, archive, keep_numbers=True)
     if made is None:
-        return Edited([Piece(Span(archive.path, archive.base, archive.length))], b"", b"")
-    new = [entry.data for entry in made[0] if isinstance(entry, NewRecord)]
-    written = [data for data in new if isinstance(data, bytes)]
-    if len(written) < len(new):
-        return None
+        return edit_behind(archive, archive.records)
     entries = _without_version(made[0], container.folder, made[1], _where_they_lie(made[0]))
-    pieces = layout_behind(archive, entries, _alignment(archive, container.folder))
-    before = read_record(archive, archive.by_name[container.folder + "data.pkl"], limits().pickle_bytes)
-    return Edited(pieces, _index(archive.records, before), _index(entries, b"".join(written)))
-
-
-def _index(entries: Sequence[Record | NewRecord], pickle: bytes) -> bytes:
-    return b"\0".join([*(entry.name.encode() for entry in entries), pickle])
+    return edit_behind(archive, entries, _alignment(archive, container.folder))
 
 
 def _changed(checkpoint: Checkpoint, container: Container, archive: Archive) -> Pieces:
@@ -301,9 +291,9 @@ def _record(folder: str, key: str, rebuilder: Rebuilder) -> NewRecord:
     return NewRecord(f"{folder}data/{key}", rebuilder.storages[key].data)
 
 
-def with_storages(archive: Archive, folder: str, data: Mapping[str, Span | Lazy]) -> Pieces:
-    """The same file with other bytes in some of its storages, as many as they had, by their keys."""
-    new = {f"{folder}data/{key}": piece for key, piece in data.items()}
+def with_records(archive: Archive, folder: str, data: Mapping[str, bytes | Span | Lazy]) -> Pieces:
+    """The same file with other bytes in some of its records, by their names in the folder; in storages as many."""
+    new = {folder + name: piece for name, piece in data.items()}
     entries = [NewRecord(r.name, new[r.name]) if r.name in new else r for r in archive.records]
     return layout_archive(archive, entries, _alignment(archive, folder))
 

@@ -1,18 +1,14 @@
 """Files behind URLs, read through fsspec a range at a time. `files` is the way in, `upload` the way back.
 
-Small reads come in blocks that are kept, tensors in large ranges side by side. What a store has said and sent is kept
-until a checkpoint is opened anew (`forget`). The logger
+Small reads come in blocks that are kept (`kept`), tensors in large ranges side by side. The logger
 ``ckpttool.io.remote.read`` has every request and the bytes in all.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -22,55 +18,19 @@ from fsspec.asyn import AsyncFileSystem
 from ckpttool.errors import CkptError
 from ckpttool.io import paths, work
 from ckpttool.io.remote.errors import CameShort, answered, is_failure, patiently
+from ckpttool.io.remote.kept import Stat, kept
 from ckpttool.io.sources import note_streamed
 from ckpttool.limits import limits
 
 BLOCK = 1 << 17  # bytes a request for small reads: most headers, or the directory of a zip archive of 2,000 tensors
 PART = 1 << 23  # bytes a request for large tensors
-_MAX_BLOCKS = 128
 _MAX_RUN = 32  # blocks in one request, where one after the other is read
 _LARGE = 8 * BLOCK  # bytes of a tensor that is fetched by itself
-_MAX_AHEAD = 1 << 24  # bytes
 _SMALL_GAP = 1 << 10  # bytes: ranges that lie closer are asked for as one
 _SLOWEST = 10_000  # bytes a second; what comes slower is given up
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "created", "sha256")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Stat:
-    """What a store says of a URL: `size` in bytes, and by `version` a name and a value that change with the content."""
-
-    folder: bool
-    size: int | None
-    version: tuple[str, str] = ("", "")
-
-    def is_still(self, before: Stat) -> bool:
-        """Whether the content can be the one that it was. Listings and single answers may tell different versions."""
-        told = self.version == before.version or self.version[0] != before.version[0]
-        return told and (self.folder, self.size) == (before.folder, before.size)
-
-
-@dataclass(slots=True)
-class _Kept:
-    """What stores have said and sent.
-
-    `blocks` by URL and number; `runs`: the block that would follow the last request for some, and how many that asked
-    for; `ahead`: ranges that were asked for ahead, by URL their offsets and bytes; `assumed`: what is still to be
-    checked of an index.
-    """
-
-    stats: dict[str, Stat | None] = field(default_factory=dict)
-    blocks: OrderedDict[tuple[str, int], bytes] = field(default_factory=OrderedDict)
-    runs: dict[str, tuple[int, int]] = field(default_factory=dict)
-    ahead: dict[str, tuple[list[int], list[bytes]]] = field(default_factory=dict)
-    assumed: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
-    requests: Counter[str] = field(default_factory=Counter)
-    fetched: Counter[str] = field(default_factory=Counter)
-
-
-_kept = _Kept()
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -101,9 +61,9 @@ def _patience(fs: Any, nbytes: int = 0) -> dict[str, float]:
 
 def stat(url: str) -> Stat | None:
     """What the URL is, or None where there is nothing. Raises `CkptError` where the store does not answer."""
-    if url not in _kept.stats:
-        _kept.stats[url] = _ask(url)
-    return _kept.stats[url]
+    if url not in kept.stats:
+        kept.stats[url] = _ask(url)
+    return kept.stats[url]
 
 
 def _ask(url: str) -> Stat | None:
@@ -139,7 +99,7 @@ def names_in(url: str) -> list[str]:
         own = str(info["name"]).rstrip("/").rpartition("/")[2]
         if own and str(info["name"]).strip("/") != path.strip("/"):
             names.append(own)
-            _kept.stats[paths.join(url, own)] = _stat(info)
+            kept.stats[paths.join(url, own)] = _stat(info)
     return sorted(names)
 
 
@@ -152,16 +112,11 @@ def glob(pattern: str) -> list[str]:
 
 def forget(url: str) -> None:
     """Asks the store anew from now on for everything at, under and above the URL."""
-    below = url.rstrip("/") + "/"
+    kept.forget(url)
+    _invalidate(url)
 
-    def gone(other: str) -> bool:
-        return other == url or other.startswith(below) or url.startswith(other)
 
-    _kept.stats = {other: found for other, found in _kept.stats.items() if not gone(other)}
-    _kept.blocks = OrderedDict((at, block) for at, block in _kept.blocks.items() if not gone(at[0]))
-    _kept.ahead = {other: found for other, found in _kept.ahead.items() if not gone(other)}
-    _kept.runs = {other: found for other, found in _kept.runs.items() if not gone(other)}
-    _kept.assumed = {other: checks for other, checks in _kept.assumed.items() if not gone(other)}
+def _invalidate(url: str) -> None:
     fs, path = filesystem(url)
     with answered(url):
         fs.invalidate_cache(path)
@@ -170,33 +125,34 @@ def forget(url: str) -> None:
 def check_unchanged(urls: Iterable[str]) -> None:
     """Raises `CkptError` where a file is no longer the one whose index was read."""
     for url in urls:
-        before = _kept.stats.get(url)
-        forget(url)
+        before = kept.stats.pop(url, None)
+        _invalidate(url)
         now = stat(url)
         if before is not None and (now is None or not now.is_still(before)):
+            forget(url)
             raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")
 
 
 def assume(url: str, check: Callable[[], None]) -> None:
     """Notes what of the file's index `check_assumed` is to check: where tensors lie, though nothing was read there."""
-    _kept.assumed.setdefault(url, []).append(check)
+    kept.assumed.setdefault(url, []).append(check)
 
 
 def check_assumed(url: str) -> None:
     """Raises `CkptError` where the index of the file assumed what is not so; before tensors of it are read."""
-    for check in _kept.assumed.pop(url, ()):
+    for check in kept.assumed.pop(url, ()):
         check()
 
 
 def fetched(prefix: str = "") -> int:
     """Bytes fetched so far from the URLs that begin with `prefix`, in this process."""
-    return sum(count for url, count in _kept.fetched.items() if url.startswith(prefix))
+    return sum(count for url, count in kept.fetched.items() if url.startswith(prefix))
 
 
 def log_fetched() -> None:
     """Logs for every URL what was fetched from it."""
-    for url, count in _kept.fetched.items():
-        log.info("%s: %s bytes fetched in %d requests", url, f"{count:,}", _kept.requests[url])
+    for url, count in kept.fetched.items():
+        log.info("%s: %s bytes fetched in %d requests", url, f"{count:,}", kept.requests[url])
 
 
 # Reading
@@ -226,7 +182,7 @@ class RemoteFile:
         end = min(offset + count, self.size)
         if end <= offset:
             return b""
-        ahead = self._ahead(offset, end)
+        ahead = kept.range(self.url, offset, end)
         if ahead is not None:
             return ahead
         if end - offset > _MAX_RUN * BLOCK:
@@ -235,53 +191,39 @@ class RemoteFile:
         data = b"".join(self._blocks(first, last))
         return data[offset - first * BLOCK : end - first * BLOCK]
 
-    def _ahead(self, offset: int, end: int) -> bytes | None:
-        starts, data = _kept.ahead.get(self.url, ([], []))
-        at = bisect_right(starts, offset) - 1
-        if at < 0 or end > starts[at] + len(data[at]):
-            return None
-        return data[at][offset - starts[at] : end - starts[at]]
-
     def _blocks(self, first: int, last: int) -> list[bytes]:
         """The blocks `first` to `last`. Those that are not kept are fetched, neighbours in one request."""
-        kept = _kept.blocks
-        missing = [number for number in range(first, last + 1) if (self.url, number) not in kept]
+        numbers = range(first, last + 1)
+        missing = [number for number in numbers if (self.url, number) not in kept.blocks]
         if missing:
             low = missing[0]
             high = self._end_of_run(low, missing[-1] + 1)
             (data,) = _fetch(self.url, [(low * BLOCK, min(high * BLOCK, self.size))])
             for number in range(low, high):
-                kept[self.url, number] = data[(number - low) * BLOCK : (number - low + 1) * BLOCK]
-        found = [kept[self.url, number] for number in range(first, last + 1)]
-        for number in range(first, last + 1):
-            kept.move_to_end((self.url, number))
-        while len(kept) > _MAX_BLOCKS:
-            kept.popitem(last=False)
+                kept.blocks[self.url, number] = data[(number - low) * BLOCK : (number - low + 1) * BLOCK]
+        found = [kept.blocks[self.url, number] for number in numbers]
+        kept.used(self.url, numbers)
         return found
 
     def _end_of_run(self, low: int, high: int) -> int:
         """Where a request for the blocks `low` to `high` ends: each that goes on where the last one ended is longer."""
-        following, length = _kept.runs.get(self.url, (-1, 1))
+        following, length = kept.runs.get(self.url, (-1, 1))
         length = min(length * 2, _MAX_RUN) if low == following else 1
         high = min(max(high, low + length), -(-self.size // BLOCK))
-        _kept.runs[self.url] = (high, length)
+        kept.runs[self.url] = (high, length)
         return high
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetches these ranges (offset, count) side by side; they are kept as long as there is room."""
-        starts, data = _kept.ahead.get(self.url, ([], []))
         wanted = self._missing(ranges)
-        found = dict(zip(starts, data)) if sum(map(len, data)) < _MAX_AHEAD else {}
-        found.update(zip((start for start, _ in wanted), _fetch(self.url, wanted)))
-        ordered = sorted(found)
-        _kept.ahead[self.url] = (ordered, [found[start] for start in ordered])
+        kept.keep_ranges(self.url, dict(zip((start for start, _ in wanted), _fetch(self.url, wanted))))
 
     def _missing(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Those of the ranges (offset, count) that are not kept, as (start, end); those close to each other as one."""
         wanted: list[tuple[int, int]] = []
         for offset, count in sorted(ranges):
             start, end = max(0, offset), min(offset + count, self.size)
-            if end <= start or self._ahead(start, end) is not None or self._has_blocks(start, end):
+            if end <= start or kept.range(self.url, start, end) is not None or self._has_blocks(start, end):
                 continue
             if wanted and start - wanted[-1][1] <= _SMALL_GAP:
                 wanted[-1] = (wanted[-1][0], max(end, wanted[-1][1]))
@@ -291,7 +233,7 @@ class RemoteFile:
 
     def _has_blocks(self, start: int, end: int) -> bool:
         numbers = range(start // BLOCK, (end - 1) // BLOCK + 1)
-        return all((self.url, number) in _kept.blocks for number in numbers)
+        return all((self.url, number) in kept.blocks for number in numbers)
 
 
 def open_file(url: str) -> RemoteFile:
@@ -371,8 +313,8 @@ def _answers(wanted: Sequence[tuple[str, int, int]]) -> list[bytes | BaseExcepti
     starts, ends = [start for _, start, _ in wanted], [end for _, _, end in wanted]
     found = list(fs.cat_ranges(places, starts, ends, on_error="return", **_patience(fs, nbytes)))
     for (url, _, _), data in zip(wanted, found):
-        _kept.requests[url] += 1
-        _kept.fetched[url] += len(data) if isinstance(data, bytes) else 0
+        kept.requests[url] += 1
+        kept.fetched[url] += len(data) if isinstance(data, bytes) else 0
     work.has_fetched(sum(len(data) for data in found if isinstance(data, bytes)), len(wanted))
     log.debug(
         "%s: %s bytes in %d requests, from byte %s", wanted[0][0], f"{nbytes:,}", len(wanted), f"{wanted[0][1]:,}"
@@ -380,13 +322,13 @@ def _answers(wanted: Sequence[tuple[str, int, int]]) -> list[bytes | BaseExcepti
     return found
 
 
-def look_ahead(urls: Sequence[str]) -> None:
-    """Fetches the first block of files in one folder side by side, as far as a listing of it tells their sizes."""
-    if any(url not in _kept.stats for url in urls):
+def look_ahead(heads: Mapping[str, int]) -> None:
+    """Fetches how files in one folder begin, so many bytes of each, side by side, as far as a listing tells of them."""
+    urls = [*heads]
+    if any(url not in kept.stats for url in urls):
         with suppress(CkptError):
             names_in(paths.parent(urls[0]))
-    known = {url: _kept.stats.get(url) for url in urls if (url, 0) not in _kept.blocks}
-    wanted = [(url, 0, min(BLOCK, found.size)) for url, found in known.items() if found is not None and found.size]
-    for (url, _, end), data in zip(wanted, _answers(wanted)):
-        if isinstance(data, bytes) and len(data) == end:  # what fails is asked for again when it is needed, and said
-            _kept.blocks[url, 0] = data
+    known = {url: kept.stats.get(url) for url in urls if (url, 0) not in kept.blocks}
+    wanted = [(url, 0, min(heads[url], found.size)) for url, found in known.items() if found is not None and found.size]
+    came = zip(wanted, _answers(wanted))  # what fails is asked for again when it is needed, and said
+    kept.keep_heads({url: data for (url, _, end), data in came if isinstance(data, bytes) and len(data) == end})

@@ -218,7 +218,7 @@ class _Task:
         descriptor = os.open(self.staging / NEW / unit.name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
             fill(descriptor, unit.pieces, found, unit.offset, flush=self.asked.fsync)
-            read = sorted(sources.streamed)
+            read = sources.streamed()
             if self.asked.fsync:
                 os.fsync(descriptor)
         finally:

@@ -19,7 +19,7 @@ from ckpttool.io import compose, paths, sources, work
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
-from ckpttool.io.pieces import BLOCK, Crc, Files, Link, Piece, Pieces, amounts
+from ckpttool.io.pieces import BLOCK, Crc, Files, Held, Link, Piece, Pieces, amounts
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem
 from ckpttool.io.together.job import Job
@@ -63,12 +63,15 @@ def can(out: str) -> bool:
 
 
 @contextmanager
-def sent(job: Job, files: Files, urls: Mapping[str, str], plan: object) -> Iterator[dict[str, Pieces | Link | Upload]]:
-    """The files, those that hold tensors as uploads to their URLs with all parts there.
+def sent(
+    job: Job, files: Files, urls: Mapping[str, str], out: str, plan: object, *, verify: bool = False
+) -> Iterator[dict[str, Pieces | Link | Upload]]:
+    """The files of the folder `out`, those that hold tensors as uploads to their URLs with all parts there.
 
-    The block, in which they are completed, runs on the first rank only. Without a `plan` no later run may go on. Raises
-    `CkptError` where the ranks do not mean the same, where a source changes and where the store refuses: the uploads
-    are then gone. What a signal ends is there for the next run.
+    The block, in which they are completed, runs on the first rank only. Without a `plan` no later run may go on. To
+    `verify` them each rank reckons the MD5 of its parts, also of those that are there. Raises `CkptError` where the
+    ranks do not mean the same, where a source changes and where the store refuses: the uploads are then gone. What a
+    signal ends is there for the next run.
     """
     held = {name: as_pieces(content) for name, content in files.items()}
     shares = [
@@ -78,11 +81,11 @@ def sent(job: Job, files: Files, urls: Mapping[str, str], plan: object) -> Itera
     job.agree(agreed)
     if not job.is_first:
         uploads, known = job.hear("begun")
-        begun = {name: Upload(urls[name], place) for name, place in uploads.items()}
+        begun = {name: Upload(urls[name], place, verify) for name, place in uploads.items()}
         job.tell(f"sent/{job.rank}", _Task(job, shares, begun, known).run())
         job.only_first()
-    record = None if plan is None else _Record.of(urls, agreed)
-    with _begun(job, urls, {share.name for share in shares}, record) as begun:
+    record = None if plan is None else _Record.of(out, list(files)[-1], agreed)
+    with _begun(job, urls, {share.name for share in shares}, record, verify) as begun:
         known = _known(shares, begun)
         job.tell("begun", ({name: dict(upload.place) for name, upload in begun.items()}, known))
         task = _Task(job, shares, begun, known)
@@ -91,6 +94,14 @@ def sent(job: Job, files: Files, urls: Mapping[str, str], plan: object) -> Itera
         job.only_first()
         task.finish(told)
         yield {**{name: content for name, content in files.items() if name not in begun}, **begun}
+
+
+def note(held: Held, files: Files, made: Mapping[str, Pieces | Link | Upload]) -> None:
+    """Notes which of the files, whose uploads are completed, the store's checksums prove."""
+    for name, upload in made.items():
+        pieces = as_pieces(files[name])
+        if isinstance(upload, Upload) and upload.is_proved(_nbytes(pieces)):
+            held.note(upload.url, pieces)
 
 
 def _shares(name: str, pieces: Pieces, out: str) -> Iterator[Share]:
@@ -137,10 +148,9 @@ class _Record:
     beginning: str
 
     @classmethod
-    def of(cls, urls: Mapping[str, str], plan: str) -> _Record:
-        last = list(urls.values())[-1]
-        beginning = f".{paths.name(last)[:100]}."
-        return cls(paths.join(paths.parent(last), f"{beginning}{plan[:16]}{_ENDING}"), beginning)
+    def of(cls, folder: str, last: str, plan: str) -> _Record:
+        beginning = f".{last[:100]}."
+        return cls(paths.join(folder, f"{beginning}{plan[:16]}{_ENDING}"), beginning)
 
     def read(self, url: str) -> dict[str, dict[str, str]]:
         """The places of the uploads; none where there is no such record, or it is none."""
@@ -171,14 +181,17 @@ class _Record:
 
 
 @contextmanager
-def _begun(job: Job, urls: Mapping[str, str], names: set[str], record: _Record | None) -> Iterator[dict[str, Upload]]:
+def _begun(
+    job: Job, urls: Mapping[str, str], names: set[str], record: _Record | None, verify: bool
+) -> Iterator[dict[str, Upload]]:
     """The uploads, those of a run that was killed among them; gone where the block raises, but for a signal."""
     begun: dict[str, Upload] = {}
     try:
         with answered(next(iter(urls.values()))):
             places = {} if record is None else _gone_on(record, urls)
             for name in sorted(names):
-                begun[name] = Upload(urls[name], places[name]) if name in places else compose.begin(urls[name])
+                there = Upload(urls[name], places[name], verify) if name in places else None
+                begun[name] = there or compose.begin(urls[name], verify=verify)
             if record is not None:
                 record.write(begun)
         yield begun
@@ -195,17 +208,25 @@ def _begun(job: Job, urls: Mapping[str, str], names: set[str], record: _Record |
 
 
 def _gone_on(record: _Record, urls: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The uploads of this plan that are there still; those of other plans for the same OUT end here."""
-    for url in record.others():
-        _abort({name: Upload(url, place) for name, place in record.read(url).items()}, None)
-        record.remove(url)
-    places = record.read(record.url)
-    there = {}
-    for name, place in places.items():
-        with suppress(CkptError):  # of an object that was completed there is none
-            Upload(urls[name], place).there()
-            there[name] = place
+    """The uploads of this plan that are there still; all others that were begun for the same OUT end here."""
+    there: dict[str, dict[str, str]] = {}
+    for url in (record.url, *record.others()):
+        for name, place in record.read(url).items():
+            upload = Upload(url, place)
+            if url != record.url or name not in urls or place["Key"] != _key(urls[name]):
+                upload.abort()
+                continue
+            with suppress(CkptError):  # of an object that was completed there is none
+                upload.there()
+                there[name] = place
+        if url != record.url:
+            record.remove(url)
     return there
+
+
+def _key(url: str) -> str:
+    fs, path = filesystem(url)
+    return str(fs.split_path(path)[1])
 
 
 def _abort(begun: Mapping[str, Upload], record: _Record | None) -> None:
@@ -241,7 +262,7 @@ class _Task:
 
     def run(self) -> list[Told]:
         """What the store said of each share that this rank sent. Raises `CkptError`, `FailedElsewhere`."""
-        early = [number for number, share in enumerate(self.shares) if not share.late and str(number) not in self.known]
+        early = [number for number, share in enumerate(self.shares) if not share.late and not self._is_done(number)]
         todo = sorted(early, key=lambda number: -sum(self.shares[number].sizes))
         done: list[Told] = []
         told = 0
@@ -256,11 +277,17 @@ class _Task:
                 raise
         return done
 
+    def _is_done(self, number: int) -> bool:
+        """Whether nobody has to look at the share: its parts are there, and are not to be verified."""
+        return str(number) in self.known and not self.uploads[self.shares[number].name].verify
+
     def _send(self, number: int) -> Told:
         share = self.shares[number]
         upload = self.uploads[share.name]
+        there = {part["PartNumber"]: part for part in self.known.get(str(number), ())}
         with answered(upload.url), sources_stay():
-            said = [upload.put(share.first + at, part) for at, part in enumerate(share.parts())]
+            parts = enumerate(share.parts(), share.first)
+            said = [upload.put(at, part, there.get(at)) for at, part in parts]
         work.has_written(sum(share.sizes))
         work.has_made(*((share.run.length, 0) if isinstance(share.run, Span) else amounts(share.run)))
         return number, said, [crc.value for crc in share.crcs]

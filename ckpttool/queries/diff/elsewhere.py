@@ -38,6 +38,8 @@ _HEADS = 256  # rows of one head at most; of four rows the order is its own reve
 def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[Entry, ...]:
     """The entries, those of other values with where the values are, where this is known."""
     entries = tuple(entries)
+    if all(entry.status != "value" for entry in entries):
+        return entries
     have, want = left.by_key(), right.by_key()
     differing = [entry for entry in entries if entry.status == "value" and _dense(entry, have, want)]
     if not differing:

@@ -5,26 +5,42 @@ Every key of each side stands in exactly one entry.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
 from ckpttool.json_schema import COUNT, TEXT, TEXTS, Members, list_of, nullable, object_of, one_of, plain, record
+from ckpttool.many import value
 from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 # The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
-TIED = "tied: the model has it under several names, left under one of them (as save_pretrained saves it)"
+TIED = "tied: the model has it under several names, kept under one of them (as save_pretrained saves it)"
 # The reason of a difference in shape where it is not the sizes that differ.
 KIND = "another kind of tensor"
 STATUSES = (
     *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),
 )
+
+
+# A side in a sentence: no part of a key, a path or a quotation.
+_LEFT, _RIGHT = (re.compile(rf"(?<![\w.`'\"/-])(?:the )?{side}(?![\w`\"/-]|\.\w)") for side in ("left", "right"))
+
+
+def count_of(names: Iterable[str], count: Mapping[str, int]) -> dict[str, int]:
+    """Name -> how often, in the order of `names`, without zeros."""
+    return {name: count[name] for name in names if count.get(name)}
+
+
+def with_sides(text: str, left: str, right: str) -> str:
+    """A reason or a note, with other words for the two sides: for who compares no `left` with a `right`."""
+    return _LEFT.sub(left, _RIGHT.sub(right, text))
 
 
 class Outline(Protocol):
@@ -52,7 +68,7 @@ def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Entry:
     """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
 
@@ -137,8 +153,7 @@ class Diff:
     @property
     def summary(self) -> dict[str, int]:
         """Status -> number of entries, in the order of `STATUSES`, without zeros."""
-        count = Counter(entry.status for entry in self.entries)
-        return {status: count[status] for status in STATUSES if count[status]}
+        return count_of(STATUSES, Counter(entry.status for entry in self.entries))
 
     def to_json(self) -> dict[str, Any]:
         """The `diff` object of the contract."""
@@ -165,8 +180,7 @@ class Diff:
     def _acceptance_json(self) -> dict[str, Any]:
         if self.accepted is None:
             return {}
-        count = Counter(entry.status for entry in self.entries if entry.ignored is not None)
-        ignored = {status: count[status] for status in STATUSES if count[status]}
+        ignored = count_of(STATUSES, Counter(entry.status for entry in self.entries if entry.ignored is not None))
         return {"accepted": self.accepted, "ignored": ignored, "unused_ignores": list(self.unused_ignores)}
 
 

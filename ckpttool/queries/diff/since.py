@@ -5,7 +5,6 @@ Each side is compared with the base, and both with each other: nothing is decide
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +13,15 @@ from typing import Any, Literal
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
+from ckpttool.json_schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.settled import settled
 from ckpttool.queries.diff.manifest import is_about_manifest
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import Diff, Entry
-from ckpttool.queries.diff.run import ask, run
+from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_sides
+from ckpttool.queries.diff.run import run
 from ckpttool.queries.diff.shared import shared
+from ckpttool.queries.diff.two import ask
 
 SCHEMA = "ckpttool.since/1"
 By = Literal["left", "right", "both", "conflict"]
@@ -40,10 +41,6 @@ class Change:
     status: str
     keys: tuple[str, ...]
     reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        """A side of an entry of the contract's object."""
-        return {"status": self.status, "keys": list(self.keys), "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,34 +70,36 @@ class Since:
     @property
     def summary(self) -> dict[str, int]:
         """Who changed it -> how often, without zeros."""
-        count = Counter(point.by for point in self.points)
-        return {by: count[by] for by in BY if count[by]}  # type: ignore[index]
+        return count_of(BY, Counter(point.by for point in self.points))
+
+    @property
+    def conflicts(self) -> bool:
+        """Whether two changes are in each other's way."""
+        return "conflict" in self.summary
 
     @property
     def passes(self) -> bool:
         """Whether the exit status is 0."""
-        return "conflict" not in self.summary
+        return not self.conflicts
 
     def to_json(self) -> dict[str, Any]:
         """The `since` object of the contract."""
-        return {
-            "schema": SCHEMA,
-            "base": self.base,
-            "left": self.left,
-            "right": self.right,
-            "conflicts": not self.passes,
-            "summary": self.summary,
-            "entries": [
-                {
-                    "by": point.by,
-                    "base": list(point.base),
-                    "left": None if point.left is None else point.left.to_json(),
-                    "right": None if point.right is None else point.right.to_json(),
-                }
-                for point in self.points
-            ],
-            "notes": list(self.notes),
-        }
+        return {"schema": SCHEMA, **SINCE.write(self)}
+
+
+_CHANGE = nullable(record(Change, {"status": one_of(*STATUSES, *CHANGES.values()), "keys": TEXTS, "reason": TEXT}))
+_POINT = record(Point, {"by": one_of(*BY), "base": TEXTS, "left": _CHANGE, "right": _CHANGE})
+SINCE = record(
+    Since,
+    {
+        **dict.fromkeys(("base", "left", "right"), TEXT),
+        "conflicts": FLAG,
+        "summary": object_of({}, dict.fromkeys(BY, COUNT)),
+        "entries": list_of(_POINT),
+        "notes": TEXTS,
+    },
+    called={"entries": "points"},
+)
 
 
 def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options: DiffOptions) -> Since:
@@ -117,7 +116,7 @@ def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options
     mine, theirs, both = (run(*pair, options, model, values) for pair in pairs)
     points = tuple(_points(mine, theirs, both))
     sides = (("left", mine), ("right", theirs))
-    since_base = [f"{side}: {_of_side(note)}" for side, diff in sides for note in diff.notes]
+    since_base = [f"{side}: {_of_three(note)}" for side, diff in sides for note in diff.notes]
     notes = (*since_base, *both.notes)
     return Since(base.source, left.source, right.source, points, (*([] if options.comparison else [NO_VALUES]), *notes))
 
@@ -159,12 +158,12 @@ def _added(diff: Diff) -> dict[Keys, Change]:
 def _change(entry: Entry) -> Change:
     if entry.status in CHANGES:
         return Change(CHANGES[entry.status], entry.right, "")
-    return Change(entry.status, entry.right, _of_side(": ".join(filter(None, (entry.why, entry.detail)))))
+    return Change(entry.status, entry.right, _of_three(": ".join(filter(None, (entry.why, entry.detail)))))
 
 
-def _of_side(text: str) -> str:
-    """What a diff of the base (its left) and a side (its right) says, in the words of three."""
-    return re.sub(r"\bright\b", "this side", re.sub(r"\bleft\b", "the base", text))
+def _of_three(text: str) -> str:
+    """What a diff of the base (its left) and a side (its right) says."""
+    return with_sides(text, "the base", "this side")
 
 
 def _collisions(

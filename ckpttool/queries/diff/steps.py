@@ -6,13 +6,13 @@ Each step is compared with the one before that can be read, section by section: 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
+from ckpttool.json_schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, nullable, one_of, record
 from ckpttool.naming.inference.values import Pair
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
@@ -20,7 +20,7 @@ from ckpttool.operands.steps import called, opened
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import HARMLESS, Entry
+from ckpttool.queries.diff.result import HARMLESS, STATUSES, Entry, with_sides
 from ckpttool.queries.diff.run import run
 
 SCHEMA = "ckpttool.steps/1"
@@ -44,15 +44,10 @@ class Change:
     reason: str = ""
     detail: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """A change of the contract's object."""
-        found = {"section": self.section, "status": self.status, "before": list(self.before), "after": list(self.after)}
-        return {**found, "reason": self.reason, **({} if self.detail is None else {"detail": self.detail})}
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A checkpoint of the run. `error` says why it could not be read, empty where it could.
+    """A checkpoint of the run. `error` says why it could not be read, None where it could.
 
     `since` is the step that it was compared with, None for the first. `likely` are pairs of what is dropped and what is
     added (left: now) that may be one tensor under two names.
@@ -60,7 +55,7 @@ class Step:
 
     name: str
     since: str | None = None
-    error: str = ""
+    error: str | None = None
     tensors: int = 0
     changes: tuple[Change, ...] = ()
     likely: tuple[Pair, ...] = ()
@@ -70,45 +65,49 @@ class Step:
         """Whether there is nothing to say of it."""
         return not self.changes and not self.error and self.since is not None
 
-    def to_json(self) -> dict[str, Any]:
-        """A step of the contract's object."""
-        likely = [{"before": list(p.right), "after": list(p.left), "evidence": p.evidence} for p in self.likely]
-        return {
-            "source": self.name,
-            "since": self.since,
-            "error": self.error or None,
-            "tensors": self.tensors,
-            "changes": [change.to_json() for change in self.changes],
-            "suggested": likely,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The answer. `run` is the folder, empty where the steps were named one by one."""
+    """The answer. `run` is the folder, None where the steps were named one by one."""
 
-    run: str
+    run: str | None
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
 
     @property
-    def passes(self) -> bool:
-        """Whether the exit status is 0: all were read, and from the first to the last nothing changed."""
+    def identical(self) -> bool:
+        """Whether all were read, and from the first to the last nothing changed."""
         return not any(step.changes or step.error for step in self.steps)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the exit status is 0."""
+        return self.identical
 
     def to_json(self) -> dict[str, Any]:
         """The `steps` object of the contract."""
-        return {
-            "schema": SCHEMA,
-            "run": self.run or None,
-            "identical": self.passes,
-            "steps": [step.to_json() for step in self.steps],
-            "notes": list(self.notes),
-        }
+        return {"schema": SCHEMA, **STEPS.write(self)}
 
 
-def compare_steps(steps: Sequence[str], folder: str, options: DiffOptions) -> Steps:
-    """What each of `steps` changed since the one before; `folder` is the run's, empty where each was named.
+_SIDES: Members = {"before": TEXTS, "after": TEXTS}
+_STATUS = one_of(*STATUSES, *CHANGES.values(), *KINDS)
+_CHANGE = record(Change, {"section": TEXT, "status": _STATUS, **_SIDES, "reason": TEXT}, {"detail": TEXT})
+_STEP = record(
+    Step,
+    {
+        "source": TEXT,
+        **dict.fromkeys(("since", "error"), nullable(TEXT)),
+        "tensors": COUNT,
+        "changes": list_of(_CHANGE),
+        "suggested": list_of(record(Pair, {**_SIDES, "evidence": TEXT}, called={"before": "right", "after": "left"})),
+    },
+    called={"source": "name", "suggested": "likely"},
+)
+STEPS = record(Steps, {"run": nullable(TEXT), "identical": FLAG, "steps": list_of(_STEP), "notes": TEXTS})
+
+
+def compare_steps(steps: Sequence[str], folder: str | None, options: DiffOptions) -> Steps:
+    """What each of `steps` changed since the one before; `folder` is the run's, None where each was named.
 
     Raises `CkptError` where fewer than two of them can be read.
     """
@@ -226,4 +225,4 @@ def _change(where: str, entry: Entry) -> Change:
 
 
 def _in_time(text: str) -> str:
-    return re.sub(r"\b(the )?right\b", "the step before", re.sub(r"\b(the )?left\b", "this step", text))
+    return with_sides(text, "this step", "the step before")

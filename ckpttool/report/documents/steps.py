@@ -22,12 +22,11 @@ def document(found: Steps, *, all: bool = False) -> Document:
     columns = (Column("step", "key"), Column("change"), Column("keys", "number"))
     more = (Column("before", "key"), Column("now", "key"), Column("why"))
     blocks: list[Block] = [
-        Facts((("run", Cell(found.run, "key")),)) if found.run else Facts(()),
+        *([Facts((("run", Cell(found.run, "key")),))] if found.run else []),
         Table("Steps", (*columns, *more), tuple(_rows(found.steps, all)), is_listed=all),
         *(Note(note) for note in found.notes),
     ]
-    shown = tuple(block for block in blocks if not (isinstance(block, Facts) and not block.pairs))
-    return Document("diff", _verdict(found), found.passes, shown)
+    return Document("diff", _verdict(found), found.passes, tuple(blocks))
 
 
 def _verdict(found: Steps) -> str:

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from ckpttool.errors import CkptError
-from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.expression import Argument, Expression, Op, Ref, Special
 
 Shape = tuple[int, ...]

@@ -19,7 +19,7 @@ from torch import nn
 from ckpttool.checkpoint import Span
 from ckpttool.edits.ranks.gather import gather
 from ckpttool.edits.remap.result import Remap
-from ckpttool.evaluate.with_torch import evaluate
+from ckpttool.evaluate.interpret import evaluate
 from ckpttool.expression import Ref
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.ranks.parts import RankParts

@@ -96,7 +96,7 @@ def test_the_ways_are_those_that_trying_out_all_of_them_finds(tokens: list[str],
             found.add(frozenset(values.items()))
     full = {token.strip("{*}"): token for token in names}
     ours = [
-        frozenset((full[name], tuple(segments[start:end])) for name, (start, end) in bound.items())
+        frozenset((full[name], tuple(segments[place])) for name, place in bound.items())
         for bound in ways(pattern_of(tokens), segments)
     ]
     assert len(ours) == len(set(ours))

@@ -382,7 +382,10 @@ def test_what_does_not_fit_is_refused(folder):
     assert change("frozen", shape=(3, 1), stride=(1, 1)) == ["shape [3, 1], the program has [3] @ frozen"]
     assert change("turned", stride=(3, 1)) == ["stride [3, 1], the program has [1, 5] @ turned"]
     assert change("lower", offset=0) == ["offset 0, the program has 6 @ lower"]
-    assert change("frozen", key="thawed") == ["the program has no such tensor @ thawed", "missing @ frozen"]
+    assert change("frozen", key="thawed", payload=None) == [
+        "the program has no such tensor @ thawed",
+        "missing @ frozen",
+    ]
     assert problems(with_tensors(old, *tensors, tensors[0])) == [f"stands twice @ {tensors[0].key}"]
     assert problems(replace_storage(old, "frozen", Storage(Lazy(16, list)))) == [
         "a storage of 16 bytes, the program's has 12 @ frozen"

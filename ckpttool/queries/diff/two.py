@@ -1,0 +1,107 @@
+"""Two checkpoints against each other, read through a model where one is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.formats.ranks.files import one_rank
+from ckpttool.names import Names
+from ckpttool.naming.optimizers.forms import form_of
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.model import ModelOperand, as_read
+from ckpttool.optimizer_state import GROUPS
+from ckpttool.queries.diff import computed
+from ckpttool.queries.diff.adapters import adapter_notes
+from ckpttool.queries.diff.elsewhere import explained
+from ckpttool.queries.diff.keys import Values, compare
+from ckpttool.queries.diff.names import compare_through
+from ckpttool.queries.diff.optimizer import (
+    SavedOptimizer,
+    compare_optimizers,
+    differing_optimizers,
+    is_named,
+    optimizer_alone,
+)
+from ckpttool.queries.diff.outside import compare_loose, compare_outside, not_compared
+from ckpttool.queries.diff.reasons import hidden_segments
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Remedy, outlines
+from ckpttool.queries.diff.shared import shared
+from ckpttool.queries.diff.suggestions import suggestions
+
+
+def ask(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
+    """Asks `values` all that a diff of the two asks it, and nothing else that reads tensors."""
+    saved = optimizer_alone(left), optimizer_alone(right)
+    if saved[0] is not None and saved[1] is not None:
+        sides = SavedOptimizer.of(left, saved[0]), SavedOptimizer.of(right, saved[1])
+        compare_optimizers(*sides, None if model is None else model.names(), values)
+    else:
+        _by_key(*_read(left, right, model), values)
+    compare_loose(left, right, values)
+
+
+def _read(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> tuple[Section, Section, Names | None]:
+    """The models in the two, and the names of the one that they are read through."""
+    mine, theirs = model_section(left), model_section(right)
+    if model is None:
+        return mine, theirs, None
+    return mine, theirs, as_read(as_read(model, mine, left.source), theirs, right.source).names()
+
+
+def _by_key(left: Section, right: Section, names: Names | None, values: Values | None) -> tuple[Entry, ...]:
+    return compare(left, right, values) if names is None else compare_through(names, left, right, values)
+
+
+def checkpoints(
+    left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values | None, ignore_dtype: bool
+) -> Diff:
+    """What the left has otherwise than the right."""
+    values = shared(values, partial(ask, left, right, model))
+    saved = optimizer_alone(left), optimizer_alone(right)
+    if saved[0] is not None and saved[1] is not None:
+        return _optimizers(left, right, (saved[0], saved[1]), model, values)
+    mine, theirs, names = _read(left, right, model)
+    entries = computed.explained(explained(_by_key(mine, theirs, names, values), mine, theirs))
+    entries = (*entries, *compare_outside(left, right, values))
+    harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
+    identical = all(entry.status in harmless for entry in entries)
+    hidden = () if names is not None else hidden_segments(entries)
+    adapters = adapter_notes(mine.keys, theirs.keys, ("left", "right"))
+    left_out = not_compared(left, right, (mine, theirs))
+    ranks = (*one_rank(left), *one_rank(right))
+    notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
+    inferred = suggestions(left, right, entries, values is not None) if names is None else None
+    shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
+    return replace(shown, outlines=(outlines(mine), outlines(theirs)))
+
+
+def _optimizers(
+    left: Checkpoint,
+    right: Checkpoint,
+    sections: tuple[Section, Section],
+    model: ModelOperand | None,
+    values: Values | None,
+) -> Diff:
+    """Two saved optimizers."""
+    names = None if model is None else model.names()
+    saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
+    found = compare_optimizers(*saved, names, values)
+    entries = (*found.entries, *compare_outside(left, right, values))
+    identical = all(entry.status in HARMLESS for entry in entries)
+    remedy = _alike(saved, model is not None, entries)
+    shown = Diff(left.source, right.source, identical, entries, (), found.notes, remedy=remedy)
+    return replace(shown, outlines=found.outlines)
+
+
+def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:
+    """What brings the first optimizer into the form, the order and the groups of the second."""
+    form, wanted = (form_of(one.section) for one in saved)
+    regrouped = (entry.status == "renamed" and entry.right[0].startswith(GROUPS) for entry in entries)
+    if any(regrouped) or any(entry.status == "order" for entry in entries):
+        return Remedy("like_right", None if form == wanted else wanted)
+    if form == wanted:
+        return None
+    return Remedy("keys_by_model" if by_model or not is_named(saved[0]) else "keys", wanted)

@@ -1,0 +1,244 @@
+"""Programs under other names: torch loads, calls, unflattens and fills them, or the names are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import warnings
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.errors import Refused
+from ckpttool.formats.pt2.archive import layout, layout_in_place, read
+from ckpttool.formats.pt2.graph import ATTRIBUTES
+from ckpttool.formats.pt2.signature import names
+from command import Run
+from files import write_pieces
+from places import DATA
+from torch_version import needs_torch
+
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.9 laid programs out anew")
+SEEDS = range(int(os.environ.get("CKPTTOOL_SEEDS", "6")))
+EXAMPLE = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.rand(3), persistent=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.lin(x) * self.mask
+
+
+class Model(nn.Module):
+    """Tied, shared, unused and mutated tensors, constants, graphs in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = Block(), nn.Sequential(Block(), nn.ReLU())
+        self.again = self.a
+        self.w, self.unused = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))
+        self.tied = self.a.lin.weight
+        self.plain = torch.tensor([1.0, 2.0, 3.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.again(self.b(self.a(x))) * self.w + self.plain + self.tied.sum()
+        return torch.cond(x.sum() > 0, lambda x: x + self.w, lambda x: x - self.w, (x,))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("renames") / "model.pt2"
+    with warnings.catch_warnings():  # what torch says of its own tracing of `torch.cond`
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(Model(), (EXAMPLE,)), path)
+    return path
+
+
+def under(checkpoint: Checkpoint, new: dict[str, str]) -> Checkpoint:
+    sections = (
+        replace(section, tensors=tuple(entry.under(new.get(entry.key, entry.key)) for entry in section.tensors))
+        for section in checkpoint.sections
+    )
+    return replace(checkpoint, sections=tuple(sections))
+
+
+def drawn(keys: list[str], seed: int) -> dict[str, str]:
+    """New names for some of the keys: far from and near to those that are there, and such as no module can have."""
+    draw = random.Random(seed)
+    parts = ["x", "lin", "weight", "b", "0", "a", "w", "é y"]
+    if seed % 2:
+        parts += ["again", "forward", "training", "_parameters", "true_graph_0", "", "1", "__dict__"]
+    some = draw.sample(keys, draw.randint(1, len(keys)))
+    new = {key: ".".join(draw.choices(parts, k=draw.randint(1, 4))) for key in some}
+    kinds = draw.choice((dict.fromkeys(some, "m."), {}, dict(zip(some, [*some[1:], some[0]]))))
+    return {key: f"m.{key}" if kinds.get(key) == "m." else kinds.get(key, new[key]) for key in some}
+
+
+def check(path: str, old: Path, new: dict[str, str]) -> None:
+    """That torch makes the same of the program as of the old one, under the new names."""
+    before, after = torch.export.load(old), torch.export.load(path)
+    assert list(after.state_dict) == [new.get(key, key) for key in before.state_dict]
+    assert {*after.constants} == {new.get(key, key) for key in before.constants}
+    expected = before.module()(EXAMPLE)
+    module = after.module()
+    module.load_state_dict({new.get(key, key): value for key, value in before.state_dict.items()})
+    assert torch.equal(module(EXAMPLE), expected)
+    assert torch.equal(torch.export.unflatten(after)(EXAMPLE), expected)
+    own = names(path)
+    assert {t.fqn for t in own.runtime} == {new.get(t.fqn, t.fqn) for t in names(str(old)).runtime}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_torch_makes_the_same_of_it_or_it_is_refused(program: Path, seed: int, tmp_path: Path) -> None:
+    source = read(str(program))
+    new = drawn([key for section in source.sections for key in section.by_key()], seed)
+    refused = None
+    try:
+        pieces = layout(under(source, new))
+    except Refused as error:
+        refused = error
+    if refused is not None:
+        assert "cannot have these names" in refused.message
+        assert {problem.key for problem in refused.problems} <= {*new.values()}
+        return
+    edited = layout_in_place(under(source, new))
+    assert edited is not None
+    path = write_pieces(edited.pieces, tmp_path / "edited.pt2")
+    check(path, program, new)
+    assert records(path) == records(write_pieces(pieces, tmp_path / "anew.pt2"))
+    back = layout_in_place(under(read(path), {name: key for key, name in new.items()}))
+    assert back is not None
+    assert (back.before, back.index) == (edited.index, edited.before)
+
+
+def records(path: str) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_no_name_is_an_attribute_of_what_torch_makes(program: Path) -> None:
+    loaded = torch.export.load(program)
+    made = (loaded.module(), torch.export.unflatten(loaded), torch.fx.symbolic_trace(nn.ReLU()))
+    known = {name for name in loaded.state_dict for name in name.split(".")} | {"again", "plain"}
+    taken = {name for module in made for name in dir(module) if not name.startswith("__")}
+    assert {name for name in taken - known if not re.match("(true|false)_graph_", name)} <= ATTRIBUTES
+
+
+@pytest.mark.parametrize(("version", "way"), [("2.9.1", "edited"), ("2.8.0", "copied"), ("2.7.1", "copied")])
+def test_a_program_is_renamed_in_place_and_back(version: str, way: str, tmp_path: Path, run: Run) -> None:
+    needs_torch(version, "loading its programs")
+    path, x = tmp_path / "tagger.pt2", torch.arange(5)
+    path.write_bytes((DATA / f"tagger-torch-{version}.pt2").read_bytes())
+    old, expected = path.read_bytes(), torch.export.load(path).module()(x)
+    status, out, said = run("remap", path, "--rule", "mix.{i}.{x} => z.{i}.{x}", "--in-place", "--format", "json")
+    assert status == 0, said
+    assert json.loads(out)["written"]["way"] == way
+    assert way == "copied" or path.read_bytes().startswith(old)
+    program = torch.export.load(path)
+    assert "z.0.weight" in program.state_dict
+    assert torch.equal(program.module()(x), expected)
+    if way == "copied":
+        assert run("remap", path, "--rule", "z.{i}.{x} => mix.{i}.{x}", "--in-place")[0] == 0
+        assert run("diff", path, DATA / f"tagger-torch-{version}.pt2", "--values")[0] == 0
+        return
+    assert run("remap", path, "--rule", "z.{i}.{x} => mix.{i}.{x}", "--in-place")[0] == 0
+    assert path.read_bytes() == old
+    assert run("remap", path, "--rule", "scale => much.longer.name", "--in-place")[0] == 0
+    assert run("remap", path, "--undo")[0] == 0
+    assert path.read_bytes() == old
+
+
+def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> None:
+    path = DATA / "tagger-torch-2.9.1.pt2"
+    rules = ("scale => mix.0", "shift => training", "norm.bias => embed.weight.bias")
+    status, _, said = run(
+        "remap", path, *(word for rule in rules for word in ("--rule", rule)), "-o", tmp_path / "o.pt2"
+    )
+    assert status == 1
+    assert re.findall(r"  (.*) @ (.*)", said) == [
+        ("the program has a tensor or a module of that name", "mix.0"),
+        ("embed.weight is a tensor, and has nothing below it", "embed.weight.bias"),
+        ("no name that a module of torch can have: training", "training"),
+    ]
+    assert not (tmp_path / "o.pt2").exists()
+
+
+def test_two_tensors_that_change_names_do_not_change_places(program: Path, tmp_path: Path, run: Run) -> None:
+    rules = ("--rule", "a.{x*} => b.0.{x*}", "--rule", "b.0.{x*} => a.{x*}")
+    out = tmp_path / "out.pt2"
+    assert run("remap", program, *rules, "-o", out)[0] == 0
+    old, new = torch.export.load(program), torch.export.load(out)
+    assert torch.equal(new.module()(EXAMPLE), old.module()(EXAMPLE))
+    assert torch.equal(new.state_dict["a.lin.weight"], old.state_dict["b.0.lin.weight"])
+
+
+class Hooked(nn.Linear):
+    """Saves its weight under another name, and as twice of what it is."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_state_dict_post_hook(self._out)
+        self.register_load_state_dict_pre_hook(self._back)
+
+    @staticmethod
+    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}bias.kept"] = state.pop(f"{prefix}bias")
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+    @staticmethod
+    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+        state[f"{prefix}bias"] = state.pop(f"{prefix}bias.kept")
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+class Named(Hooked):
+    """Saves its bias under another name, and nothing else."""
+
+    @staticmethod
+    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}offset"] = state.pop(f"{prefix}bias")
+
+    @staticmethod
+    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+        state[f"{prefix}bias"] = state.pop(f"{prefix}offset")
+
+
+def test_a_program_takes_the_names_that_its_model_saves(tmp_path: Path, run: Run) -> None:
+    program, weights, out = tmp_path / "p.pt2", tmp_path / "w.pt", tmp_path / "o.pt2"
+    torch.export.save(torch.export.export(Named(), (EXAMPLE,)), program)
+    new = Named()
+    torch.save(new.state_dict(), weights)
+    model = ("--model", f"{__file__}:Named")
+    assert run("remap", program, *model, "--to", "serialized", "--in-place")[0] == 0
+    module = torch.export.load(program).module()
+    module.load_state_dict(torch.load(weights))
+    assert torch.equal(module(EXAMPLE), new(EXAMPLE))
+    status, _, said = run("swap-weights", program, weights, *model, "-o", out)
+    assert (status, "leave --model out" in said) == (1, True)
+    assert run("swap-weights", program, weights, "-o", out)[0] == 0
+    assert torch.equal(torch.export.load(out).module()(EXAMPLE), new(EXAMPLE))
+
+
+def test_a_remap_gives_a_program_no_other_values(tmp_path: Path, run: Run) -> None:
+    torch.export.save(torch.export.export(Hooked(), (EXAMPLE,)), tmp_path / "p.pt2")
+    words = ("--model", f"{__file__}:Hooked", "--from", "runtime", "--to", "serialized")
+    status, _, said = run("remap", tmp_path / "p.pt2", *words, "-o", tmp_path / "o.pt2")
+    assert status == 1
+    assert (
+        "computed by a remap, which gives a program other names and no other values: swap-weights does @ weight" in said
+    )
