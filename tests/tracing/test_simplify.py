@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ckpttool.evaluate.with_torch import evaluate, same_bits
+from ckpttool.evaluate.interpret import evaluate
+from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Argument, Expression, Op, Ref, Special
 from ckpttool.tracing.recorder.simplify import Simplifier
 
