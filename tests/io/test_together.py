@@ -473,7 +473,7 @@ def test_a_killed_job_goes_on_in_the_bucket(
     size = (tmp_path / "alone.safetensors").stat().st_size
     left = size - sum(part["Size"] for part in there)
     assert received.nbytes <= left + 10_000
-    assert all_die or sum(one.read or 0 for one in done) <= left
+    assert all_die or sum(one.read or 0 for one in done) <= left + 10_000  # and headers
 
 
 def test_the_ranks_replace_a_folder_in_the_bucket(wide: Path, bucket: Any, tmp_path: Path, run: Run) -> None:
