@@ -211,6 +211,11 @@ def test_arguments_outside_of_their_tensor_never_reach_the_kernel(name: str) -> 
     assert not ran_by(OUTSIDE[name])
 
 
+def test_the_layout_that_is_computed_is_the_dense_one() -> None:
+    dense = Op("aten._to_copy.default", (X,), (("layout", Special("layout", "strided")),))
+    assert torch.equal(evaluate(dense, LEAVES.__getitem__), LEAVES["x"])
+
+
 TOO_LARGE: dict[str, Op] = {
     "a constant": Op("aten.full.default", ((1 << 20, 1 << 20), 1.0)),
     "an expansion": Op("aten.expand.default", (Ref("row"), (1 << 40, 4))),

@@ -188,6 +188,25 @@ def test_experts_are_moved_and_not_loaded(tmp_path: Path) -> None:
     assert back.read_bytes() == source.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("rule", "hint"),
+    [
+        ('reshape = "w"\nfrom_shape = ["{rows}", "{in}"]\nshape = ["{in}", "{rows}"]', "they know in, rows"),
+        ('permute = "w"\ndims = [1, 0]', "they know no named sizes"),
+    ],
+)
+def test_a_size_that_no_rule_knows_is_refused_with_those_that_they_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, hint: str
+) -> None:
+    torch.save({"w": torch.zeros(2, 3)}, tmp_path / "a.pt")
+    (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
+    out = ["--rules", str(tmp_path / "rules.toml"), "--size", "knees=1", "-o", str(tmp_path / "b.pt")]
+    assert main(["remap", str(tmp_path / "a.pt"), *out]) == 2
+    said = capsys.readouterr().err
+    assert "the rules know no size knees" in said
+    assert hint in said
+
+
 def test_sizes_of_the_command_line_come_before_those_of_the_file(tmp_path: Path) -> None:
     source = save({"w": numbers(8, 2)}, tmp_path / "in.safetensors")
     text = '[sizes]\nhalves = 2\n[[rule]]\npermute = "w"\ndims = [0, 2, 1]\nrows = ["{heads}", "{halves}", -1]'

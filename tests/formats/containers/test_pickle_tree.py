@@ -409,6 +409,16 @@ def test_damaged_pickles(name: str) -> None:
         loads(BAD[name])
 
 
+def test_whether_a_pickle_ends_too_early_or_asks_for_too_much_is_told_apart() -> None:
+    data = torch_pickle({"a": torch.ones(2), "b": [1.5, "text"]})
+    for _, _, at in pickletools.genops(data):
+        with pytest.raises(CkptError, match=f"at byte {at}: the pickle is cut off"):
+            loads(data[:at])
+    for name in ("underflow", "underflow at tuple3", "pop of nothing", "tuple without mark"):
+        with pytest.raises(CkptError, match="an opcode finds nothing to work on"):
+            loads(BAD[name])
+
+
 def test_limits() -> None:
     with limited(Limits(pickle_bytes=3)), pytest.raises(CkptError, match="--limit pickle_bytes=6"):
         loads(b"\x80\x02].")

@@ -22,6 +22,8 @@ import hook_zoo
 from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.cli.app import main
 from ckpttool.operands.checkpoint import model_section, open_operand
+from ckpttool.operands.model import ModelOperand
+from ckpttool.queries.diff.against_model import names_alone
 from ckpttool.queries.diff.keys import compare
 from ckpttool.queries.diff.names import compare_load, compare_names, compare_through
 from ckpttool.queries.diff.result import STATUSES, Entry
@@ -93,6 +95,15 @@ def test_each_name_of_a_model_stands_in_one_entry(name: str) -> None:
     names = traced(name)
     left = {**dict.fromkeys(s.key for s in names.serialized), **dict.fromkeys(names.extra_state)}
     assert_each_key_once(compare_names(names), left, [t.fqn for t in names.runtime])
+
+
+@pytest.mark.parametrize(
+    ("name", "same"), [("plain", True), ("buffers", True), ("drops_a_key", False), ("strip_layer", False)]
+)
+def test_a_model_alone_is_the_same_where_all_that_is_to_be_saved_is_saved_as_it_is(name: str, same: bool) -> None:
+    """A buffer that is not to be saved is no loss, a parameter that a hook leaves out is one."""
+    assert bool(traced(name).not_serialized) is (name in ("buffers", "drops_a_key"))
+    assert names_alone(ModelOperand(traced(name))).identical is same
 
 
 def forms(name: str, folder: Path) -> list[Section]:
