@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections import defaultdict, deque
 from collections.abc import Callable
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,13 @@ KINDS: dict[str, Callable[[float], Any]] = {
     "set": lambda x: {x},
     "not a number": lambda x: {"x": x, "nan": float("nan")},
     "nested": lambda x: {"a": [torch.tensor([x])]},
+    # Objects by what their pickles hold: a state, arguments, items, pairs, a function behind them
+    "state": lambda x: Namespace(x=x),
+    "arguments": lambda x: Decimal(x),
+    "items": lambda x: deque([x]),
+    "pairs": lambda x: defaultdict(list, a=x),
+    "state of an object with arguments": lambda x: partial(max, key=x),
+    "function": lambda x: partial(max if x == 1 else min, 1),
 }
 
 

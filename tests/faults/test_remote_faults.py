@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool.cli.app import main
-from ckpttool.io.temporary import owner_of
+from ckpttool.io.temporary import me, owner_of
 from remote_servers import s3_server
 
 pytestmark = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
@@ -157,3 +158,15 @@ def test_an_upload_that_a_signal_ends(bucket: Any, tmp_path: Path, number: signa
         assert process.returncode in (0, 128 + number), said
         assert not bucket.list_multipart_uploads("bucket")
         assert process.returncode == 0 or "Traceback" not in said
+
+
+def test_what_a_dead_process_left_is_removed_with_all_that_is_in_it(bucket: Any) -> None:
+    dead = replace(me(), pid=1 << 23)
+    left = f"bucket/out/.model.pt.{dead}-00000000.ckpttool.tmp"
+    bucket.pipe(f"{left}/new/model.pt", b"half")
+    with bucket.open("bucket/out/model.pt", "wb") as file:
+        torch.save({"a": torch.ones(2)}, file)
+    assert main(["inspect", "s3://bucket/out"]) == 0
+    bucket.invalidate_cache()
+    assert not bucket.exists(left)
+    assert bucket.exists("bucket/out/model.pt")

@@ -19,6 +19,7 @@ from ckpttool.errors import CkptError
 from ckpttool.io import kernel, sources, work
 from ckpttool.io.pieces import LEAST, Crc, Piece
 from ckpttool.io.ranges import CHUNK, same_bytes
+from ckpttool.io.switch import put
 from ckpttool.io.write_file import FLUSHED, preflight, write
 from files import run_measured
 
@@ -205,6 +206,26 @@ def test_outputs_that_are_refused(tmp_path: Path, source: Path, name: str) -> No
     with pytest.raises(CkptError) as caught:
         preflight(str(place(tmp_path)), [str(source)], force=False, in_place=False)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EIO, errno.EACCES])
+def test_a_file_system_without_hard_links_gets_its_files_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """What fails for another reason fails, and nothing is replaced in either case."""
+
+    def no_link(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", no_link)
+    (tmp_path / "there").write_bytes(b"old")
+    for name, error in (("there", FileExistsError), ("new", None)):
+        (tmp_path / "staged").write_bytes(b"new")
+        wanted = error if number in kernel.NOT_HERE else OSError
+        with pytest.raises(wanted) if wanted else nullcontext():
+            put(tmp_path / "staged", tmp_path / name, replace=False)
+    assert (tmp_path / "there").read_bytes() == b"old"
+    assert (tmp_path / "new").exists() is (number in kernel.NOT_HERE)
 
 
 def test_outputs_that_are_allowed(tmp_path: Path, source: Path) -> None:
