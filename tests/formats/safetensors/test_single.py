@@ -73,7 +73,9 @@ def computed(key: str, dtype: str, *shape: int, data: bytes = b"") -> TensorEntr
 
 
 def all_dtypes() -> dict[str, torch.Tensor]:
-    found = {n: torch.arange(48).to(torch.uint8).reshape(2, 3, 8).view(getattr(torch, n)) for n in DTYPES if n != "bool"}
+    found = {
+        n: torch.arange(48).to(torch.uint8).reshape(2, 3, 8).view(getattr(torch, n)) for n in DTYPES if n != "bool"
+    }
     found["bool"] = torch.tensor([[True, False], [False, True]])
     return found | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), 'é⊕ "quoted"\n': torch.ones(1)}
 
