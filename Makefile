@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
+JOBS ?= logical
 OLDEST ?= python3.10
 
 # An environment for each Python and each torch that is asked for.
@@ -27,8 +28,8 @@ help: ## this list
 demo: $(VENV)/for-demo ## the main job from end to end, in build/demo
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/for-test ## the tests (ARGS='-k NAME': some of them; TORCH=2.15.0: under that torch; PYTHON=python3.12)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/for-test ## the tests (ARGS='-k NAME': some of them; JOBS=0: in one process; TORCH=2.15.0: under that torch; PYTHON=python3.12)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile $(ARGS)
 
 check: $(VENV)/for-dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .

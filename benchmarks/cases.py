@@ -91,7 +91,7 @@ def _swaps(folder: Path) -> Iterator[Case]:
 
 def _in_place(folder: Path) -> Iterator[Case]:
     """There and back, so that each run finds what the one before it found."""
-    for name, ending in (("safetensors", "safetensors"), ("torch zip", "pt")):
+    for name, ending in (("safetensors", "safetensors"), ("torch zip", "pt"), ("exported program", "pt2")):
         path = folder / f"placed.{ending}"
         there = f"{CKPTTOOL} remap {path} --in-place --rule 'layers.{{i}}.{{r*}} => blocks.{{i}}.{{r*}}'"
         yield Case(

@@ -71,9 +71,13 @@ def _cpu(command: list[str], folder: Path) -> float:
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
-    """The slope of the seconds beyond start-up over the keys, both as logarithms, by least squares."""
+    """The slope of the seconds beyond start-up over the keys, both as logarithms, by least squares.
+
+    Counts of which the work is less than a fifth of the start-up are left out: it drowns in what runs differ by.
+    """
     (_, start), *rest = points
-    return linear_regression([log(count) for count, _ in rest], [log(seconds - start) for _, seconds in rest]).slope
+    work = [(log(count), log(seconds - start)) for count, seconds in rest if seconds > 1.2 * start]
+    return linear_regression(*zip(*work)).slope
 
 
 def drawn(series: Series) -> str:

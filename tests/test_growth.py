@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ckpttool.cli.app import main
 
 FEW = 300
 TIMES = 8
+SOME = 2_000
+A_KEY = 1_000  # bytes; 2**30 / 1_000_000, and some less for what else there is
 BASE = 24  # of what is measured at one eighth, a quadratic step would make 64 times as much
 
 # Command line -> what is renamed on the right side of a comparison.
@@ -52,8 +55,8 @@ def written(path: Path, count: int, named: Callable[[int], str]) -> str:
     return str(path)
 
 
-def seconds(line: list[str], folder: Path, count: int) -> float:
-    """CPU seconds of the command on files of so many keys, the least of two."""
+def on_files(line: list[str], folder: Path, count: int) -> list[str]:
+    """The command line on files of so many keys."""
     files = {
         **{
             name: written(folder / f"{name}.safetensors", count, named) for name, named in NAMES.items() if name in line
@@ -61,10 +64,16 @@ def seconds(line: list[str], folder: Path, count: int) -> float:
         "OUT": str(folder / "out.safetensors"),
         "OUT.pt": str(folder / "out.pt"),
     }
+    return [files.get(word, word) for word in line]
+
+
+def seconds(line: list[str], folder: Path, count: int) -> float:
+    """CPU seconds of the command on files of so many keys, the least of two."""
+    asked = on_files(line, folder, count)
     taken = []
     for _ in range(2):
         start = time.process_time()
-        assert main([files.get(word, word) for word in line]) < 2
+        assert main(asked) < 2
         taken.append(time.process_time() - start)
     return min(taken)
 
@@ -73,3 +82,16 @@ def seconds(line: list[str], folder: Path, count: int) -> float:
 def test_the_cost_is_that_of_the_keys(tmp_path, name):
     few, many = (seconds(LINES[name], tmp_path, count) for count in (FEW, FEW * TIMES))
     assert many < BASE * few, f"{few:.3f} s of {FEW:,} keys, {many:.3f} s of {FEW * TIMES:,}"
+
+
+@pytest.mark.parametrize("name", ["inspect", "rename", "diff of the same"])
+def test_a_million_keys_take_less_than_a_gib(tmp_path, name):
+    asked = on_files(LINES[name], tmp_path, SOME)
+    assert main(asked) == 0  # what it imports is not counted
+    tracemalloc.start()
+    try:
+        assert main(asked) == 0
+        held = tracemalloc.get_traced_memory()[1] / SOME
+    finally:
+        tracemalloc.stop()
+    assert held < A_KEY, f"{held:.0f} bytes a key"

@@ -16,6 +16,7 @@ from ckpttool.edits.remap.options import RANK
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import Fingerprints, verify
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.recognise_folder import DCP_METADATA
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import edit_in_place, sources, work, write_file, write_folder
 from ckpttool.io.edit_in_place import Written
@@ -83,7 +84,7 @@ class Writer:
                 readers_of=self._read,
                 fsync=self.fsync,
                 digest=digest,
-                held=self._proved,
+                held=self._proved(),
             )
         if digest is not None:
             _prove_bytes({out: digest})
@@ -129,7 +130,7 @@ class Writer:
                 readers_of=self._read,
                 fsync=self.fsync,
                 digests=digests,
-                held=self._proved,
+                held=self._proved(files),
             )
         if digests is not None:
             _prove_bytes({join(folder, name): digest for name, digest in digests.items()})
@@ -157,10 +158,11 @@ class Writer:
         with work.doing(folder, _nbytes(files), "written"):
             plan = None if decided is None else decided()
             urls = {name: join(home, name) for name in files}
-            with send.sent(job, files, urls, folder, plan, verify=self.verify) as contents:
+            held = self._proved(files) if home == folder else None
+            with send.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
                 write_remote.complete(contents, home, folder, stale or (), replace=replace)
-                if self.verify and home == folder:
-                    send.note(self.held, files, contents)
+                if held is not None:
+                    send.note(held, files, contents)
 
     @contextmanager
     def _made(self, job: Job, files: Files, out: str, home: Path, decided: Decided | None) -> Iterator[Contents]:
@@ -225,10 +227,9 @@ class Writer:
             raise CkptError(f"{out} is not what was planned", hint="do not use it, and report this", problems=problems)
         return Verified(by_checksum, nbytes - by_checksum)
 
-    @property
-    def _proved(self) -> Held | None:
-        """Where a writer of objects notes what is proved."""
-        return self.held if self.verify else None
+    def _proved(self, files: Collection[str] = ()) -> Held | None:
+        """Where a writer of objects notes what is proved. Of DCP only reading its records tells where a tensor lies."""
+        return self.held if self.verify and DCP_METADATA not in files else None
 
     @property
     def _read(self) -> list[str]:

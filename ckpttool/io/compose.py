@@ -54,7 +54,7 @@ class Plan:
     def parts(self) -> Iterator[bytes | Span]:
         """The parts of the upload in order. Raises `CkptError` where a source cannot be read."""
         for run in self.runs:
-            yield from copied(run) if isinstance(run, Span) else sent(run, self.sent)
+            yield from copied(run) if isinstance(run, Span) else sent(run, self.sent, ends=run is self.runs[-1])
 
 
 def copied(span: Span) -> Iterator[Span]:
@@ -64,19 +64,20 @@ def copied(span: Span) -> Iterator[Span]:
     return (Span(span.path, span.offset + start, end - start) for start, end in pairwise(ends))
 
 
-def lengths(nbytes: int, total: int) -> list[int]:
+def lengths(nbytes: int, total: int, *, ends: bool = False) -> list[int]:
     """Bytes of each part of `nbytes` that are sent, of an object to which `total` are.
 
-    The last one is longer, where what would be left is no part by itself.
+    The last one is longer, where what would be left is no part by itself: where the object `ends`, it is one however
+    short, and no part is longer than those before it, which some stores ask for.
     """
     size = max(_SENT, -(-total // MOST_PARTS))
-    count = max(1, (nbytes - LEAST) // size + 1)
+    count = max(1, -(-nbytes // size) if ends else (nbytes - LEAST) // size + 1)
     return [*[size] * (count - 1), nbytes - size * (count - 1)]
 
 
-def sent(pieces: Pieces, total: int) -> Iterator[bytes]:
+def sent(pieces: Pieces, total: int, *, ends: bool = False) -> Iterator[bytes]:
     """The bytes of the pieces in parts of these lengths. Raises `CkptError` where a source cannot be read."""
-    wanted = iter(lengths(sum(piece.nbytes for piece in pieces), total))
+    wanted = iter(lengths(sum(piece.nbytes for piece in pieces), total, ends=ends))
     size, part = next(wanted), bytearray()
     for data in stream(pieces):
         part += data
@@ -175,13 +176,15 @@ def begun(out: str, *, replace: bool, verify: bool = False) -> Iterator[Upload]:
 class Upload:
     """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far.
 
-    To `verify` it, each has its own ``MD5`` too, reckoned here of what it has to be.
+    To `verify` it, each has its own ``MD5`` too, reckoned here of what it has to be. Of those that are `copied`, by
+    number, it still is to be.
     """
 
     url: str
     place: Mapping[str, str]
     verify: bool = False
     parts: list[dict[str, Any]] = field(default_factory=list)
+    copied: dict[int, Span] = field(default_factory=dict)
 
     @property
     def fs(self) -> Any:
@@ -204,9 +207,11 @@ class Upload:
         """Whether the store's checksums prove that the object, which is completed, is the parts as they have to be.
 
         The tag of a part is the MD5 of its bytes, and the object's that of these. Where a store makes other tags (of
-        what the user's own keys encrypt) they prove nothing. Raises `CkptError` where it does not answer.
+        what the user's own keys encrypt) they prove nothing. The source of what was copied is read for that. Raises
+        `CkptError` where it cannot be, or the store does not answer.
         """
-        parts = self._in_order()
+        copied = {number: self._md5(span) for number, span in self.copied.items()}
+        parts = [{"MD5": copied.get(part["PartNumber"]), **part} for part in self._in_order()]
         if any(part["ETag"].strip('"') != part["MD5"] for part in parts):
             return False
         whole = hashlib.md5(b"".join(bytes.fromhex(part["MD5"]) for part in parts), usedforsecurity=False)
@@ -235,24 +240,23 @@ class Upload:
     def fill(self, made: Plan) -> None:
         """Sends the parts, and has the others copied, several at a time."""
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            answers: list[tuple[Span, Future[dict[str, Any]]]] = []
+            answers: list[Future[dict[str, Any]]] = []
             try:
                 for number, part in enumerate(made.parts(), 1):
                     answer = pool.submit(self._put, number, part)
                     if isinstance(part, Span):
-                        answers.append((part, answer))
-                    else:
-                        self._has(answer.result(), part)  # waits, so that never many are in memory
-                for span, answer in answers:
-                    self._has(answer.result(), span)
+                        self.copied[number] = part
+                        answers.append(answer)
+                    else:  # waits, so that never many are in memory
+                        self.parts.append({**answer.result(), "MD5": self._md5(part)})
+                        work.has_written(len(part))
+                for answer in answers:
+                    self.parts.append(answer.result())
+                    work.has_written(self.copied[self.parts[-1]["PartNumber"]].length)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
         log.info("%s: %s bytes sent, %s copied by the store", self.place["Key"], f"{made.sent:,}", f"{made.copied:,}")
-
-    def _has(self, said: dict[str, Any], part: Span | bytes) -> None:
-        self.parts.append({**said, "MD5": self._md5(part)})
-        work.has_written(len(part) if isinstance(part, bytes) else part.length)
 
     def put(self, number: int, part: Span | bytes, there: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Sends the part, or has it copied; what the store says of it.

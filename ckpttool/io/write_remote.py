@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.io import compose, work
+from ckpttool.io import compose, whole, work
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
@@ -95,8 +95,10 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
         _send(pieces, out, replace=replace)
     forget(out)
     nbytes = sum(piece.nbytes for piece in pieces)
-    if made is not None and held is not None and upload.is_proved(nbytes):
-        held.note(out, pieces)
+    if made is not None and held is not None:
+        with sources_stay():
+            if whole.is_copied(made.runs, out) or upload.is_proved(nbytes):
+                held.note(out, pieces)
     work.has_made(*amounts(pieces))
     return nbytes
 

@@ -11,7 +11,8 @@ _MOST = 24  # --drop options on one command line
 
 def drops(gone: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
     """Patterns that match all keys of `gone` and none of `kept`; None where it takes too many to be of use."""
-    spared = {text for key in kept for text in _matching(key)}
+    able = {text for key in gone for text in _matching(key)}
+    spared = {text for key in kept for text in able & _matching(key)}
     reach: dict[str, list[str]] = {}
     for key in gone:
         for text in _matching(key):

@@ -165,8 +165,6 @@ def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) 
 
 
 def _in_order(outputs: list[Output], keys: Sequence[str]) -> list[Output]:
-    if [output.key for output in outputs] == keys:
-        return outputs
     rank = {key: place for place, key in enumerate(keys)}
     return sorted(outputs, key=lambda output: rank.get(output.key, 0))
 

@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
@@ -109,7 +110,7 @@ def parse(text: str, *, reverse: bool = False) -> Rule:
     unbound = set(_names(right)) - set(_names(left))
     if unbound:
         raise CkptError(f"the rule {text!r} uses {{{min(unbound)}}}, which the other side does not bind", hint=_SYNTAX)
-    return Rule(text, pattern_of(_segments(left)), tuple(map(token_of, _segments(right))))
+    return Rule(text, _pattern(left), tuple(map(token_of, _segments(right))))
 
 
 def _regex(expression: str, text: str) -> Regex:
@@ -164,9 +165,14 @@ def matches(text: str, key: str) -> bool:
     if text.startswith("re:"):
         return _regex(text[3:], text).fullmatch(key) is not None
     if VARIABLE.search(text):
-        return bool(_two_ways(pattern_of(_segments(text)), key.split("."), text))
+        return bool(_two_ways(_pattern(text), key.split("."), text))
     # As `fnmatch`, whose time may grow with a power of the key's length for a pattern of many stars.
     return text == key or compiled(fnmatch.translate(text)).fullmatch(key) is not None
+
+
+@lru_cache  # a pattern is held against every key
+def _pattern(text: str) -> Pattern:
+    return pattern_of(_segments(text))
 
 
 def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:

@@ -166,6 +166,12 @@ def _changed_archive(checkpoint: Checkpoint) -> tuple[Archive, Sequence[Record |
     """The archive of the program, and the records that it is to have."""
     program = checkpoint.container
     if not isinstance(program, Program):
+        if checkpoint.format == FORMAT:
+            raise Refused(
+                f"{checkpoint.source} is of a file of several programs, which keep their names",
+                hint="--program NAME gives one of them other values: "
+                "ckpttool swap-weights PROGRAM.pt2 WEIGHTS --program NAME -o OUT.pt2",
+            )
         raise Refused(
             "weights alone are no exported program",
             hint="put them into a program: ckpttool swap-weights PROGRAM.pt2 WEIGHTS -o OUT.pt2",

@@ -31,6 +31,8 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     have, want = left.by_key(), right.by_key()
     entries = [compare_pair(have[key], want[key], values) for key in have if key in want]
     mine, theirs = [key for key in have if key not in want], [key for key in want if key not in have]
+    if not mine and not theirs:
+        return tuple(entries)
     found = align(have, want)
     for key in mine:
         if key in found:
@@ -42,8 +44,9 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
 
 
 def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
-    """One tensor under one key on both sides."""
-    names = (left.key,), (right.key,)
+    """One tensor under one key on both sides, or under two names."""
+    name = (left.key,)
+    names = name, name if left.key == right.key else (right.key,)
     if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
         if type(left) is type(right):
             return _compare_objects(left, right, values)

@@ -242,3 +242,12 @@ def test_a_remap_gives_a_program_no_other_values(tmp_path: Path, run: Run) -> No
     assert (
         "computed by a remap, which gives a program other names and no other values: swap-weights does @ weight" in said
     )
+
+
+def test_several_programs_of_a_file_keep_their_names(tmp_path: Path, run: Run) -> None:
+    from torch.export.pt2_archive._package import package_pt2
+
+    program = torch.export.export(nn.Linear(3, 3), (EXAMPLE,))
+    package_pt2(str(tmp_path / "two.pt2"), exported_programs={"first": program, "second": program})
+    status, _, said = run("remap", tmp_path / "two.pt2", "--rule", "weight => w", "--in-place")
+    assert (status, "of several programs, which keep their names" in said) == (1, True)
