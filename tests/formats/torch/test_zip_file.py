@@ -25,6 +25,7 @@ from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pi
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
 from ckpttool.formats.torch.zip_file import layout, read
+from command import Run
 from files import write_pieces
 from places import DATA
 from torch_version import needs_torch
@@ -532,6 +533,17 @@ def test_torch_finds_storages_without_reading_headers(tmp_path: Path, order: str
     assert [len(t) for t in load(out, map_location="meta").values()] == [entry.shape[0] for entry in tensors]
     with zipfile.ZipFile(out) as archive:
         assert "saved/.format_version" in archive.namelist()  # storages are numbered again where they would not fit
+
+
+def test_what_else_a_state_dict_says_of_itself_stays(tmp_path: Path, run: Run) -> None:
+    """Attributes of the OrderedDict beside torch's ``_metadata``, which is renamed with the modules."""
+    state: Any = torch.nn.Sequential(torch.nn.Linear(2, 2)).state_dict()
+    state.note = "own"
+    path = saved(tmp_path, state)
+    assert run("remap", path, "--rule", "0.{x} => a.{x}", "-o", tmp_path / "out.pt").status == 0
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert (list(found), found.note) == (["a.weight", "a.bias"], "own")
+    assert list(found._metadata) == ["", "a"]
 
 
 def test_another_storage_alignment(tmp_path: Path) -> None:
