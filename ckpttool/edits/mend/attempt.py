@@ -31,14 +31,10 @@ class Question:
     model: ModelOperand | None
     picked: str | None = None
 
-    def answer(self) -> Diff:
-        """The diff, without what mends it."""
-        return run(self.left, self.right, self.options, self.model)
-
     def of_names(self, left: Checkpoint | None, right: Checkpoint | None) -> Diff:
-        """The same question of other checkpoints, without their bytes: no rename changes these."""
+        """The same question of other checkpoints, without their bytes: no rename changes these, nor suggestions."""
         options = replace(self.options, values=False, rtol=0.0, atol=0.0)
-        return replace(self, left=self._narrowed(left), right=right, options=options).answer()
+        return run(self._narrowed(left), right, options, self.model, infers=False)
 
     def _narrowed(self, left: Checkpoint | None) -> Checkpoint | None:
         """Of an output what was asked about: the one optimizer, with the model beside it where a model is asked."""

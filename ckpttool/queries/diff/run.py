@@ -19,6 +19,8 @@ def run(
     options: DiffOptions,
     model: ModelOperand | None = None,
     values: Values | None = None,
+    *,
+    infers: bool = True,
 ) -> Diff:
     """What differs, and why; what mends it is found by `edits.mend`, but for optimizers.
 
@@ -26,7 +28,7 @@ def run(
     names. With a model and `left`: the checkpoint against what the model loads; `identical` exactly where a strict load
     succeeds (and converts no dtype, unless that is to be ignored). With a model's optimizer: the state of the saved one
     against it. `model` is that of the options, where it has been read already, and `values` what compares values as
-    they say. Raises `CkptError` where this asks for nothing.
+    they say; unless it `infers`, no other names are looked for. Raises `CkptError` where this asks for nothing.
     """
     model = operand_of(options) if model is None else model
     values, ignore_dtype = values or options.comparison, options.ignore_dtype
@@ -35,7 +37,7 @@ def run(
             raise CkptError("a manifest is compared as it is, without a model", hint="leave --model out")
         return compare_manifest(left, right, values)
     if left is not None and right is not None:
-        return checkpoints(left, right, model, values, ignore_dtype)
+        return checkpoints(left, right, model, values, ignore_dtype, infers)
     if model is None or right is not None or values is not None:
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
     from ckpttool.queries.diff.against_model import load, names_alone, optimizer  # most runs compare two files

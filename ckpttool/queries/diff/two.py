@@ -56,9 +56,14 @@ def _by_key(left: Section, right: Section, names: Names | None, values: Values |
 
 
 def checkpoints(
-    left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values | None, ignore_dtype: bool
+    left: Checkpoint,
+    right: Checkpoint,
+    model: ModelOperand | None,
+    values: Values | None,
+    ignore_dtype: bool,
+    infers: bool,
 ) -> Diff:
-    """What the left has otherwise than the right."""
+    """What the left has otherwise than the right; where it `infers`, with what may be one tensor under two names."""
     values = shared(values, partial(ask, left, right, model))
     saved = optimizer_alone(left), optimizer_alone(right)
     if saved[0] is not None and saved[1] is not None:
@@ -73,7 +78,7 @@ def checkpoints(
     left_out = not_compared(left, right, (mine, theirs))
     ranks = (*one_rank(left), *one_rank(right))
     notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
-    inferred = suggestions(left, right, entries, values is not None) if names is None else None
+    inferred = suggestions(left, right, entries, values is not None) if infers and names is None else None
     shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
     return replace(shown, outlines=(outlines(mine), outlines(theirs)))
 
