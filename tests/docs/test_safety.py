@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from dataclasses import fields
 
 import pytest
@@ -22,7 +23,7 @@ def listed_operators() -> str:
     for name in sorted(name for name in OPERATORS if name != GETITEM):
         packet, overload = name.split(".")[1:]
         packets.setdefault(packet, []).append(overload)
-    return ", ".join(f"`{packet}`" for packet in packets) + "."
+    return textwrap.fill(", ".join(f"`{packet}`" for packet in packets) + ".", 120)
 
 
 def listed_limits() -> str:
