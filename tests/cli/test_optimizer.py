@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,8 @@ def test_trace_and_explain_know_the_ids(capsys: pytest.CaptureFixture[str], tmp_
     found = told(capsys, "explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer")
     assert (found["optimizer_id"], found["optimizer_group"]) == (1, 0)
     assert found["optimizer_state"] == ["state.1.step", "state.1.exp_avg", "state.1.exp_avg_sq"]
+    assert main(["explain", "second.bias", *MODEL, "--optimizer", "optimizer_models:by_layer"]) == 0
+    assert re.search(r"optimizer id +1 \(param group 0\)\n", capsys.readouterr().out)
 
 
 def test_a_names_file_carries_the_ids_to_where_the_code_is_not(

@@ -34,13 +34,18 @@ from ckpttool.queries.diff.suggestions import suggestions
 
 def ask(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
     """Asks `values` all that a diff of the two asks it, and nothing else that reads tensors."""
-    saved = optimizer_alone(left), optimizer_alone(right)
-    if saved[0] is not None and saved[1] is not None:
-        sides = SavedOptimizer.of(left, saved[0]), SavedOptimizer.of(right, saved[1])
-        compare_optimizers(*sides, None if model is None else model.names(), values)
+    saved = _saved_optimizers(left, right)
+    if saved is not None:
+        compare_optimizers(*saved, None if model is None else model.names(), values)
     else:
         _by_key(*_read(left, right, model), values)
     compare_loose(left, right, values)
+
+
+def _saved_optimizers(left: Checkpoint, right: Checkpoint) -> tuple[SavedOptimizer, SavedOptimizer] | None:
+    """The two, where both sides are an optimizer's state alone."""
+    mine, theirs = optimizer_alone(left), optimizer_alone(right)
+    return None if mine is None or theirs is None else (SavedOptimizer.of(left, mine), SavedOptimizer.of(right, theirs))
 
 
 def _read(left: Checkpoint, right: Checkpoint, model: ModelOperand | None) -> tuple[Section, Section, Names | None]:
@@ -65,9 +70,9 @@ def checkpoints(
 ) -> Diff:
     """What the left has otherwise than the right; where it `infers`, with what may be one tensor under two names."""
     values = shared(values, partial(ask, left, right, model))
-    saved = optimizer_alone(left), optimizer_alone(right)
-    if saved[0] is not None and saved[1] is not None:
-        return _optimizers(left, right, (saved[0], saved[1]), model, values)
+    saved = _saved_optimizers(left, right)
+    if saved is not None:
+        return _optimizers(left, right, saved, model, values)
     mine, theirs, names = _read(left, right, model)
     entries = computed.explained(explained(_by_key(mine, theirs, names, values), mine, theirs))
     entries = (*entries, *compare_outside(left, right, values))
@@ -86,13 +91,12 @@ def checkpoints(
 def _optimizers(
     left: Checkpoint,
     right: Checkpoint,
-    sections: tuple[Section, Section],
+    saved: tuple[SavedOptimizer, SavedOptimizer],
     model: ModelOperand | None,
     values: Values | None,
 ) -> Diff:
     """Two saved optimizers."""
     names = None if model is None else model.names()
-    saved = SavedOptimizer.of(left, sections[0]), SavedOptimizer.of(right, sections[1])
     found = compare_optimizers(*saved, names, values)
     entries = (*found.entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
