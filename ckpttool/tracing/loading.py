@@ -26,6 +26,7 @@ from ckpttool.tracing.runtime import (
     CodeFailed,
     check_memory,
     dtype_name,
+    failure,
     failure_of_loading,
     is_cheap,
     listed,
@@ -145,7 +146,7 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
     except CkptError:
         raise
     except (Exception, SystemExit) as error:
-        failed = error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
+        failed = failure(error)
         if not real and (recorder.blind or not _is_torchs_answer(error)):
             where = f" in {watcher.failed}" if watcher.failed else ""
             raise CodeFailed(

@@ -161,7 +161,12 @@ def attempted(run: Callable[[], T]) -> T | Exception:
             warnings.simplefilter("ignore")
             return run()
     except (Exception, SystemExit) as error:
-        return error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
+        return failure(error)
+
+
+def failure(error: Exception | SystemExit) -> Exception:
+    """What the model's own code raised, the end of the process too."""
+    return error if isinstance(error, Exception) else RuntimeError(f"exits: {error}")
 
 
 def on_meta_or_real(model: LoadedModel, run: Callable[[bool], T], extra: int = 0) -> T:
