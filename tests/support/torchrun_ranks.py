@@ -42,7 +42,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Fault:
-    """Rank `rank` dies by SIGKILL when it is to write its unit number `at` (from 0); the others take their time.
+    """Rank `rank` dies by SIGKILL when it is to write its unit number `at` (from 0); the others wait for it.
 
     Without `at` it lives, and no disk of it can be read.
     """
@@ -100,7 +100,8 @@ def _rank(folder: Path, environment: dict[str, str], argv: list[str], fault: Fau
     if fault is not None and fault.at is None and str(fault.rank) == environment["RANK"]:
         vars(os)["preadv"] = _unreadable
     elif fault is not None and fault.at is not None:
-        before_each_unit(_Death(fault.at) if str(fault.rank) == environment["RANK"] else partial(time.sleep, 0.1))
+        dies, mark = str(fault.rank) == environment["RANK"], Path(folder, "moved.never").absolute()
+        before_each_unit(_Death(fault.at, mark) if dies else partial(_outlive, mark))
     read, written = _counted(ranges.SpanReader, "_fill", 1), _counted(vars(write_file)["_Blocks"], "_put", 1, 0)
     status = main(argv)
     sys.stdout.flush()
@@ -127,14 +128,25 @@ def _counted(kind: type, name: str, at: int, pause: float = 0.03) -> list[int]:
 
 @dataclass
 class _Death:
-    """Kills the process when it is called once more than `left` times."""
+    """Kills the process when it is called once more than `left` times, and makes the file `mark` before."""
 
     left: int
+    mark: Path | None = None
 
     def __call__(self) -> None:
         if not self.left:
+            if self.mark is not None:
+                self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         self.left -= 1
+
+
+def _outlive(mark: Path) -> None:
+    """Waits until the other rank dies, which is to find enough that is still to be done; not for ever."""
+    end = time.monotonic() + 5
+    while not mark.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.1)
 
 
 def before_each_unit(call: Callable[[], object]) -> None:
