@@ -19,6 +19,7 @@ from ckpttool.queries.diff.result import Entry
         ("a", "b", "turns `a` into `b`"),
         ("a.b.c", "a.d.e.c", "turns `b` into `d.e`"),
         ("a.a.w", "a.w", "hides the segment `a`"),  # each segment is counted once
+        ("a.x.c.d", "a.c.d", "hides the segment `x`"),
         ("w", "w.w", "adds the segment `w`"),
     ],
 )
