@@ -17,7 +17,7 @@ from ckpttool.queries.diff.result import TIED, Entry
 
 HIDE, FUSE, ADD = (Hook(name, "net.py", line, "") for line, name in enumerate(("hide", "fuse", "add"), 1))
 FUSED = Op("aten.cat.default", ((Ref("q"), Ref("k")),))
-HALVES = [Op("getitem", (Op("aten.chunk.default", (Ref("qk"), 2)), at)) for at in range(2)]
+HALVES: list[Expression] = [Op("getitem", (Op("aten.chunk.default", (Ref("qk"), 2)), at)) for at in range(2)]
 
 
 def runtime(fqn: str, kind: str = "parameter", persistent: bool = True, alias_of: str | None = None) -> RuntimeTensor:
@@ -28,24 +28,26 @@ def saved(key: str, source: Expression | None, hook: Hook | None = None, size: i
     return SerializedKey(key, "float32", (size,), source, hook)
 
 
-# `w` is saved twice, and `v` is there twice; `b.in.w` is saved as `b.w`, `q` and `k` as one; `mean` stands inside of an
-# entry that is no tensor.
+# `w` is saved twice, and `v` is there twice; `b.zin.w` is saved as `b.w`, `q` and `k` as one; `mean` stands inside of
+# an entry that is no tensor.
+IN_DDP = "left is wrapped in DistributedDataParallel or DataParallel or AveragedModel (`module`)"
 NAMES = Names(
     "net.py:Net",
     "2.6",
     (
-        *(runtime("w"), runtime("v"), runtime("v2", alias_of="v"), runtime("b.in.w"), runtime("q"), runtime("k")),
+        *(runtime("w"), runtime("v"), runtime("v2", alias_of="v"), runtime("b.zin.w"), runtime("q"), runtime("k")),
         *(runtime("mean", "buffer"), runtime("seen", "buffer", persistent=False), runtime("lost")),
+        runtime("lost2", alias_of="lost"),
     ),
     (
-        *(saved("w", Ref("w")), saved("twin", Ref("w")), saved("v", Ref("v")), saved("b.w", Ref("b.in.w"), HIDE)),
+        *(saved("w", Ref("w")), saved("twin", Ref("w")), saved("v", Ref("v")), saved("b.w", Ref("b.zin.w"), HIDE)),
         *(saved("qk", FUSED, FUSE, 4), saved("version", None, ADD)),
     ),
     tuple(
         LoadedTensor(fqn, source)
-        for fqn, source in {"w": Ref("twin"), "b.in.w": Ref("b.w"), **dict(zip("qk", HALVES))}.items()
+        for fqn, source in {"w": Ref("twin"), "b.zin.w": Ref("b.w"), **dict(zip("qk", HALVES))}.items()
     ),
-    ("seen", "lost"),
+    ("seen", "lost", "lost2"),
     ("_extra_state",),
     roundtrip_problems=(Problem("saved, but not loaded again", "lost"),),
 )
@@ -77,7 +79,7 @@ def test_a_model_alone() -> None:
     found = compare_names(NAMES)
     assert [entry.left for entry in found if entry.status == "same"] == [("w",), ("v",)]
     assert told(found) == [
-        ("renamed", "b.w", "b.in.w", "state_dict hook hides the segment `in`: hide (net.py:1)"),
+        ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)"),
         ("transformed", "qk", "q k", "computed: cat: fuse (net.py:2)"),
         ("alias", "twin", "", "a second key of one tensor: same as w"),
         ("unexpected", "version", "", "a hook adds it: no runtime tensor feeds it: add (net.py:3)"),
@@ -86,6 +88,7 @@ def test_a_model_alone() -> None:
         ("missing", "", "mean", "saved inside of an entry that is no tensor"),
         ("not_serialized", "", "seen", "a non-persistent buffer"),
         ("not_serialized", "", "lost", "state_dict() leaves it out: saved, but not loaded again @ lost"),
+        ("not_serialized", "", "lost2", "state_dict() leaves it out"),
     ]
     assert {key for entry in found for key in entry.right} == {tensor.fqn for tensor in NAMES.runtime}
 
@@ -94,17 +97,47 @@ WHOLE = ("w", "twin", "v", "b.w", "qk", "version", ExtraEntry("_extra_state"))
 OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
     "what the model saves": (section(*WHOLE), [("extra_state", "_extra_state", "_extra_state", "extra state")]),
     "runtime names": (
-        section("w", "v2", "b.in.w", "q", "k", "twin", "version", ExtraEntry("_extra_state")),
+        section("w", "v2", "b.zin.w", "q", "k", "twin", "version", ExtraEntry("_extra_state")),
         [
             ("extra_state", "_extra_state", "_extra_state", "extra state"),
             ("renamed", "v2", "v", "left has the runtime name; the state_dict hook turns `v2` into `v`"),
             (
                 "renamed",
-                "b.in.w",
+                "b.zin.w",
                 "b.w",
-                "left has the runtime name; the state_dict hook hides the segment `in`: hide (net.py:1)",
+                "left has the runtime name; the state_dict hook hides the segment `zin`: hide (net.py:1)",
             ),
             ("transformed", "q k", "qk", "left has the runtime tensors; the keys are computed: cat: fuse (net.py:2)"),
+        ],
+    ),
+    "a wrapper's names": (
+        section(*(f"module.{key}" for key in WHOLE[:-2]), "module.version", ExtraEntry("module._extra_state")),
+        [
+            (
+                "renamed",
+                f"module.{key}",
+                key,
+                IN_DDP,
+            )
+            for key in ("w", "twin", "v", "b.w", "qk", "version", "_extra_state")
+        ],
+    ),
+    "runtime names, wrapped": (
+        section("module.b.zin.w", "module.w", "twin", "v", "qk", "version", ExtraEntry("_extra_state")),
+        [
+            ("extra_state", "_extra_state", "_extra_state", "extra state"),
+            (
+                "renamed",
+                "module.w",
+                "w",
+                IN_DDP,
+            ),
+            (
+                "renamed",
+                "module.b.zin.w",
+                "b.w",
+                f"left has the runtime name; the state_dict hook hides the segment `zin`; {IN_DDP}: hide (net.py:1)",
+            ),
         ],
     ),
     "less, and more": (
@@ -182,18 +215,42 @@ def test_what_loading_takes_all_the_same() -> None:
     assert ("unexpected", "gone", "", "only left has it") in told(compare_load(NAMES, section("gone", *WHOLE), verdict))
 
 
+def test_call_variants_of_an_unflattened_program() -> None:
+    """`f@1.w` is `f.w` where its bytes are, or where the model says so."""
+    model = (runtime("f.w"), runtime("f@1.w", alias_of="f.w"), runtime("g.w"), runtime("g@1.w"))
+    keys = [SerializedKey(one.fqn, "uint8", (2,), Ref(one.alias_of or one.fqn), None) for one in model]
+    both, plain = (Names("n", "2", model[:n], tuple(keys[:n]), ()) for n in (4, 1))
+    assert told(compare_load(both, section(tensor("f.w", 1, 2), tensor("g.w", 1, 2)), None)) == [
+        ("alias", "", "f@1.w", "a call variant of a tensor that both sides have: same as f.w"),
+        ("missing", "", "g@1.w", "only right has it"),
+    ]
+    base = tensor("f.w", 1, 2)
+    for variant, wanted in (
+        (tensor("f@1.w", 1, 2), ("alias", "f@1.w", "", "a call variant of a tensor that both sides have: same as f.w")),
+        (tensor("f@1.w", 1, 3), ("unexpected", "f@1.w", "", "only left has it")),
+        (tensor("h@1.w", 1, 2), ("unexpected", "h@1.w", "", "only left has it")),
+    ):
+        assert told(compare_load(plain, section(base, variant), None)) == [wanted]
+    lone = compare_load(plain, section(tensor("x.w", 1, 2), tensor("x@1.w", 1, 2)), None)
+    assert [entry[:3] for entry in told(lone)] == [
+        ("unexpected", "x.w", ""),
+        ("unexpected", "x@1.w", ""),
+        ("missing", "", "f.w"),
+    ]
+
+
 def through(left: Section, right: Section) -> list[tuple[str, str, str, str]]:
     return told(compare_through(NAMES, left, right, lambda a, b: difference(a, b, 0, 0)))
 
 
 def test_two_checkpoints_through_the_names() -> None:
     serialized = [tensor("w", 1, 2), tensor("b.w", 3, 4), tensor("qk", 5, 6, 7, 8), tensor("version", 9, 9)]
-    own = [tensor("w", 1, 2), tensor("b.in.w", 3, 4), tensor("q", 5, 6), tensor("k", 7, 8)]
-    renamed = ("renamed", "b.w", "b.in.w", "state_dict hook hides the segment `in`: hide (net.py:1)")
+    own = [tensor("w", 1, 2), tensor("b.zin.w", 3, 4), tensor("q", 5, 6), tensor("k", 7, 8)]
+    renamed = ("renamed", "b.w", "b.zin.w", "state_dict hook hides the segment `zin`: hide (net.py:1)")
     computed = ("transformed", "qk", "q k", "computed by a state_dict hook")
     assert through(section(*serialized), section(*own, tensor("version", 9, 9))) == [renamed, computed]
     assert through(section(*own, tensor("version", 9, 9)), section(*serialized)) == [
-        ("renamed", "b.in.w", "b.w", renamed[3]),
+        ("renamed", "b.zin.w", "b.w", renamed[3]),
         ("transformed", "q k", "qk", computed[3]),
     ]
     assert not through(section(*serialized), section(*serialized))

@@ -18,8 +18,7 @@ Own = Mapping[Param, Mapping[str, Any]]
 
 
 def optimizer(*groups: Sequence[Param], own: Own | None = None, **options: object) -> OptimizerState:
-    state = dict.fromkeys((p for group in groups for p in group), {}) if own is None else own
-    return OptimizerState(FQN, tuple(ParamGroup(tuple(group), options) for group in groups), state)
+    return OptimizerState(FQN, tuple(ParamGroup(tuple(group), options) for group in groups), own or {})
 
 
 def moment(*shape: int, dtype: str = "float32") -> TensorEntry:
@@ -103,8 +102,12 @@ def test_what_goes_astray_is_said_of_what_both_have() -> None:
 
 
 def test_state_is_compared_name_by_name() -> None:
-    left = {"a": {"step": 1, "m": moment(2), "v": moment(2), "old": 1, "n": 3}, "b": {"step": 1}, "c": {}}
-    right = {"a": {"step": 2, "m": 3, "v": moment(2, dtype="float16"), "new": 1, "n": 3}, "b": {}, "c": {"step": 1}}
+    left: Own = {"a": {"step": 1, "m": moment(2), "v": moment(2), "old": 1, "n": 3}, "b": {"step": 1}, "c": {}}
+    right: Own = {
+        "a": {"step": 2, "m": 3, "v": moment(2, dtype="float16"), "new": 1, "n": 3},
+        "b": {},
+        "c": {"step": 1},
+    }
     found = state_entries(optimizer("abc", own=left), optimizer("abc", own=right), None)
     assert told(found) == [
         ("value", "state.a.step state.a.step", "another value"),
