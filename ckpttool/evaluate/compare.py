@@ -25,7 +25,7 @@ from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import stream
 
 if TYPE_CHECKING:
-    from ckpttool.io.write_file import Digest
+    from ckpttool.io.ranges import Digest
 
 
 Same = Callable[[Span | Lazy, Span | Lazy], bool]  # whether these bytes are the same
