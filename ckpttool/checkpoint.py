@@ -212,16 +212,19 @@ class Unreached:
     is_referred: bool = True
 
 
+KINDS = ("state_dict", "optimizer", "other")
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
 
-    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict). `modules` are
+    `kind` is one of `KINDS`: ``other`` are tensors that stand outside every state dict. `modules` are
     the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or None where it
     has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
     optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
     `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
-    is recorded in the file, because the names alone do not tell it (`naming.mark`).
+    is recorded in the file, because the names alone do not tell it (`formats.form_mark`).
     """
 
     path: str
@@ -293,7 +296,7 @@ class Readings:
 class Checkpoint:
     """The index of one checkpoint.
 
-    `source` is what the user named, `format` the format's name in `formats.FORMATS`, `nbytes` the size of the file.
+    `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the

@@ -56,7 +56,12 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
-    done = _made(source, options, model)
+    done = replace(
+        _made(source, options, model),
+        source=source.source,
+        output=options.target(source.source) or "",
+        dry_run=options.dry_run,
+    )
     if options.to_ranks and model is not None:
         return _write_ranks(source, options, writer, model.names(), done)
     return done if target is None else _write(source, options, writer, target, done)
@@ -230,7 +235,7 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
     only_first()
     look_anew(ckpt)
     undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
-    return replace(remap(open_operand(ckpt)), written=Written("undone"))
+    return replace(remap(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
 
 
 def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint) -> Written | None:

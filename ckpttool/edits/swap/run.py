@@ -50,6 +50,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         constants=options.constants,
         code=model if model is not None and model.is_definition else None,
     )
+    swapped = replace(swapped, source=program, weights=weights.source, output=options.target(path) or "")
     if target is None:
         return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
     expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program

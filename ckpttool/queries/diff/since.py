@@ -23,7 +23,6 @@ from ckpttool.queries.diff.run import run
 from ckpttool.queries.diff.shared import shared
 from ckpttool.queries.diff.two import ask
 
-SCHEMA = "ckpttool.since/1"
 By = Literal["left", "right", "both", "conflict"]
 Keys = tuple[str, ...]
 BY = ("left", "right", "both", "conflict")
@@ -84,7 +83,7 @@ class Since:
 
     def to_json(self) -> dict[str, Any]:
         """The `since` object of the contract."""
-        return {"schema": SCHEMA, **SINCE.write(self)}
+        return dict(SINCE.write(self))
 
 
 _CHANGE = nullable(record(Change, {"status": one_of(*STATUSES, *CHANGES.values()), "keys": TEXTS, "reason": TEXT}))
@@ -99,6 +98,7 @@ SINCE = record(
         "notes": TEXTS,
     },
     called={"entries": "points"},
+    title="ckpttool.since/1",
 )
 
 

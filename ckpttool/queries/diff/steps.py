@@ -23,7 +23,6 @@ from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, STATUSES, Entry, with_sides
 from ckpttool.queries.diff.run import run
 
-SCHEMA = "ckpttool.steps/1"
 # What an entry of a diff of this step (its left) and the one before (its right) is called, where not by its status.
 CHANGES = {"unexpected": "added", "missing": "dropped"}
 KINDS = ("format", "section", "class")  # changes of no single key
@@ -86,7 +85,7 @@ class Steps:
 
     def to_json(self) -> dict[str, Any]:
         """The `steps` object of the contract."""
-        return {"schema": SCHEMA, **STEPS.write(self)}
+        return dict(STEPS.write(self))
 
 
 _SIDES: Members = {"before": TEXTS, "after": TEXTS}
@@ -103,7 +102,9 @@ _STEP = record(
     },
     called={"source": "name", "suggested": "likely"},
 )
-STEPS = record(Steps, {"run": nullable(TEXT), "identical": FLAG, "steps": list_of(_STEP), "notes": TEXTS})
+STEPS = record(
+    Steps, {"run": nullable(TEXT), "identical": FLAG, "steps": list_of(_STEP), "notes": TEXTS}, title="ckpttool.steps/1"
+)
 
 
 def compare_steps(steps: Sequence[str], folder: str | None, options: DiffOptions) -> Steps:
