@@ -17,7 +17,7 @@ from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import class_of, lacking
-from ckpttool.naming.optimizers.ids import Owners, check, own_names, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, check, own_names, owners
 from ckpttool.naming.optimizers.moves import (
     between,
     carry,
@@ -171,7 +171,7 @@ def _named(
             shapes = {s.key: s.shape for s in names.serialized}
             named = renamed(state, called)
             return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None, sources
-        called = dict(resolve(state, names, where).names)
+        called = dict(owners(state, names, where).names)
     return renamed(state, called), None, _refs(called)
 
 

@@ -6,7 +6,6 @@ without a word: it gives state to parameters by position, whatever names the fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from ckpttool.errors import Refused
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
-from ckpttool.naming.optimizers.ids import Owners, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, owners
 from ckpttool.naming.optimizers.saved_order import same_key_order
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered, renamed
@@ -137,7 +136,7 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
     if not state.params:
         return _Side(replace(state, form=FQN), state, None)
     try:
-        found = _owners(state, names, side, saved.beside)
+        found = owners(state, names, side, saved.beside)
     except Refused as error:
         if names is not None or state.form != ID:
             notes.append(said(error))
@@ -150,14 +149,6 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
 def is_named(saved: SavedOptimizer) -> bool:
     """Whether the file itself says whose state it is."""
     return _side(saved, None, "", []).known
-
-
-def _owners(state: OptimizerState, names: Names | None, side: str, beside: Sequence[Section]) -> Owners:
-    if state.form == ID:
-        return owners(state, names, side, beside)
-    if names is None:
-        return Owners({param: str(param) for param in state.params}, "names")
-    return resolve(state, names, side)
 
 
 def said(error: Refused) -> str:
