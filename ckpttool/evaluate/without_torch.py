@@ -1,6 +1,6 @@
 """Expressions that only put bytes elsewhere, evaluated on the index: such outputs are copied, and torch is not needed.
 
-`apply` asks here first; what is not answered is computed by `compute`.
+`apply` asks here first; what is not answered is computed `with_torch`.
 """
 
 from __future__ import annotations

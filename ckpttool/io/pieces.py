@@ -1,4 +1,4 @@
-"""Pieces: what a format's writer hands to `execute`, in file order; for a folder, the pieces of each of its files.
+"""Pieces: what a format's writer hands to `write_file`, in file order; for a folder, the pieces of each of its files.
 
 The writer decides every byte's place; no byte of tensor data has been read yet.
 """

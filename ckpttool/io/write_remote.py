@@ -1,6 +1,6 @@
 """The byte mover for URLs: objects appear complete or not at all, a folder's last file makes it complete.
 
-What `execute` and `execute_folder` do on this machine's disks. An object store shows an upload when it is closed;
+What `write_file` and `write_folder` do on this machine's disks. An object store shows an upload when it is closed;
 elsewhere (sftp, hdfs, …) the bytes go to a temporary sibling that is then renamed.
 """
 

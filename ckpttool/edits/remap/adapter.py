@@ -58,7 +58,7 @@ class ByBases:
         """What the other model's own loading makes of the keys that the first one saves."""
         if self.code is None:
             return {}
-        from ckpttool.tracing.trace import load_verdict
+        from ckpttool.tracing.loading import load_verdict
 
         verdict = load_verdict(self.code.definition(), saved_by(self.old.names).section(""))
         return {

@@ -121,11 +121,10 @@ def _recorded(result: Checkpoint, asked: RemapRequest, path: str) -> Checkpoint:
 
 
 def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
-    paths = [section.path for section in source.sections if section.kind == "optimizer"]
-    still = []
-    if asked.select is not None:
-        still.append("the state of all parameters")
-    return [f"{path} still holds {what} (--drop {path} leaves it out)" for path in paths for what in still]
+    if asked.select is None:
+        return []
+    paths = (section.path for section in source.sections if section.kind == "optimizer")
+    return [f"{path} still holds the state of all parameters (--drop {path} leaves it out)" for path in paths]
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:

@@ -103,7 +103,7 @@ class Evidence:
 
     @property
     def paths(self) -> frozenset[str]:
-        """For `wrappers.strip`."""
+        """For `table.strip`."""
         return self.inside.union(self.root)
 
     @property
@@ -179,7 +179,7 @@ def is_lightning(others: Collection[str], section: str) -> bool:
 
 
 def recognise(keys: Iterable[str]) -> frozenset[str]:
-    """The dotted paths at which a wrapper stands: for `wrappers.strip`."""
+    """The dotted paths at which a wrapper stands: for `table.strip`."""
     return infer(keys).paths
 
 

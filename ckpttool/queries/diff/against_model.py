@@ -113,7 +113,7 @@ def _more_of_it(model: ModelOperand, names: Names, checkpoint: Checkpoint, secti
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
     """What torch says. Raises `CkptError` where it cannot be asked: of one rank's part, with what makes it whole."""
-    from ckpttool.tracing.trace import load_verdict
+    from ckpttool.tracing.loading import load_verdict
 
     try:
         return load_verdict(model.definition(), section)
