@@ -236,6 +236,11 @@ class Section:
     form: str | None = None
 
     @property
+    def title(self) -> str:
+        """The path as reports and errors have it."""
+        return self.path or "(root)"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the elements of all tensors; those of a tied tensor count under each of its names."""
         return sum(entry.nbytes for entry in self.all_tensors())
@@ -319,6 +324,16 @@ class Checkpoint:
     unreached: tuple[Unreached, ...] = ()
     beside: tuple[str, ...] = ()
     readings: Readings | None = field(default=None, compare=False)
+
+    @property
+    def state_dicts(self) -> tuple[Section, ...]:
+        """The sections that hold models."""
+        return tuple(section for section in self.sections if section.kind == "state_dict")
+
+    @property
+    def optimizers(self) -> tuple[Section, ...]:
+        """The sections that hold optimizers."""
+        return tuple(section for section in self.sections if section.kind == "optimizer")
 
     def read_as(self, paths: Iterable[str]) -> Checkpoint:
         """The same file with the dicts at `paths` read as state dicts; itself where all are, or none is to be had."""

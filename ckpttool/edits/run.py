@@ -197,7 +197,7 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
 
 def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:
     """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
-    has_model = any(section.kind == "state_dict" for section in source.sections)
+    has_model = bool(source.state_dicts)
     about_keys = (options.to, options.from_, options.like, options.to_model if has_model else None, options.select)
     return wanted.changes and not options.trainable_only and all(option is None for option in about_keys)
 

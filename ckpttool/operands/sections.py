@@ -65,7 +65,7 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
             continue
         both = ",".join((*paths, other.path))
         notes.append(
-            f"{other.path or '(root)'} has {len(names & own)} of the {len(own)} names of "
+            f"{other.title} has {len(names & own)} of the {len(own)} names of "
             f"{paths[0] or '(root)'} and stays as it is (--sections '{both}' takes it too)"
         )
     return notes
@@ -77,7 +77,7 @@ def is_lightning(checkpoint: Checkpoint) -> bool:
 
 
 def _state_dicts(checkpoint: Checkpoint) -> list[Section]:
-    return [section for section in checkpoint.sections if section.kind == "state_dict"]
+    return list(checkpoint.state_dicts)
 
 
 def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:

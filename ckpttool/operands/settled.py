@@ -23,7 +23,7 @@ def settled(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkpoint:
     known = {*tables.serialized_names, *tables.runtime_names}
     unsure = {path: keys for path, keys in checkpoint.readings.dicts.items() if not known.isdisjoint(keys)}
     fits = {path: _fit(tables, keys) for path, keys in unsure.items()}
-    state_dicts = (section for section in checkpoint.sections if unsure and section.kind == "state_dict")
+    state_dicts = checkpoint.state_dicts if unsure else ()
     others = fits | {section.path: _fit(tables, list(section.by_key())) for section in state_dicts}
 
     def is_best(path: str) -> bool:

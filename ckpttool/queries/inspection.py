@@ -63,18 +63,14 @@ class Inspection:
     @property
     def adapters(self) -> dict[str, Adapter]:
         """The adapters among the keys of state dicts, by section path."""
-        states = (section for section in self.checkpoint.sections if section.kind == "state_dict")
-        found = ((section.path, adapter_of(section.keys)) for section in states)
+        found = ((section.path, adapter_of(section.keys)) for section in self.checkpoint.state_dicts)
         return {path: adapter for path, adapter in found if adapter is not None}
 
     @property
     def optimizers(self) -> dict[str, OptimizerState]:
         """The optimizers that are in one of torch's forms, by section path."""
-        return {
-            section.path: state
-            for section in self.checkpoint.sections
-            if section.kind == "optimizer" and (state := _state(section)) is not None
-        }
+        found = ((section.path, _state(section)) for section in self.checkpoint.optimizers)
+        return {path: state for path, state in found if state is not None}
 
 
 # What stands in the lists of the JSON, member by member

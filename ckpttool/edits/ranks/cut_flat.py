@@ -131,7 +131,7 @@ def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: FlatCut, rank: int) 
 
 
 def _optimizer(section: Section, ranks: FlatCut) -> list[Section]:
-    state, where = forms.read(section), section.path or "(root)"
+    state, where = forms.read(section), section.title
     state = renamed(state, owners(state, ranks.names, where).names)
     canonical = Parameters(ranks.names).canonical
     owner = {canonical[slot.fqns[0]]: unit for unit, own in ranks.units.items() for slot in own}

@@ -60,7 +60,7 @@ class RowCut:
     def optimizer(self, section: Section) -> list[Section]:
         """The optimizer's section on each rank, its parameters under their names."""
         state = forms.read(section)
-        state = renamed(state, owners(state, self.names, section.path or "(root)").names)
+        state = renamed(state, owners(state, self.names, section.title).names)
         shapes = Parameters(self.names).shapes
         cut = {
             param: {name: self._value(value, shapes[str(param)]) for name, value in own.items()}

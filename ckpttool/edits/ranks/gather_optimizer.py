@@ -48,7 +48,7 @@ def gather_optimizers(checkpoint: Checkpoint, units: Mapping[str, Unit], names: 
 
 
 def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Section:
-    where = section.path or "(root)"
+    where = section.title
     state = forms.read(section)
     problems: list[Problem] = []
     of_unit = _units_of(state, units, names, where) if units else {}

@@ -97,7 +97,7 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
         sections.append(section if changed is None else changed[0])
         if changed is not None:
             done.append(changed[1])
-    if wanted.keys is not None and not any(section.kind == "optimizer" for section in source.sections):
+    if wanted.keys is not None and not source.optimizers:
         raise Refused(
             f"{source.source} holds no optimizer", hint="`ckpttool inspect` lists its sections; leave the option out"
         )
@@ -106,7 +106,7 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
 
 def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
-    where = section.path or "(root)"
+    where = section.title
     state = forms.read(section)
     to = wanted.keys or state.form
     asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)

@@ -198,7 +198,7 @@ def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, D
     that it cannot have.
     """
     if [section.path for section in sections] != [section.path for section in program.sections]:
-        return {}, [Problem("not the sections of the program", section.path or "(root)") for section in sections], []
+        return {}, [Problem("not the sections of the program", section.title) for section in sections], []
     problems: list[Problem] = []
     pairs: list[tuple[TensorEntry, TensorEntry]] = []
     names: list[dict[str, str]] = []
@@ -223,7 +223,7 @@ def _paired(old: Section, new: Section) -> tuple[list[tuple[TensorEntry, TensorE
     problems += [Problem("the program has no such tensor", key) for key in have if key not in known]
     problems += [Problem("missing", entry.key) for entry in old.tensors if entry.key not in have]
     if old.extras != new.extras:
-        problems.append(Problem("its objects that are no tensors cannot be changed", old.path or "(root)"))
+        problems.append(Problem("its objects that are no tensors cannot be changed", old.title))
     pairs = [(entry, have[entry.key]) for entry in old.tensors if entry.key in have]
     misfits = [(entry, _misfit(entry, other)) for entry, other in pairs]
     problems += [Problem(problem, entry.key) for entry, problem in misfits if problem]

@@ -47,22 +47,20 @@ class SavedOptimizer:
 
 def optimizer_section(checkpoint: Checkpoint) -> Section | None:
     """The checkpoint's optimizer, if it has just one."""
-    found = [section for section in checkpoint.sections if section.kind == "optimizer"]
-    return found[0] if len(found) == 1 else None
+    return checkpoint.optimizers[0] if len(checkpoint.optimizers) == 1 else None
 
 
 def optimizer_alone(checkpoint: Checkpoint) -> Section | None:
     """The checkpoint's optimizer, if it is all that there is to compare."""
-    alone = all(section.kind != "state_dict" for section in checkpoint.sections)
-    return optimizer_section(checkpoint) if alone else None
+    return None if checkpoint.state_dicts else optimizer_section(checkpoint)
 
 
 def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | None) -> tuple[str, ...]:
     """Notes on the optimizers that both checkpoints have, for a diff that is about their models."""
     notes = []
-    theirs = {section.path: section for section in right.sections if section.kind == "optimizer" and section.mapping}
-    for section in left.sections:
-        if section.kind != "optimizer" or section.path not in theirs or not section.mapping:
+    theirs = {section.path: section for section in right.optimizers if section.mapping}
+    for section in left.optimizers:
+        if section.path not in theirs or not section.mapping:
             continue
         saved = SavedOptimizer.of(left, section), SavedOptimizer.of(right, theirs[section.path])
         count = sum(entry.status not in HARMLESS for entry in compare_optimizers(*saved, names).entries)
@@ -74,7 +72,7 @@ def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | Non
 
 def _not_compared(left: Checkpoint, right: Checkpoint) -> list[str]:
     """A note on the optimizers that stand under a path of their own on each side."""
-    mine, theirs = ([s.path for s in one.sections if s.kind == "optimizer"] for one in (left, right))
+    mine, theirs = ([s.path for s in one.optimizers] for one in (left, right))
     here, there = [path for path in mine if path not in theirs], [path for path in theirs if path not in mine]
     if not here or not there:
         return []
