@@ -137,6 +137,13 @@ class TensorEntry:
         return (id(self.storage), self.offset, self.shape, self.stride, self.dtype)
 
 
+def in_row_major(
+    key: str, dtype: str, shape: tuple[int, ...], storage: Storage | None, payload: object = None
+) -> TensorEntry:
+    """The entry of a tensor whose elements begin with the storage, in row-major order without gaps."""
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=payload)
+
+
 @runtime_checkable
 class Comparable(Protocol):
     """A payload that can tell its whole content, the storages that it refers to included."""

@@ -29,6 +29,7 @@ from ckpttool.json_schema import (
     record,
     unless_empty,
 )
+from ckpttool.keys import dotted
 from ckpttool.many import value
 
 SCHEMA = "ckpttool.plan/1"
@@ -301,5 +302,5 @@ def _follow(path: str, moved: Mapping[str, tuple[int, str]]) -> str | None:
     for length in range(len(parts), -1, -1):
         known = moved.get(".".join(parts[:length]))
         if known is not None:
-            return ".".join(filter(None, [known[1], *parts[length:]]))
+            return dotted(known[1], *parts[length:])
     return None

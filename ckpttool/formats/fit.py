@@ -14,6 +14,7 @@ from ckpttool.evaluate.parts import row_major
 from ckpttool.formats.form_mark import write_form
 from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.table import FORMATS, Format
+from ckpttool.keys import dotted
 
 
 def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
@@ -107,7 +108,7 @@ def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
     problems = [Problem(f"a second section ({s.kind})", s.title) for s in checkpoint.sections if s is not main]
     problems += [Problem("not a tensor", path) for path in checkpoint.others]
     if main is not None:
-        problems += [Problem("not a tensor", ".".join(filter(None, (main.path, e.key)))) for e in main.extras]
+        problems += [Problem("not a tensor", dotted(main.path, e.key)) for e in main.extras]
     else:
         problems += [Problem("no state dict", checkpoint.source)]
     return problems

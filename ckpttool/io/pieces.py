@@ -6,7 +6,7 @@ The writer decides every byte's place; no byte of tensor data has been read yet.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -71,6 +71,11 @@ class Edited:
 
 # The files of a folder by their names in it. They are written in this order; the last one makes the folder complete.
 Files = Mapping[str, Pieces | Link]
+
+
+def nbytes_of(pieces: Iterable[Piece]) -> int:
+    """Bytes of the pieces in the file."""
+    return sum(piece.nbytes for piece in pieces)
 
 
 def amounts(pieces: Pieces) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import LEAST, Held, Pieces, Ready, amounts
+from ckpttool.io.pieces import LEAST, Held, Pieces, Ready, amounts, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
@@ -117,7 +117,7 @@ def write(
 
         return write_remote.write(pieces, out, replace=replace, held=held)
     path = Path(os.path.realpath(out))
-    nbytes = _nbytes(pieces)
+    nbytes = nbytes_of(pieces)
     with failing(out):
         check_space(out, path.parent, nbytes)
         settle(path.parent)
@@ -192,12 +192,12 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
     With `flush` the disk writes meanwhile, so that an `os.fsync` that follows has little to wait for. A `digest` is of
     bytes that were read. Raises OSError, and `CkptError` on a source that changed meanwhile.
     """
-    size = _nbytes(pieces)
+    size = nbytes_of(pieces)
     with sources_stay():
         segments = share(descriptor, pieces, at) if digest is None else [(at, pieces)]
-        work.has_written(size - sum(_nbytes(own) for _, own in segments))
+        work.has_written(size - sum(nbytes_of(own) for _, own in segments))
         for offset, own in segments:
-            blocks = _Blocks(descriptor, offset, _nbytes(own), flush)
+            blocks = _Blocks(descriptor, offset, nbytes_of(own), flush)
             for data in stream(own):
                 blocks.write(data)
                 if digest is not None:
@@ -208,10 +208,6 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
     work.has_made(*amounts(pieces))
     if os.fstat(descriptor).st_size < at + size:  # nothing follows what was shared last
         os.ftruncate(descriptor, at + size)
-
-
-def _nbytes(pieces: Pieces) -> int:
-    return sum(piece.nbytes for piece in pieces)
 
 
 class _Blocks:

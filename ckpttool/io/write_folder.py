@@ -15,7 +15,7 @@ from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, nbytes_of
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
@@ -130,7 +130,7 @@ def _check_files_space(files: Contents, out: str, place: Path, link: str) -> Non
         if isinstance(content, Ready):
             continue
         if not isinstance(content, Link):
-            needed += sum(piece.nbytes for piece in content)
+            needed += nbytes_of(content)
         elif link == "copy":
             needed += size(content.path)
     check_space(out, place, needed)
@@ -202,7 +202,7 @@ class _Writer:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self.nbytes += sum(piece.nbytes for piece in pieces)
+        self.nbytes += nbytes_of(pieces)
 
     def finish(self, folder: Path) -> None:
         """Gives the folder its bits, and flushes it and its subfolders. Raises OSError."""

@@ -17,7 +17,7 @@ from ckpttool.io.compose import Upload
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.journal import replace, settle
@@ -94,7 +94,7 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
     else:
         _send(pieces, out, replace=replace)
     forget(out)
-    nbytes = sum(piece.nbytes for piece in pieces)
+    nbytes = nbytes_of(pieces)
     if made is not None and held is not None:
         with sources_stay():
             if whole.is_copied(made.runs, out) or upload.is_proved(nbytes):
@@ -104,7 +104,7 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
 
 
 def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
-    with _appearing(out, sum(piece.nbytes for piece in pieces), replace) as file:
+    with _appearing(out, nbytes_of(pieces), replace) as file:
         with sources_stay():
             for data in stream(pieces):
                 with answered(out), uninterrupted(insisting=True):

@@ -28,7 +28,7 @@ from ckpttool.json_schema import (
     record,
     row,
 )
-from ckpttool.keys import is_flat
+from ckpttool.keys import dotted, is_flat
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
@@ -234,7 +234,7 @@ def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
         ("nothing but zeros", [at for at, own in found.items() if _is_zero(own)]),
     ):
         if hits:
-            yield f"{plural(len(hits), 'tensor')} with {what}: {some(['.'.join(filter(None, at)) for at in hits])}"
+            yield f"{plural(len(hits), 'tensor')} with {what}: {some([dotted(*at) for at in hits])}"
 
 
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref
+from ckpttool.keys import dotted
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import class_of, lacking
@@ -254,7 +255,7 @@ def _refs_of(source: Expression | None, own: Mapping[str, Expression]) -> list[s
 def _without(section: str, refs: Sequence[str]) -> str | None:
     """The options that leave out the state of these parameters; None for none, and for very many."""
     params = list(dict.fromkeys(refs))
-    drops = [word for ref in params for word in ("--drop", ".".join(filter(None, (section, "state", ref, "*"))))]
+    drops = [word for ref in params for word in ("--drop", dotted(section, "state", ref, "*"))]
     return f"these parameters start anew with {shell(*drops)}" if 0 < len(params) <= _MOST_DROPS else None
 
 

@@ -13,6 +13,7 @@ from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.expression import BY_CODE, Ref
 from ckpttool.io.edit_in_place import Written
 from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, row, unless_empty
+from ckpttool.keys import dotted
 from ckpttool.optimizer_state import FORMS
 from ckpttool.plan import PLAN, Plan
 
@@ -52,7 +53,7 @@ class Remap:
     @property
     def dropped(self) -> list[str]:
         """The keys that are left out, below the paths of their sections."""
-        return [".".join(filter(None, (gone.section, gone.key))) for gone in self.plan.dropped]
+        return [dotted(gone.section, gone.key) for gone in self.plan.dropped]
 
     def to_json(self) -> dict[str, Any]:
         """The `remap` object of the contract."""

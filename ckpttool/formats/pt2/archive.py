@@ -25,8 +25,9 @@ from ckpttool.formats.pt2.renames import renamed, under_old_names
 from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
-from ckpttool.io.pieces import Edited, Pieces
+from ckpttool.io.pieces import Edited, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
+from ckpttool.keys import dotted
 
 FORMAT = "pt2"
 
@@ -51,7 +52,7 @@ def read(path: str) -> Checkpoint:
     if len(found) == 1:
         return replace(_checkpoint(path, archive, programs[0]), unreached=left)
     sections = tuple(
-        replace(section, path=".".join(filter(None, (program.name, section.path))))
+        replace(section, path=dotted(program.name, section.path))
         for program in programs
         for section in program.sections
     )
@@ -303,7 +304,7 @@ def _pickled(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> dict[str, Data
 
 
 def _lazy(pieces: Pieces) -> Lazy:
-    return Lazy(sum(piece.nbytes for piece in pieces), partial(stream, pieces))
+    return Lazy(nbytes_of(pieces), partial(stream, pieces))
 
 
 def _stale(program: Program, records: Collection[str]) -> list[Problem]:

@@ -13,6 +13,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.json_schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, nullable, one_of, record
+from ckpttool.keys import dotted
 from ckpttool.naming.inference.values import Pair
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
@@ -179,7 +180,7 @@ def _sections(name: str, now: Checkpoint, before: Checkpoint, options: DiffOptio
     missing = (Change(name, "dropped", (path,), (), _NO_TENSOR) for path in _only(before.others, now.others))
     yield _Found((*new, *gone, *other, *missing))
     for path in (path for path in mine if path in theirs):
-        where = ".".join(filter(None, (name, path)))
+        where = dotted(name, path)
         pair = mine[path], theirs[path]
         if pair[0].kind != pair[1].kind:
             yield _Found((Change(where, "section", (pair[1].kind,), (pair[0].kind,), "a section of another kind"),))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.expression import BY_CODE, Ref, refs
+from ckpttool.keys import dotted
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, shortened
@@ -106,6 +107,6 @@ def _without_indices(key: str) -> tuple[str, ...]:
 def _dropped(plan: Plan) -> Table:
     reasons: dict[str, list[str]] = {}
     for drop in plan.dropped:
-        reasons.setdefault(drop.reason, []).append(".".join(filter(None, (drop.section, drop.key))))
+        reasons.setdefault(drop.reason, []).append(dotted(drop.section, drop.key))
     rows = [(group.pattern, reason) for reason, keys in reasons.items() for group in collapse((k, None) for k in keys)]
     return Table(f"Left out: {plural(len(plan.dropped), 'key')}", (Column("key", "key"), Column("why")), tuple(rows))
