@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,9 +23,8 @@ from ckpttool.io.files import files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
-from ckpttool.io.ranges import digest_on_disk, same_data
+from ckpttool.io.ranges import Digest, digest_on_disk, new_digest, same_data
 from ckpttool.io.together.job import Job, current, only_first
-from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
 
@@ -74,7 +72,7 @@ class Writer:
             with self._made(job, {place.name: pieces}, out, place.parent, decided) as files:
                 self._put(files[place.name], out)
             return
-        digest = hashlib.blake2b() if self.verify and not is_url(out) else None
+        digest = new_digest() if self.verify and not is_url(out) else None
         with work.doing(out, nbytes_of(pieces), "written"):
             write_file.write(
                 pieces,

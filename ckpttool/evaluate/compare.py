@@ -26,7 +26,7 @@ from ckpttool.io.ranges import stream
 from ckpttool.keys import dotted
 
 if TYPE_CHECKING:
-    from ckpttool.io.write_file import Digest
+    from ckpttool.io.ranges import Digest
 
 
 Same = Callable[[Span | Lazy, Span | Lazy], bool]  # whether these bytes are the same

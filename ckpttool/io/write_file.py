@@ -8,7 +8,6 @@ import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from ckpttool.errors import CkptError
 from ckpttool.io import kernel, modes, sources, work
@@ -18,7 +17,7 @@ from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import LEAST, Held, Pieces, Ready, amounts, nbytes_of
-from ckpttool.io.ranges import stream
+from ckpttool.io.ranges import Digest, stream
 from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
 from ckpttool.io.temporary import staged_file
@@ -28,16 +27,6 @@ from ckpttool.io.temporary import staged_file
 # or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
 FLUSHED = 1 << 23  # bytes that are written before the disk is asked to begin with them
-
-
-class Digest(Protocol):
-    """A running hash, as hashlib makes them."""
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Takes the next bytes."""
-
-    def digest(self) -> bytes:
-        """The hash of all that came."""
 
 
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, nbytes_of
+from ckpttool.io.ranges import Digest, new_digest
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
-from ckpttool.io.write_file import Digest, check_space, failing, fill
+from ckpttool.io.write_file import check_space, failing, fill
 
 Contents = Mapping[str, Pieces | Link | Ready]
 
@@ -171,7 +171,7 @@ class _Writer:
             return
         digest = None
         if self.digests is not None and (self.link == "copy" or not isinstance(content, Link)):
-            digest = self.digests[name] = hashlib.blake2b()
+            digest = self.digests[name] = new_digest()
         if not isinstance(content, Link):
             self._write(content, place, replaced, digest)
             return
