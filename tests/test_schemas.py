@@ -78,11 +78,11 @@ def test_what_is_written_is_what_its_schema_says(folder: Path, run: Run, line: s
 
 
 def test_results_say_in_python_what_the_commands_say(folder: Path, run: Run) -> None:
-    rule, options = "net.{x*} => {x*}", {"dry_run": True, "model": "model.py:plain"}
+    rule, model = "net.{x*} => {x*}", "model.py:plain"
     said = run("remap", "b.pt", "--rule", rule, "--dry-run", "-o", "c.pt", "--format", "json").data
     assert ckpttool.remap("b.pt", "c.pt", rule=[rule], dry_run=True).to_json() == said
-    said = run("swap-weights", "p.pt2", "a.pt", "--dry-run", "--model", "model.py:plain", "--format", "json").data
-    assert ckpttool.swap_weights("p.pt2", "a.pt", **options).to_json() == said
+    said = run("swap-weights", "p.pt2", "a.pt", "--dry-run", "--model", model, "--format", "json").data
+    assert ckpttool.swap_weights("p.pt2", "a.pt", dry_run=True, model=model).to_json() == said
 
 
 @pytest.mark.parametrize("name", OBJECTS)

@@ -55,7 +55,6 @@ class Ready:
     """A file that is made already, on the disk of its place, of what was `read`: it only has to be moved there."""
 
     path: str
-    nbytes: int
     read: tuple[str, ...]
 
 

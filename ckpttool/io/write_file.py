@@ -92,8 +92,8 @@ def write(
     fsync: bool = True,
     digest: Digest | None = None,
     held: Held | None = None,
-) -> int:
-    """Writes `pieces` to `out`, which appears complete or not at all; returns its size in bytes.
+) -> None:
+    """Writes `pieces` to `out`, which appears complete or not at all.
 
     An existing `out` is replaced atomically, so readers that have it mapped keep the old bytes; without `replace` it is
     left alone, also where it comes into being meanwhile, and without `in_place` so is a source. Who may not read
@@ -104,11 +104,11 @@ def write(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write(pieces, out, replace=replace, held=held)
+        write_remote.write(pieces, out, replace=replace, held=held)
+        return
     path = Path(os.path.realpath(out))
-    nbytes = nbytes_of(pieces)
     with failing(out):
-        check_space(out, path.parent, nbytes)
+        check_space(out, path.parent, nbytes_of(pieces))
         settle(path.parent)
         with staged_file(path) as (descriptor, staged):
             fill(descriptor, pieces, digest, flush=fsync)
@@ -120,7 +120,6 @@ def write(
                 os.fsync(descriptor)
             _put(staged, path, out, replace=replace)
     _forget(path, out, fsync=fsync)
-    return nbytes
 
 
 def put_ready(
