@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.io import compose, whole, work
+from ckpttool.io import compose, object_crc, work
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
@@ -96,7 +96,7 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
     forget(out)
     if made is not None and held is not None:
         with sources_stay():
-            if whole.is_copied(made.runs, out) or upload.is_proved(nbytes_of(pieces)):
+            if object_crc.is_copied(made.runs, out) or upload.is_proved(nbytes_of(pieces)):
                 held.note(out, pieces)
     work.has_made(*amounts(pieces))
 

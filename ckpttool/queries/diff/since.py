@@ -15,12 +15,12 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.json_schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
 from ckpttool.operands.model import operand_of
-from ckpttool.operands.settled import settled
+from ckpttool.operands.sections import read_for_model
+from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.manifest import is_about_manifest
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_sides
 from ckpttool.queries.diff.run import run
-from ckpttool.queries.diff.shared import shared
 from ckpttool.queries.diff.two import ask
 
 By = Literal["left", "right", "both", "conflict"]
@@ -110,9 +110,9 @@ def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options
     if is_about_manifest(base, left) or is_about_manifest(base, right):
         raise CkptError("a manifest is no base, and has none", hint="name the checkpoints themselves")
     model = operand_of(options)
-    base, left, right = (settled(checkpoint, model) for checkpoint in (base, left, right))
+    base, left, right = (read_for_model(checkpoint, model) for checkpoint in (base, left, right))
     pairs = (base, left), (base, right), (left, right)
-    values = shared(options.comparison, *(partial(ask, *pair, model) for pair in pairs))
+    values = dealt(options.comparison, *(partial(ask, *pair, model) for pair in pairs))
     mine, theirs, both = (run(*pair, options, model, values) for pair in pairs)
     points = tuple(_points(mine, theirs, both))
     sides = (("left", mine), ("right", theirs))
