@@ -22,7 +22,7 @@ from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready
+from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
 from ckpttool.io.ranges import Digest, digest_on_disk, new_digest, same_data
 from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_folder import Contents
@@ -73,7 +73,7 @@ class Writer:
                 self._put(files[place.name], out)
             return
         digest = new_digest() if self.verify and not is_url(out) else None
-        with work.doing(out, sum(piece.nbytes for piece in pieces), "written"):
+        with work.doing(out, nbytes_of(pieces), "written"):
             write_file.write(
                 pieces,
                 out,

@@ -5,7 +5,7 @@ numpy is imported when a tensor needs it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checkpoint import TensorEntry
@@ -32,11 +32,6 @@ class Statistics:
     nan: int | None
     inf: int | None
     sha256: str
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the contract."""
-        found = asdict(self)
-        return {"min": found.pop("minimum"), "max": found.pop("maximum"), **found}
 
 
 def statistics(entry: TensorEntry) -> Statistics:

@@ -36,10 +36,6 @@ class Written:
     nbytes: int = 0
     reason: str = ""
 
-    def to_json(self) -> dict[str, object]:
-        """The object of the contract."""
-        return {"way": self.way, "bytes": self.nbytes, "reason": self.reason or None}
-
     def __str__(self) -> str:
         return _WORDS[self.way].format(own=self) if self.nbytes or self.way != "edited" else _UNCHANGED
 

@@ -73,14 +73,6 @@ class Problems:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
-    """Lines of code or of a file, as they are."""
-
-    lines: tuple[str, ...]
-    language: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Commands:
     """Shell commands that can be pasted: what mends it. The last block of a document."""
 
@@ -88,8 +80,13 @@ class Commands:
     commands: tuple[str, ...]
 
 
-Block = Union[Facts, Table, Note, Problems, Code, Commands]
+Block = Union[Facts, Table, Note, Problems, Commands]
 KINDS = get_args(Block)  # in the order in which renderers list what they do with each
+
+
+def facts(*pairs: tuple[str, Inline]) -> Facts:
+    """The pairs, but for those of which nothing is known."""
+    return Facts(tuple(pair for pair in pairs if cell(pair[1]).text))
 
 
 def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:

@@ -50,7 +50,7 @@ class Question:
         """Whether a model's tensors are compared, and no optimizers."""
         if self.options.optimizer is not None and self.right is None:
             return False
-        return self.left is not None and any(section.kind == "state_dict" for section in self.left.sections)
+        return self.left is not None and bool(self.left.state_dicts)
 
     def model_with(self, optimizer: object) -> ModelOperand | None:
         """The model with an optimizer of it, or none."""

@@ -22,7 +22,7 @@ from ckpttool.names import Names
 from ckpttool.naming.flat_param import Slot, named_units, shard_sizes, slots
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import resolve
+from ckpttool.naming.optimizers.ids import owners
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
 from ckpttool.words import plural
@@ -131,8 +131,8 @@ def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: FlatCut, rank: int) 
 
 
 def _optimizer(section: Section, ranks: FlatCut) -> list[Section]:
-    state, where = forms.read(section), section.path or "(root)"
-    state = renamed(state, resolve(state, ranks.names, where).names)
+    state, where = forms.read(section), section.title
+    state = renamed(state, owners(state, ranks.names, where).names)
     canonical = Parameters(ranks.names).canonical
     owner = {canonical[slot.fqns[0]]: unit for unit, own in ranks.units.items() for slot in own}
     problems: list[Problem] = []

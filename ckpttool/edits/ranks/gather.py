@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
@@ -187,7 +187,7 @@ def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry |
     if not slices or sum(part.numel for part in parts) != prod(shape):
         return None
     storage = concatenated(across(parts, 0, prod(shape)))
-    return TensorEntry(entry.key, parts[0].dtype, shape, contiguous_stride(shape), 0, storage)
+    return in_row_major(entry.key, parts[0].dtype, shape, storage)
 
 
 # Flat parameters
@@ -234,7 +234,7 @@ def taken_apart(unit: Unit) -> Iterator[TensorEntry]:
 def cut_out(dtype: str, parts: Sequence[TensorEntry | None], slot: Slot) -> TensorEntry:
     """The tensor in `slot` of the flat tensor that the parts are together."""
     storage = concatenated(across((part for part in parts if part is not None), slot.start, slot.numel))
-    return TensorEntry(slot.fqns[0], dtype, slot.shape, contiguous_stride(slot.shape), 0, storage)
+    return in_row_major(slot.fqns[0], dtype, slot.shape, storage)
 
 
 def _cut_out(unit: Unit, slot: Slot) -> Expression:

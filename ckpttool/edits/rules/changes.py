@@ -1,6 +1,6 @@
 """What the steps of a rules file make of a tensor, on the index: its expression, its dtype and its shape.
 
-Nothing is computed here, and torch is not needed: `moved` and `compute` evaluate the expressions.
+Nothing is computed here, and torch is not needed: `evaluate` makes values of the expressions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a changed zip archive is laid out: kept records are copied from span to span, new ones put as torch puts them.
 
-The last stage of every format that is a zip archive: pieces for `execute`. Not a byte of a record has been read.
+The last stage of every format that is a zip archive: pieces for `write_file`. Not a byte of a record has been read.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
     """
     problems = [Problem("belongs to the file that it was read from", path) for path in checkpoint.others]
     problems += [
-        Problem("an optimizer's state cannot be written to a new file", section.path or "(root)")
+        Problem("an optimizer's state cannot be written to a new file", section.title)
         for section in checkpoint.sections
         if section.kind == "optimizer" and section.mapping is None
     ]

@@ -258,4 +258,4 @@ class _Task:
         """The files that are whole now."""
         new = self.staging / NEW
         read = {name: tuple(sorted(paths)) for name, paths in self.read.items()}
-        return {name: Ready(str(new / name), count, read.get(name, ())) for name, count in _sizes(self.units).items()}
+        return {name: Ready(str(new / name), read.get(name, ())) for name in _sizes(self.units)}

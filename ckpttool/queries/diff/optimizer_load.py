@@ -13,7 +13,7 @@ from ckpttool.naming.forms import read as read_keys
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import class_of, lacking
 from ckpttool.naming.optimizers.forms import read
-from ckpttool.naming.optimizers.ids import Owners, own_names, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, own_names, owners
 from ckpttool.naming.optimizers.moves import arranged, carry, identity
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered, renamed
@@ -127,7 +127,7 @@ def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple
     What has other groups than the one that is to load it was saved by another: its ids are in the model's order.
     """
     try:
-        found = owners(state, names, "left", saved.beside) if state.form == ID else resolve(state, names, "left")
+        found = owners(state, names, "left", saved.beside)
     except Refused as error:
         notes = [said(error)]
         if state.form != ID:
