@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
@@ -22,11 +22,12 @@ from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready
+from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
 from ckpttool.io.ranges import Digest, digest_on_disk, new_digest, same_data
 from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
+from ckpttool.values import dataclass
 
 # What decides the values of an output, as JSON: ranks tell by it whether they mean the same.
 Decided = Callable[[], object]
@@ -73,7 +74,7 @@ class Writer:
                 self._put(files[place.name], out)
             return
         digest = new_digest() if self.verify and not is_url(out) else None
-        with work.doing(out, sum(piece.nbytes for piece in pieces), "written"):
+        with work.doing(out, nbytes_of(pieces), "written"):
             write_file.write(
                 pieces,
                 out,

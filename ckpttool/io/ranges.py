@@ -1,4 +1,4 @@
-"""Reads the bytes of spans and of pieces: whole, in chunks, or side by side. Between the formats and `execute`."""
+"""Reads the bytes of spans and of pieces: whole, in chunks, or side by side. Between the formats and the writers."""
 
 from __future__ import annotations
 

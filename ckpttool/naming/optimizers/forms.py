@@ -42,7 +42,7 @@ def read(section: Section) -> OptimizerState:
     Raises `CkptError`, all problems at once, where it is in none of the three.
     """
     mapping = section.mapping
-    where = section.path or "(root)"
+    where = section.title
     if mapping is None:
         raise CkptError(
             f"{where}: this file's format gives no access to an optimizer's hyperparameters",
