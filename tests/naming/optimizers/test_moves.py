@@ -141,8 +141,9 @@ def moment(*shape: int, dtype: str = "float32", key: str = "") -> TensorEntry:
     return TensorEntry(key, dtype, shape, (1,) * len(shape), 0, Storage(Lazy(4, lambda: [bytes(4)])))
 
 
-def carried(sources: dict[str, Expression], **own: Any) -> dict[Any, Any]:
-    state = OptimizerState(FQN, (ParamGroup(("a", "b"), {}),), {**own})
+def carried(sources: dict[str, Expression], **state_of: Any) -> dict[Any, Any]:
+    own: dict[Any, Any] = {**state_of}
+    state = OptimizerState(FQN, (ParamGroup(("a", "b"), {}),), own)
     return carry(state, sources, {"a": (2,), "b": (2,)}, "optimizer")
 
 
