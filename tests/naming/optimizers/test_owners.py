@@ -13,7 +13,7 @@ from ckpttool.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.errors import Refused
 from ckpttool.expression import Ref
 from ckpttool.names import Names, RuntimeTensor, SerializedKey
-from ckpttool.naming.optimizers.ids import own_names, owners, resolve
+from ckpttool.naming.optimizers.ids import own_names, owners
 from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 
 Shape = tuple[int, ...]
@@ -141,7 +141,7 @@ def test_names_that_the_shapes_speak_against_are_doubted() -> None:
     own: dict[Param, Any] = {f"p{at}": state for at, state in moments.items()}
     by_name = OptimizerState(FQN, (ParamGroup(("p0", "p1", "p2"), {}),), own)
     with pytest.raises(Refused, match="by its names the parameters are others") as refused:
-        resolve(by_name, names, "optimizer")
+        owners(by_name, names, "optimizer")
     assert list(map(str, refused.value.problems)) == ["exp_avg is [2], the parameter [3] @ p1"]
 
 
