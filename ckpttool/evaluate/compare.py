@@ -23,9 +23,10 @@ from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.io import ranges
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import stream
+from ckpttool.keys import dotted
 
 if TYPE_CHECKING:
-    from ckpttool.io.write_file import Digest
+    from ckpttool.io.ranges import Digest
 
 
 Same = Callable[[Span | Lazy, Span | Lazy], bool]  # whether these bytes are the same
@@ -218,10 +219,6 @@ def verify(
         differ = [
             at for at, entry in expected.items() if at in have and (None in entry or fingerprint(have[at]) != entry)
         ]
-    problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
-    problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
-    return problems + [Problem("other bytes in the output", _place(*at)) for at in differ]
-
-
-def _place(section: str, key: str) -> str:
-    return ".".join(filter(None, (section, key)))
+    problems = [Problem("not in the output", dotted(*at)) for at in want if at not in have]
+    problems += [Problem("in the output, and not planned", dotted(*at)) for at in have if at not in want]
+    return problems + [Problem("other bytes in the output", dotted(*at)) for at in differ]

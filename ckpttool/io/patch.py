@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
 
 from ckpttool.checkpoint import Span
 from ckpttool.io import kernel
 from ckpttool.io.pieces import Pieces
+from ckpttool.values import dataclass
 
 _MOST = 1 << 28  # bytes that a patch writes; a file of which more changes is written anew
 _SAMPLE = 4096  # bytes at each end of those that stay, by which a file is known
@@ -73,7 +73,7 @@ def inverse(descriptor: int, patch: Patch) -> Patch:
     """The way back, read from the file as it is before `patch`. Raises OSError."""
     kept = patch.start + patch.length
     head, tail = _read(descriptor, 0, patch.start), _read(descriptor, kept, patch.before - kept)
-    dense = patch.shift > 0 and _hole_at(descriptor, 0)[0] == patch.before
+    dense = patch.shift > 0 and _hole(descriptor)[0] == patch.before
     return Patch(patch.after, patch.start + patch.shift, patch.length, -patch.shift, head, tail, dense)
 
 
@@ -164,15 +164,15 @@ def _torn_at(descriptor: int, length: int) -> int:
 
     File systems move extent by extent, the last one first; a machine that dies meanwhile leaves them further on.
     """
-    start, end = _hole_at(descriptor, 0)
+    start, end = _hole(descriptor)
     return start if end - start == length else 0  # a part of it is left of one that is being written
 
 
-def _hole_at(descriptor: int, offset: int) -> tuple[int, int]:
-    """Where the next hole begins and ends; both are the end of the file where there is none, or nobody knows."""
+def _hole(descriptor: int) -> tuple[int, int]:
+    """Where the first hole begins and ends; both are the end of the file where there is none, or nobody knows."""
     size = os.fstat(descriptor).st_size
     try:
-        start = os.lseek(descriptor, offset, os.SEEK_HOLE)
+        start = os.lseek(descriptor, 0, os.SEEK_HOLE)
         return start, size if start >= size else os.lseek(descriptor, start, os.SEEK_DATA)
     except (OSError, AttributeError):  # nothing but a hole follows, or the platform has no such call
         return size, size

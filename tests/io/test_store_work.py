@@ -20,7 +20,7 @@ from ckpttool.checkpoint import Span
 from ckpttool.edits.cost import Verified
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.with_torch import load as load_entry
-from ckpttool.io import compose, whole
+from ckpttool.io import compose, object_crc
 from ckpttool.io.compose import Upload
 from ckpttool.io.pieces import Crc, Piece, Pieces
 from ckpttool.io.remote import errors, read
@@ -359,8 +359,8 @@ def test_crcs_prove_a_range_where_it_is_the_same(bucket: Any, seed: int) -> None
     for own, data in (("source", before + span + after), ("same", head + span + tail), ("other", bytes(wrong))):
         write([Piece(data)], f"s3://{name}/{own}")
     runs: list[Pieces | Span] = [[Piece(head)], Span(f"s3://{name}/source", len(before), len(span)), [Piece(tail)]]
-    assert whole.is_copied(runs, f"s3://{name}/same")
-    assert not whole.is_copied(runs, f"s3://{name}/other")
+    assert object_crc.is_copied(runs, f"s3://{name}/same")
+    assert not object_crc.is_copied(runs, f"s3://{name}/other")
 
 
 # Requests that fail

@@ -51,19 +51,16 @@ def command(
         write_manifest(manifest, out, force=options.force)
     if options.save_plan is not None:
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
-    shown = partial(document, done, ckpt, out, dry_run=options.dry_run)
-    plan = done.plan if options.dry_run else None
-    emit(shown, lambda: done.to_json(ckpt, out or "", plan), format, report, force=options.force)
+    emit(partial(document, done), done.to_json, format, report, force=options.force)
 
 
 def _list_sets(options: RemapOptions, format: str, report: list[str] | None) -> None:
     """Names the ready sets of rules. Raises `CkptError` where something else is asked for, without a checkpoint."""
-    from ckpttool.edits.rules.ready import LIST, SCHEMA, ready
+    from ckpttool.edits.rules.ready import LIST, SETS, ready
     from ckpttool.report.documents.remap import ready_sets
 
     if options.rules != LIST:
         raise CkptError("no checkpoint named", hint="ckpttool remap CKPT -o OUT; ckpttool remap --rules list: the sets")
     found = ready()
-    data = {"schema": SCHEMA, "sets": [one.to_json() for one in found]}
     check_texts(report or (), (), force=options.force)
-    emit(lambda: ready_sets(found), lambda: data, format, report, force=options.force)
+    emit(lambda: ready_sets(found), lambda: SETS.write([found]), format, report, force=options.force)

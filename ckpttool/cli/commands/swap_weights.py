@@ -45,6 +45,4 @@ def command(
     swapped = making.swap_weights_by(program, new, options)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
-    data = swapped.to_json(program, new, out or "")
-    shown = partial(document, swapped, program, new, out, dry_run=options.dry_run)
-    emit(shown, lambda: data, format, report, force=options.force)
+    emit(partial(document, swapped), swapped.to_json, format, report, force=options.force)

@@ -6,16 +6,18 @@ A place in the tree is a tuple of steps from the root.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Readings, Section, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call
 from ckpttool.formats.torch.mappings import is_mapping, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
+from ckpttool.many import many_objects
 from ckpttool.optimizer_state import looks_flat
+from ckpttool.values import dataclass
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
@@ -53,6 +55,20 @@ class Tree:
     unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
     whole: Collection[str] = ()  # paths of dicts that are state dicts, whatever they look like
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
+
+
+@many_objects()
+def read_tree(
+    root: Any, storages: Storages, made: Callable[[Tree], Checkpoint], whole: Collection[str] = ()
+) -> Checkpoint:
+    """What `made` makes of the sections in the tree below `root`; the dicts at the paths `whole` are state dicts.
+
+    Raises `CkptError` on bad tensors.
+    """
+    tree = find_sections(root, storages, whole)
+    checkpoint = made(tree)
+    other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
+    return replace(checkpoint, readings=other if tree.dicts else None)
 
 
 def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:

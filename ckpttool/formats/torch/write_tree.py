@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -15,6 +14,7 @@ from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, malformed
 from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
 from ckpttool.optimizer_state import kept
+from ckpttool.values import dataclass
 
 _HINT = "leave it out with --drop PATTERN"
 _ORDERED_DICT = Global("collections", "OrderedDict")
@@ -73,7 +73,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
     """
     problems = [Problem("belongs to the file that it was read from", path) for path in checkpoint.others]
     problems += [
-        Problem("an optimizer's state cannot be written to a new file", section.path or "(root)")
+        Problem("an optimizer's state cannot be written to a new file", section.title)
         for section in checkpoint.sections
         if section.kind == "optimizer" and section.mapping is None
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from ckpttool.checkpoint import Section
@@ -19,6 +19,7 @@ from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import SavedOrder, saved_order
 from ckpttool.optimizer_state import ID, OptimizerState, Param
+from ckpttool.values import dataclass
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"
@@ -70,16 +71,16 @@ class Owners:
 
 
 def owners(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> Owners:
-    """Whose state each id is. `beside` are the file's state dicts, as far as their keys stand in the saved order.
+    """Whose state it is. `beside` are the file's state dicts, as far as their keys stand in the saved order.
 
-    Raises `Refused` where nothing says it.
+    Raises `Refused` where nothing says it, and where the names in the keys cannot be the model's.
     """
-    known = [group.param_names for group in state.groups if group.params]
-    if known and all(found is not None for found in known):
-        listed = {p: str(name) for g in state.groups for p, name in zip(g.params, g.param_names or ())}
-        if names is None:
-            return Owners(_distinct(listed, where), "param_names")
-        return check(Owners(_of_model(listed, names, where), "param_names"), state, names)
+    listed, evidence = _in_file(state)
+    if listed is not None and names is None:
+        return Owners(_distinct(listed, where), evidence)
+    if listed is not None and names is not None:
+        found = check(Owners(_of_model(listed, names, where), evidence), state, names)
+        return found if state.form == ID else found.settled(where)
     if names is None:
         raise Refused(
             f"{where}: nothing says which parameters the ids are",
@@ -88,15 +89,12 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
     return _by_saved_order(check(_by_position(state, names, where, beside), state, names), state, names, beside)
 
 
-def assign(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> Owners:
-    """`owners` that nothing in the file speaks against. Raises `Refused`."""
-    return owners(state, names, where, beside).settled(where)
-
-
-def resolve(state: OptimizerState, names: Names, where: str) -> Owners:
-    """The canonical name of every parameter that has a name, wrapped or not. Raises `Refused` for unknown names."""
-    own = {param: str(param) for param in state.params}
-    return check(Owners(_of_model(own, names, where), "names"), state, names).settled(where)
+def _in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
+    """What the file calls every parameter, in its keys or in the ``param_names`` of its groups, and which of these."""
+    if state.form != ID:
+        return {param: str(param) for param in state.params}, "names"
+    listed = {p: name for group in state.groups for p, name in zip(group.params, group.param_names or ())}
+    return (listed if 0 < len(listed) == len(state.params) else None), "param_names"
 
 
 def check(found: Owners, state: OptimizerState, names: Names) -> Owners:
@@ -152,9 +150,7 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
 
     Of ids in one group it does by a state dict of as many tensors, each of the shape that the state in its place has.
     """
-    if state.form != ID:
-        return Owners({param: str(param) for param in state.params}, "names")
-    if state.params and all(group.param_names for group in state.groups if group.params):
+    if _in_file(state)[0] is not None:
         return owners(state, None, "the optimizer")
     if len([group for group in state.groups if group.params]) != 1:
         return None
@@ -266,29 +262,32 @@ def _like_parameters(state: OptimizerState, shapes: Sequence[Shape | None]) -> s
 def _interleave(
     groups: Sequence[Sequence[Param]], order: Sequence[str], shapes: Mapping[str, Shape | None], wrong: _Shapes
 ) -> tuple[int, dict[Param, str]]:
-    """How many ways (0, 1, or 2 for more) there are to deal `order` out to the groups, and the way if there is one.
+    """How many ways (with very many, 2) there are to deal `order` out to the groups, and the way if there is one.
 
     Each group takes its parameters in the order of the model; a step gives the next parameter to one of the groups.
     """
-    start = tuple(0 for _ in groups)
-    layers: list[dict[tuple[int, ...], tuple[int, int]]] = [{start: (1, -1)}]  # places -> ways, the group that moved
+    ways = {tuple(0 for _ in groups): 1}  # places in the groups -> how many ways lead there
+    steps: list[dict[tuple[int, ...], int]] = []  # places -> the group that took the last parameter
     for name in order:
-        layer: dict[tuple[int, ...], tuple[int, int]] = {}
-        for places, (ways, _) in layers[-1].items():
+        after: Counter[tuple[int, ...]] = Counter()
+        taken: dict[tuple[int, ...], int] = {}
+        for places, count in ways.items():
             for index, group in enumerate(groups):
                 at = places[index]
                 if at < len(group) and wrong.misfit(group[at], shapes[name]) is None:
-                    after = (*places[:index], at + 1, *places[index + 1 :])
-                    layer[after] = (min(2, ways + layer.get(after, (0, 0))[0]), index)
-        if len(layer) > _MOST_STATES:
+                    moved = (*places[:index], at + 1, *places[index + 1 :])
+                    after[moved] += count
+                    taken[moved] = index
+        if len(after) > _MOST_STATES:
             return 2, {}
-        layers.append(layer)
-    ways = sum(count for count, _ in layers[-1].values())
+        ways = after
+        steps.append(taken)
+    if list(ways.values()) != [1]:
+        return sum(ways.values()), {}
+    (places,) = ways
     found: dict[Param, str] = {}
-    if ways == 1:
-        places = next(iter(layers[-1]))
-        for layer, name in zip(reversed(layers), reversed(order)):
-            index = layer[places][1]
-            places = (*places[:index], places[index] - 1, *places[index + 1 :])
-            found[groups[index][places[index]]] = name
-    return ways, found
+    for taken, name in zip(reversed(steps), reversed(order)):
+        index = taken[places]
+        places = (*places[:index], places[index] - 1, *places[index + 1 :])
+        found[groups[index][places[index]]] = name
+    return 1, found

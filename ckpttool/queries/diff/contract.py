@@ -112,7 +112,7 @@ def _notes(old: Names, new: Names, entries: tuple[Entry, ...], model: ModelOpera
         yield f"the optimizer is {new.optimizer_class or 'not named'}, and was {old.optimizer_class or 'not named'}"
     if not model.is_definition or all(entry.status in HARMLESS for entry in entries):
         return
-    from ckpttool.tracing.trace import load_verdict
+    from ckpttool.tracing.loading import load_verdict
 
     try:
         ok = load_verdict(model.definition(), model_section(saved_by(old))).ok

@@ -10,9 +10,9 @@ from ckpttool.evaluate.compare import sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.table import MANIFEST
 from ckpttool.operands.checkpoint import split
+from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
-from ckpttool.queries.diff.shared import shared
 
 _UNREACHED = "a storage of no tensor that is understood"
 
@@ -33,7 +33,7 @@ def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None)
     if other == []:
         entries = [Entry("same", (place,), (place,)) for place in both]
     else:
-        values = shared(values, lambda asked: [compare_pair(have[place], want[place], asked) for place in both])
+        values = dealt(values, lambda asked: [compare_pair(have[place], want[place], asked) for place in both])
         entries = [compare_pair(have[place], want[place], values) for place in both]
     entries += [Entry("unexpected", (place,), (), "only left has it") for place in have if place not in want]
     entries += [Entry("missing", (), (place,), "only right has it") for place in want if place not in have]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
@@ -13,13 +13,14 @@ from ckpttool.naming.forms import read as read_keys
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import class_of, lacking
 from ckpttool.naming.optimizers.forms import read
-from ckpttool.naming.optimizers.ids import Owners, own_names, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, own_names, owners
 from ckpttool.naming.optimizers.moves import arranged, carry, identity
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered, renamed
 from ckpttool.queries.diff.optimizer import SavedOptimizer, said
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries
 from ckpttool.queries.diff.result import HARMLESS, Entry, Remedy
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple
     What has other groups than the one that is to load it was saved by another: its ids are in the model's order.
     """
     try:
-        found = owners(state, names, "left", saved.beside) if state.form == ID else resolve(state, names, "left")
+        found = owners(state, names, "left", saved.beside)
     except Refused as error:
         notes = [said(error)]
         if state.form != ID:

@@ -32,7 +32,7 @@ def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section, Sec
     """Sentences on what the comparison of the models left out: other state dicts, tensors that one side has."""
     notes = []
     for side, checkpoint, model, other in (("left", left, chosen[0], right), ("right", right, chosen[1], left)):
-        more = [s.path or "(root)" for s in checkpoint.sections if s.kind == "state_dict" and s.path != model.path]
+        more = [s.title for s in checkpoint.state_dicts if s.path != model.path]
         if more:
             notes.append(f"not compared: {some(more)} of {side} ({checkpoint.source}::{more[0]} is one)")
         alone = [key for key in _loose(checkpoint) if key not in _loose(other)]
