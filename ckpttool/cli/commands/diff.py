@@ -130,13 +130,17 @@ def _run_of(operands: list[str], model: object, base: str | None) -> str | list[
     return operands[0] if operands and is_dir(operands[0]) else None
 
 
+def _check_of_more(options: DiffOptions, of_two: bool, message: str) -> None:
+    """Raises `CkptError` where options are only for a diff of two; `of_two`: one of the command's own is."""
+    if of_two or options.optimizer is not None or options.says_what_fails:
+        raise CkptError(message, hint="leave --suggest, --update, --optimizer, --fail-on and --ignore out")
+
+
 def _steps(run: str | list[str], options: DiffOptions, of_two: bool) -> tuple[Steps, Callable[..., Document]]:
     """What each step changed, and what shows it. Raises `CkptError` where options do not go with it."""
     from ckpttool.report.documents.steps import document  # asked for by few
 
-    if of_two or options.optimizer is not None or options.says_what_fails:
-        hint = "leave --suggest, --update, --optimizer, --fail-on and --ignore out"
-        raise CkptError("these are the steps of a run, and no option of a diff of two goes with them", hint=hint)
+    _check_of_more(options, of_two, "these are the steps of a run, and no option of a diff of two goes with them")
     return comparing.steps_by(run, options), document
 
 
@@ -144,9 +148,7 @@ def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bo
     """The two that came from a base. Raises `CkptError` where there are not two, or options do not go with it."""
     if left is None or right is None or is_names_file(left) or is_names_file(right):
         raise CkptError("--base is what two checkpoints came from", hint="ckpttool diff LEFT RIGHT --base BASE")
-    if of_two or options.optimizer is not None or options.says_what_fails:
-        hint = "leave --suggest, --update, --optimizer, --fail-on and --ignore out"
-        raise CkptError("--base asks what two sides changed, and takes no option of a diff of two", hint=hint)
+    _check_of_more(options, of_two, "--base asks what two sides changed, and takes no option of a diff of two")
     return left, right
 
 
