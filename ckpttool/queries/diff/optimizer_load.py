@@ -19,7 +19,7 @@ from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered, renamed
 from ckpttool.queries.diff.optimizer import SavedOptimizer, said
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries
-from ckpttool.queries.diff.result import HARMLESS, Entry, Remedy
+from ckpttool.queries.diff.result import HARMLESS, Entry, Remedy, only_right
 from ckpttool.words import plural
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def compare_with_optimizer(
     needs, more = _needs(mine, target, verdict)
     entries = [
         *group_entries(mine, target.fresh_optimizer, _astray(state, target, known, verdict)),
-        *(Entry("missing", (), (key,), _LACKS) for key in needs if not _is_hyperparameter(key)),
+        *(only_right(key, _LACKS) for key in needs if not _is_hyperparameter(key)),
         *([] if state.form == ID else _stateless(mine, target)),
     ]
     # Loading takes the file's hyperparameters, whatever they are.
@@ -201,7 +201,7 @@ def _stateless(mine: OptimizerState, target: Parameters) -> list[Entry]:
     reason = "no state for a trainable parameter: set_optimizer_state_dict refuses that"
     trained = {name for group in target.groups for name in group}.intersection(target.trainable)
     without = [name for name in target.trainable if name in trained and name not in mine.state] if mine.state else []
-    return [Entry("missing", (), (f"{STATE}.{name}",), reason) for name in without]
+    return [only_right(f"{STATE}.{name}", reason) for name in without]
 
 
 def _grounds(state: OptimizerState, mine: OptimizerState, target: Parameters, known: Owners) -> list[str]:
