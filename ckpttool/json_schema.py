@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from ckpttool.dtypes import BY_NAME
 from ckpttool.errors import CkptError, Problem
+from ckpttool.values import dataclass
 
 _MOST = 100  # problems that are listed
 _PLAIN = re.compile(r"[A-Za-z_]\w*")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Union
 
 from ckpttool.checkpoint import TensorEntry
+from ckpttool.values import dataclass
 
 ID, FQN, FLAT = "id", "fqn", "flat"
 FORMS = (ID, FQN, FLAT)

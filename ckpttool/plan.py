@@ -6,7 +6,7 @@ A plan is checked against the index of its source before a byte is written, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -29,13 +29,13 @@ from ckpttool.json_schema import (
     one_of,
     record,
 )
-from ckpttool.many import value
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Output:
     """One entry of the result: `key` in `section` is the value of `source` (a `Ref` for a rename)."""
 

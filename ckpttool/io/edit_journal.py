@@ -13,7 +13,6 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.errors import CkptError
@@ -24,6 +23,7 @@ from ckpttool.io.patch import Patch
 from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.temporary import EDIT, PATIENCE, is_edit, staged_file
+from ckpttool.values import dataclass
 
 _SCHEMA = "ckpttool.edit/1"
 _AGAIN = "run it again; what a killed run began is undone by any command of the same user on that file"

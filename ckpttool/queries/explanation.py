@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
 from ckpttool.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.explain/1"
 

@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import and_, is_
 from typing import Any
@@ -20,6 +19,7 @@ from ckpttool.names import Hook
 from ckpttool.tracing.load_model import shown
 from ckpttool.tracing.recorder.identity import token
 from ckpttool.tracing.recorder.recorder import Recorder
+from ckpttool.values import dataclass
 
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
@@ -15,6 +14,7 @@ from ckpttool.io.edit_in_place import Written
 from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
 from ckpttool.optimizer_state import FORMS
 from ckpttool.plan import Plan
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.remap/1"
 

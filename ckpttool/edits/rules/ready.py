@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.rules/1"
 LIST = "list"  # in the place of a set's name, where no checkpoint is named

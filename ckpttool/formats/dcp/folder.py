@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,7 @@ from ckpttool.io.safe_path import safe_path
 from ckpttool.io.together.job import current
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 FORMAT = "dcp"
 

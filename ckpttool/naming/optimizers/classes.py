@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpttool.optimizer_state import GROUPS, PARAM_NAMES, STATE, OptimizerState, Param
+from ckpttool.values import dataclass
 
 Shape = tuple[int, ...]
 

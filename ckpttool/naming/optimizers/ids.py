@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from ckpttool.checkpoint import Section
@@ -19,6 +19,7 @@ from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import SavedOrder, saved_order
 from ckpttool.optimizer_state import ID, OptimizerState, Param
+from ckpttool.values import dataclass
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"

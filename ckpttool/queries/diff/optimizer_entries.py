@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import TensorEntry
@@ -12,6 +12,7 @@ from ckpttool.naming.optimizers.moves import different
 from ckpttool.optimizer_state import GROUPS, PARAMS, STATE, OptimizerState, Param
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import Entry
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
 from ckpttool.json_schema import COUNT, TEXT, TEXTS, Members, list_of, nullable, object_of, one_of, plain, record
-from ckpttool.many import value
 from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
@@ -68,7 +68,7 @@ def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_s
 from ckpttool.queries.diff.run import run
 from ckpttool.queries.diff.shared import shared
 from ckpttool.queries.diff.two import ask
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.since/1"
 By = Literal["left", "right", "both", "conflict"]
