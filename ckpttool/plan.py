@@ -124,9 +124,12 @@ class Plan:
 
     @property
     def reads(self) -> set[tuple[str, str]]:
-        """The section and the key of everything that it moves, computes with, or leaves out."""
+        """The section and the key of everything that it moves, computes with, or leaves out.
+
+        What is left out at the root may be a whole section, or be in none: that does not say what is a key there.
+        """
         moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
-        return moved | {(gone.section, gone.key) for gone in self.dropped}
+        return moved | {(gone.section, gone.key) for gone in self.dropped if gone.section}
 
     @property
     def by_code(self) -> list[tuple[ModelRun, list[str]]]:

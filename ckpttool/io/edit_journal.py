@@ -277,7 +277,9 @@ def _parse(data: bytes, place: Path) -> list[_Entry]:
         value = json.loads(line)
         for row in value["files"]:
             head, tail = rest[: row["head"]], rest[row["head"] : row["head"] + row["tail"]]
-            rest = rest[row["head"] + row["tail"] :]
+            if (len(head), len(tail)) != (row["head"], row["tail"]):
+                raise ValueError("it is cut off")
+            rest = rest[len(head) + len(tail) :]
             patch = Patch(**{field: int(row[field]) for field in _NUMBERS}, head=head, tail=tail)
             before, index, sample, content = map(bytes.fromhex, row["hashes"])
             entries.append(_Entry(row["name"], Change(patch, before, index), sample, content))

@@ -124,7 +124,7 @@ def _places(item: Item) -> list[Place]:
 def _check_apart(folder: str, metadata: Metadata) -> None:
     """Raises `CkptError` where two items have bytes in common and are not the same bytes."""
     places = {place: key for key, item in metadata.items.items() for place in _places(item)}
-    in_order = sorted(places, key=lambda place: (place.name, place.offset))
+    in_order = sorted(places, key=lambda place: (place.name, place.offset, place.length))
     problems = [
         Problem(f"its bytes in {one.name} are also those of {places[one]}", places[other])
         for one, other in pairwise(in_order)
