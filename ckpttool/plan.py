@@ -231,8 +231,6 @@ def _check_section(path: str, outputs: list[Output], dropped: list[str], source:
 
 
 def _collisions(outputs: list[Output]) -> list[Problem]:
-    if len({output.key for output in outputs}) == len(outputs):
-        return []
     writers: dict[str, list[Expression]] = {}
     for output in outputs:
         writers.setdefault(output.key, []).append(output.source)

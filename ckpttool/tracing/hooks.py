@@ -175,9 +175,7 @@ def _mark(value: Any) -> Any:
 
 def described(function: Any, module: str) -> Hook:
     """The code behind a hook: partials, bound methods, callable objects and torch's own wrapping looked through."""
-    seen = 0
-    while seen < 16:  # wrappers of wrappers; a cycle would be the user's joke
-        seen += 1
+    for _ in range(16):  # wrappers of wrappers; a cycle would be the user's joke
         if isinstance(function, functools.partial):
             function = function.func
         elif type(function).__name__ == "_WrappedHook" and hasattr(function, "hook"):

@@ -267,29 +267,32 @@ def _like_parameters(state: OptimizerState, shapes: Sequence[Shape | None]) -> s
 def _interleave(
     groups: Sequence[Sequence[Param]], order: Sequence[str], shapes: Mapping[str, Shape | None], wrong: _Shapes
 ) -> tuple[int, dict[Param, str]]:
-    """How many ways (0, 1, or 2 for more) there are to deal `order` out to the groups, and the way if there is one.
+    """How many ways (with very many, 2) there are to deal `order` out to the groups, and the way if there is one.
 
     Each group takes its parameters in the order of the model; a step gives the next parameter to one of the groups.
     """
-    start = tuple(0 for _ in groups)
-    layers: list[dict[tuple[int, ...], tuple[int, int]]] = [{start: (1, -1)}]  # places -> ways, the group that moved
+    ways = {tuple(0 for _ in groups): 1}  # places in the groups -> how many ways lead there
+    steps: list[dict[tuple[int, ...], int]] = []  # places -> the group that took the last parameter
     for name in order:
-        layer: dict[tuple[int, ...], tuple[int, int]] = {}
-        for places, (ways, _) in layers[-1].items():
+        after: Counter[tuple[int, ...]] = Counter()
+        taken: dict[tuple[int, ...], int] = {}
+        for places, count in ways.items():
             for index, group in enumerate(groups):
                 at = places[index]
                 if at < len(group) and wrong.misfit(group[at], shapes[name]) is None:
-                    after = (*places[:index], at + 1, *places[index + 1 :])
-                    layer[after] = (min(2, ways + layer.get(after, (0, 0))[0]), index)
-        if len(layer) > _MOST_STATES:
+                    moved = (*places[:index], at + 1, *places[index + 1 :])
+                    after[moved] += count
+                    taken[moved] = index
+        if len(after) > _MOST_STATES:
             return 2, {}
-        layers.append(layer)
-    ways = sum(count for count, _ in layers[-1].values())
+        ways = after
+        steps.append(taken)
+    if list(ways.values()) != [1]:
+        return sum(ways.values()), {}
+    (places,) = ways
     found: dict[Param, str] = {}
-    if ways == 1:
-        places = next(iter(layers[-1]))
-        for layer, name in zip(reversed(layers), reversed(order)):
-            index = layer[places][1]
-            places = (*places[:index], places[index] - 1, *places[index + 1 :])
-            found[groups[index][places[index]]] = name
-    return ways, found
+    for taken, name in zip(reversed(steps), reversed(order)):
+        index = taken[places]
+        places = (*places[:index], places[index] - 1, *places[index + 1 :])
+        found[groups[index][places[index]]] = name
+    return 1, found

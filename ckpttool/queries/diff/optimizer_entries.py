@@ -161,4 +161,4 @@ def _pair(key: str, left: Any, right: Any, values: Values | None) -> Entry:
             return Entry("dtype", *keys, "a tensor on one side, a Python value on the other")
         differing = different({"": left}, {"": right})
         return Entry("value", *keys, "another value") if differing else Entry("same", *keys)
-    return replace(compare_pair(left, right, values), left=keys[0], right=keys[1])
+    return replace(compare_pair(left, right, values), left=(key,), right=(key,))
