@@ -6,15 +6,15 @@ Every reader in `formats/` returns a `Checkpoint`, every writer takes one; nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.dtypes import itemsize
-from ckpttool.many import value
+from ckpttool.values import dataclass
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """`length` contiguous bytes of the file `path`, from byte `offset` on."""
 
@@ -47,7 +47,7 @@ class Lazy:
 Part = Union[bytes, memoryview, Span, Lazy]
 
 
-@value(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Storage:
     """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""
 
@@ -64,7 +64,7 @@ class Storage:
         return self.data.length
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One named tensor: its geometry and its storage.
 

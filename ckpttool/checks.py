@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +17,7 @@ from ckpttool.operands.names_file import is_names_file, read_names
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.values import dataclass
 from ckpttool.words import shell
 
 _CALLED = "a class or function that a pickle calls for when it is loaded"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Union
 
 from ckpttool.dtypes import BY_NAME
 from ckpttool.errors import CkptError, Problem
+from ckpttool.values import dataclass
 
 LEFT_OUT = object()  # in the place of the value of a member that is not written
 _MOST = 100  # problems that are listed

@@ -6,7 +6,7 @@ Needs no torch: a names file written where the model's code lives is read where 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -28,6 +28,7 @@ from ckpttool.json_schema import (
     one_of,
     record,
 )
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"

@@ -6,7 +6,7 @@ A plan is checked against the index of its source before a byte is written, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -30,13 +30,13 @@ from ckpttool.json_schema import (
     unless_empty,
 )
 from ckpttool.keys import dotted
-from ckpttool.many import value
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Output:
     """One entry of the result: `key` in `section` is the value of `source` (a `Ref` for a rename)."""
 
@@ -125,9 +125,12 @@ class Plan:
 
     @property
     def reads(self) -> set[tuple[str, str]]:
-        """The section and the key of everything that it moves, computes with, or leaves out."""
+        """The section and the key of everything that it moves, computes with, or leaves out.
+
+        What is left out at the root may be a whole section, or be in none: that does not say what is a key there.
+        """
         moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
-        return moved | {(gone.section, gone.key) for gone in self.dropped}
+        return moved | {(gone.section, gone.key) for gone in self.dropped if gone.section}
 
     @property
     def by_code(self) -> list[tuple[ModelRun, list[str]]]:
@@ -227,8 +230,6 @@ def _check_section(path: str, outputs: list[Output], dropped: list[str], source:
 
 
 def _collisions(outputs: list[Output]) -> list[Problem]:
-    if len({output.key for output in outputs}) == len(outputs):
-        return []
     writers: dict[str, list[Expression]] = {}
     for output in outputs:
         writers.setdefault(output.key, []).append(output.source)

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from signal import Signals
 from typing import Any
 
@@ -17,6 +16,7 @@ from ckpttool.io.interrupts import Ended
 from ckpttool.json_schema import ERROR
 from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
+from ckpttool.values import dataclass
 from ckpttool.words import number, shell, visible
 
 _OS_HINTS = {

@@ -6,7 +6,7 @@ What a command takes is written down once, in its signature; `parse` and `by_typ
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -14,6 +14,7 @@ from ckpttool.cli.streams import quiet
 from ckpttool.cli.summary import watched
 from ckpttool.limits import limited, raised
 from ckpttool.options import Argument, Option, option
+from ckpttool.values import dataclass
 
 Options = TypeVar("Options")
 

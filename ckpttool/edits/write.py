@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
@@ -27,6 +27,7 @@ from ckpttool.io.ranges import Digest, digest_on_disk, new_digest, same_data
 from ckpttool.io.together.job import Job, current, only_first
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
+from ckpttool.values import dataclass
 
 # What decides the values of an output, as JSON: ranks tell by it whether they mean the same.
 Decided = Callable[[], object]

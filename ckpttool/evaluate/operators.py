@@ -10,12 +10,12 @@ Needs no torch: a check is given tensors, and asks them what they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from math import isfinite
 from typing import Any
 
 from ckpttool.limits import limits
+from ckpttool.values import dataclass
 
 Arguments = Mapping[str, Any]  # by their names in torch's schema; what is left out is not there
 Check = Callable[[Arguments], "str | None"]  # what is wrong with them, or None

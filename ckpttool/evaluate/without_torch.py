@@ -85,7 +85,7 @@ def _narrow(entry: TensorEntry | None, dim: int, start: int, length: int) -> Ten
 
 
 def _slice(entry: TensorEntry | None, dim: int, start: int, end: int) -> TensorEntry | None:
-    if entry is None or not 0 <= dim < len(entry.shape) or start < 0 or end < start:
+    if entry is None or not 0 <= dim < len(entry.shape):
         return None
     length = entry.shape[dim]
     return _narrow(entry, dim, min(start, length), min(end, length) - min(start, length))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import check_assumed, filesystem, stat
 from ckpttool.io.sources import note_streamed
+from ckpttool.values import dataclass
 
 LEAST = 5 << 20  # bytes of any part but the last
 _SENT = 1 << 24  # bytes of a part that is sent; about two are in memory

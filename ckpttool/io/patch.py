@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
 
 from ckpttool.checkpoint import Span
 from ckpttool.io import kernel
 from ckpttool.io.pieces import Pieces
+from ckpttool.values import dataclass
 
 _MOST = 1 << 28  # bytes that a patch writes; a file of which more changes is written anew
 _SAMPLE = 4096  # bytes at each end of those that stay, by which a file is known

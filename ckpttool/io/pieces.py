@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 
 from ckpttool.checkpoint import Lazy, Span
+from ckpttool.values import dataclass
 
 
 @dataclass(slots=True, eq=False)

@@ -13,11 +13,11 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ckpttool.io.interrupts import uninterrupted
+from ckpttool.values import dataclass
 
 JOURNAL = "journal"  # in a staging folder: its files are being moved to their places, see `journal`
 PATIENCE = 60  # seconds; what a journal lists is done in far less

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckpttool.checkpoint import Span
@@ -20,6 +20,7 @@ from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
 from ckpttool.io.write_file import check_space, failing, fill
+from ckpttool.values import dataclass
 
 Contents = Mapping[str, Pieces | Link | Ready]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import layout_of, parts, raw
 from ckpttool.live.sharded import local_part, placed
 from ckpttool.tracing.recorder.identity import address, token
+from ckpttool.values import dataclass
 from ckpttool.words import first_line, plural
 
 

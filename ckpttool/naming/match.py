@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import combinations
 
 from ckpttool.errors import Problem
 from ckpttool.naming.call_variants import base_names
 from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import SEGMENTS, strip
+from ckpttool.values import dataclass
 
 _BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # PEFT's, which are not tried one by one
 _WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key that has a wrapper's segment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool import expression as ex
@@ -11,6 +10,7 @@ from ckpttool.errors import CkptError
 from ckpttool.json_schema import COUNT, SHAPE, TEXT, TEXTS, either, map_of, nullable, record
 from ckpttool.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import infer, is_lightning, segments
 from ckpttool.optimizer_state import FORMS, OptimizerState, Param
+from ckpttool.values import dataclass
 from ckpttool.words import plural, some
 
 

@@ -7,10 +7,11 @@ around them ASCII, so that the plain rendering can be read on any terminal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Union, get_args
 
 from ckpttool.errors import Problem
+from ckpttool.values import dataclass
 
 Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim"]
 Severity = Literal["error", "warning", "notice"]

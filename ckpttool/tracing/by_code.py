@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ckpttool.tracing.runtime import attempted, check_memory, dtype_name, failur
 from ckpttool.tracing.saving import fill
 from ckpttool.tracing.stored import stored
 from ckpttool.tracing.tried import same
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 _SEEDS = (0, 1)  # of the two instances

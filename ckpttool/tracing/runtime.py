@@ -9,7 +9,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from ckpttool.tracing.once import prints_once
 from ckpttool.tracing.recorder.identity import Token, token
 from ckpttool.tracing.recorder.meta_disguise import Questions, storages_told_apart
 from ckpttool.tracing.recorder.recorder import Recorder
+from ckpttool.values import dataclass
 
 T = TypeVar("T")
 _CHEAP = 64 << 20  # bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits import run as remap
@@ -16,6 +16,7 @@ from ckpttool.operands.printed import operand, outputs
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, Diff
 from ckpttool.queries.diff.run import run
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

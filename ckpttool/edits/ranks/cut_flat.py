@@ -7,7 +7,7 @@ and all else whole, as FSDP1 with ``use_orig_params=False`` saves it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Part, Section, TensorEntry
@@ -25,6 +25,7 @@ from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import owners
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 Units = Mapping[str, tuple[Slot, ...]]

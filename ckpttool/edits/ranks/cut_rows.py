@@ -7,7 +7,7 @@ has its parameter's shape is cut like it, as ``FSDP.optim_state_dict`` does; all
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,6 +23,7 @@ from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import owners
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import renamed
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 

@@ -6,7 +6,7 @@ Nothing is read but the index: each original tensor is a storage that lies in th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
@@ -26,6 +26,7 @@ from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.plan import Dropped
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 _UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Section, TensorEntry, in_row_major
@@ -22,6 +22,7 @@ from ckpttool.naming.adapters import Adapter, adapter_of, path_and_rest
 from ckpttool.naming.name_tables import NameTables, plain
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import saved_by
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 _HINT = (

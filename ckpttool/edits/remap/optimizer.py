@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -35,6 +35,7 @@ from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.operands.checkpoint import saved_state_dicts, split
 from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.plan import OptimizerMove
+from ckpttool.values import dataclass
 from ckpttool.words import plural, shell, some
 
 _MOST_DROPS = 20  # parameters that a hint names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ckpttool.errors import CkptError
@@ -16,6 +15,7 @@ from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.operands.checkpoint import split
 from ckpttool.optimizer_state import FORMS as KEYS
 from ckpttool.options import OptimizerOptions, OutputOptions, option
+from ckpttool.values import dataclass
 
 RANK = "{rank}"  # in OUT, for the number of the rank
 

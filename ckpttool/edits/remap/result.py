@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, 
 from ckpttool.keys import dotted
 from ckpttool.optimizer_state import FORMS
 from ckpttool.plan import PLAN, Plan
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

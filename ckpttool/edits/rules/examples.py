@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Section, TensorEntry, in_row_major
 from ckpttool.edits.rules.notation import Shown, shown, words
 from ckpttool.edits.rules.steps import Step, state_of
 from ckpttool.errors import Refused
+from ckpttool.values import dataclass
 
 _FIELDS = {"before", "after", "sizes"}
 

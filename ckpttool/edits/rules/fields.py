@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ckpttool.edits.rules.parts import Parts, listed, numbered
 from ckpttool.edits.rules.patterns import matches, parse
 from ckpttool.edits.rules.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 Fields = Mapping[str, Any]
 Kind = tuple[str, Callable[[Any], bool]]  # the words for what a value has to be, and whether it is that

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.errors import CkptError
 from ckpttool.json_schema import TEXT, TEXTS, list_of, record, row, titled
+from ckpttool.values import dataclass
 
 LIST = "list"  # in the place of a set's name, where no checkpoint is named
 _FOLDER = Path(__file__).parent / "sets"

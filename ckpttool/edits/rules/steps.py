@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Union
@@ -19,6 +19,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref, refs
 from ckpttool.limits import limits
 from ckpttool.plan import Dropped, Output, Plan, module_renames
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 State = dict[str, Value]

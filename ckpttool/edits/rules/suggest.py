@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple, Union
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
@@ -21,6 +20,7 @@ from ckpttool.errors import CkptError
 from ckpttool.expression import refs
 from ckpttool.naming.inference.values import Pair
 from ckpttool.queries.diff.elsewhere import Rotary
+from ckpttool.values import dataclass
 from ckpttool.words import plural, visible
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]

@@ -7,7 +7,7 @@ constants where that is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ckpttool import expression as ex
@@ -37,6 +37,7 @@ from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.model import ModelOperand
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
@@ -38,6 +38,7 @@ from ckpttool.io.safe_path import safe_path
 from ckpttool.io.together.job import current
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 FORMAT = "dcp"
 
@@ -122,7 +123,7 @@ def _places(item: Item) -> list[Place]:
 def _check_apart(folder: str, metadata: Metadata) -> None:
     """Raises `CkptError` where two items have bytes in common and are not the same bytes."""
     places = {place: key for key, item in metadata.items.items() for place in _places(item)}
-    in_order = sorted(places, key=lambda place: (place.name, place.offset))
+    in_order = sorted(places, key=lambda place: (place.name, place.offset, place.length))
     problems = [
         Problem(f"its bytes in {one.name} are also those of {places[one]}", places[other])
         for one, other in pairwise(in_order)

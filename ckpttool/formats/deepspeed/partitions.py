@@ -8,7 +8,6 @@ parameter into equal parts, the last one filled up, and lays a rank's parts end 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,6 +15,7 @@ from ckpttool.checkpoint import Part, TensorEntry, in_row_major
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, sequence, shape_of, zero_stage
+from ckpttool.values import dataclass
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ckpttool.io.pieces import Piece, Pieces
 from ckpttool.keys import dotted
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle

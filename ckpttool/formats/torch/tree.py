@@ -6,7 +6,7 @@ A place in the tree is a tuple of steps from the root.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Readings, Section, TensorEntry, Unreached
@@ -17,6 +17,7 @@ from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
 from ckpttool.many import many_objects
 from ckpttool.optimizer_state import looks_flat
+from ckpttool.values import dataclass
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
@@ -179,15 +180,15 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     pairs = pairs_of(node) or {}
     if metadata_of(node) is not None:
         return True
-    tensors = [value for value in pairs.values() if is_tensor(value)]
+    named = list(zip(names, pairs.values()))
+    tensors = {name: value for name, value in named if is_tensor(value)}
     if foreign or not tensors or _is_settings(pairs, len(tensors)):
         return False
-    if all(_is_random_state(entry_of("", value, tree.storages)) for value in tensors):
+    if all(_is_random_state(entry_of(name, value, tree.storages)) for name, value in tensors.items()):
         return False
-    named = list(zip(names, pairs.values()))
     inner = [name for name, value in named if not name.endswith("_extra_state") and _holds_tensors(tree, value)]
     # A module's own dict stands under the module's path, like the tensors beside it; a section has a name of one word.
-    return not inner or (all("." in name for name in inner) and any("." in name for name, v in named if is_tensor(v)))
+    return not inner or (all("." in name for name in inner) and any("." in name for name in tensors))
 
 
 _RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -15,6 +14,7 @@ from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, malformed
 from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
 from ckpttool.optimizer_state import kept
+from ckpttool.values import dataclass
 
 _HINT = "leave it out with --drop PATTERN"
 _ORDERED_DICT = Global("collections", "OrderedDict")

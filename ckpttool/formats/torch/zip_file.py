@@ -7,7 +7,6 @@ storages as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
@@ -25,6 +24,7 @@ from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Edited, Pieces
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 

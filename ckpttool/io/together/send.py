@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Span
@@ -24,6 +23,7 @@ from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem
 from ckpttool.io.together.job import Job
 from ckpttool.io.together.units import as_pieces, digest, is_text, parts, versions
+from ckpttool.values import dataclass
 
 _ENDING = ".ckpttool.job"
 _MOST, _COUNT = 1 << 28, 64  # bytes that a rank sends at a time, where they are many; shares of an output of few

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from ckpttool.checkpoint import Section
@@ -19,6 +19,7 @@ from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import SavedOrder, saved_order
 from ckpttool.optimizer_state import ID, OptimizerState, Param
+from ckpttool.values import dataclass
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"
@@ -261,29 +262,32 @@ def _like_parameters(state: OptimizerState, shapes: Sequence[Shape | None]) -> s
 def _interleave(
     groups: Sequence[Sequence[Param]], order: Sequence[str], shapes: Mapping[str, Shape | None], wrong: _Shapes
 ) -> tuple[int, dict[Param, str]]:
-    """How many ways (0, 1, or 2 for more) there are to deal `order` out to the groups, and the way if there is one.
+    """How many ways (with very many, 2) there are to deal `order` out to the groups, and the way if there is one.
 
     Each group takes its parameters in the order of the model; a step gives the next parameter to one of the groups.
     """
-    start = tuple(0 for _ in groups)
-    layers: list[dict[tuple[int, ...], tuple[int, int]]] = [{start: (1, -1)}]  # places -> ways, the group that moved
+    ways = {tuple(0 for _ in groups): 1}  # places in the groups -> how many ways lead there
+    steps: list[dict[tuple[int, ...], int]] = []  # places -> the group that took the last parameter
     for name in order:
-        layer: dict[tuple[int, ...], tuple[int, int]] = {}
-        for places, (ways, _) in layers[-1].items():
+        after: Counter[tuple[int, ...]] = Counter()
+        taken: dict[tuple[int, ...], int] = {}
+        for places, count in ways.items():
             for index, group in enumerate(groups):
                 at = places[index]
                 if at < len(group) and wrong.misfit(group[at], shapes[name]) is None:
-                    after = (*places[:index], at + 1, *places[index + 1 :])
-                    layer[after] = (min(2, ways + layer.get(after, (0, 0))[0]), index)
-        if len(layer) > _MOST_STATES:
+                    moved = (*places[:index], at + 1, *places[index + 1 :])
+                    after[moved] += count
+                    taken[moved] = index
+        if len(after) > _MOST_STATES:
             return 2, {}
-        layers.append(layer)
-    ways = sum(count for count, _ in layers[-1].values())
+        ways = after
+        steps.append(taken)
+    if list(ways.values()) != [1]:
+        return sum(ways.values()), {}
+    (places,) = ways
     found: dict[Param, str] = {}
-    if ways == 1:
-        places = next(iter(layers[-1]))
-        for layer, name in zip(reversed(layers), reversed(order)):
-            index = layer[places][1]
-            places = (*places[:index], places[index] - 1, *places[index + 1 :])
-            found[groups[index][places[index]]] = name
-    return ways, found
+    for taken, name in zip(reversed(steps), reversed(order)):
+        index = taken[places]
+        places = (*places[:index], places[index] - 1, *places[index + 1 :])
+        found[groups[index][places[index]]] = name
+    return 1, found

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.expression import Op, Special
 from ckpttool.keys import dotted
 from ckpttool.naming.wrappers.table import SEGMENTS, strip
+from ckpttool.values import dataclass
 
 AMBIGUOUS = frozenset({"module"})  # users call their own modules so: believed at the root only, for all keys at once
 COUNTER = "n_averaged"  # AveragedModel's buffer beside the module it wraps

@@ -7,7 +7,8 @@ evidence of a whole file does; a user's own module may be called ``module`` or `
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ without a word: it gives state to parameters by position, whatever names the fil
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -21,6 +21,7 @@ from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered, r
 from ckpttool.queries.diff.keys import Values
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries, tensors_of
 from ckpttool.queries.diff.result import HARMLESS, Entry, Outlines
+from ckpttool.values import dataclass
 from ckpttool.words import plural, shell
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import TensorEntry
@@ -12,6 +12,7 @@ from ckpttool.naming.optimizers.moves import different
 from ckpttool.optimizer_state import GROUPS, PARAMS, STATE, OptimizerState, Param
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import Entry, only_left, only_right
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,4 +155,4 @@ def _pair(key: str, left: Any, right: Any, values: Values | None) -> Entry:
             return Entry("dtype", *keys, "a tensor on one side, a Python value on the other")
         differing = different({"": left}, {"": right})
         return Entry("value", *keys, "another value") if differing else Entry("same", *keys)
-    return replace(compare_pair(left, right, values), left=keys[0], right=keys[1])
+    return replace(compare_pair(left, right, values), left=(key,), right=(key,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
@@ -20,6 +20,7 @@ from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, Optim
 from ckpttool.queries.diff.optimizer import SavedOptimizer, said
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries
 from ckpttool.queries.diff.result import HARMLESS, Entry, Remedy, only_right
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
@@ -28,9 +28,9 @@ from ckpttool.json_schema import (
     row,
     unless_empty,
 )
-from ckpttool.many import value
 from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
+from ckpttool.values import dataclass
 
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 # The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
@@ -84,7 +84,7 @@ def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
 

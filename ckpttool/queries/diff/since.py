@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_sides
 from ckpttool.queries.diff.run import run
 from ckpttool.queries.diff.two import ask
+from ckpttool.values import dataclass
 
 By = Literal["left", "right", "both", "conflict"]
 Keys = tuple[str, ...]

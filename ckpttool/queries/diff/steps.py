@@ -7,7 +7,7 @@ Each step is compared with the one before that can be read, section by section: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -23,6 +23,7 @@ from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, STATUSES, Entry, with_sides
 from ckpttool.queries.diff.run import run
+from ckpttool.values import dataclass
 
 # What an entry of a diff of this step (its left) and the one before (its right) is called, where not by its status.
 CHANGES = {"unexpected": "added", "missing": "dropped"}

@@ -5,7 +5,6 @@ so that `grep` finds whole keys. On a terminal, `terminal.py` sets the same bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.report.document import (
@@ -21,6 +20,7 @@ from ckpttool.report.document import (
     cell,
     cells,
 )
+from ckpttool.values import dataclass
 from ckpttool.words import visible
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
