@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ckpttool.errors import CkptError
 from ckpttool.io import journal
 from ckpttool.io.journal import NEW, OLD, Journal
 from ckpttool.io.temporary import JOURNAL
@@ -104,7 +105,7 @@ def test_what_fails_on_the_way_is_taken_back(staging: Path, after: Callable[...,
 
 def test_where_not_even_going_back_is_possible_the_journal_stays(staging: Path, after: Callable[..., None]) -> None:
     after(3, OSError(5, "Input/output error"), fails=2)
-    with pytest.raises(journal.CkptError, match="half replaced, which cannot be finished now: Input/output error"):
+    with pytest.raises(CkptError, match="half replaced, which cannot be finished now: Input/output error"):
         journal.carry_out(staging, staging.parent / "folder", LIST, fsync=False)
     found = journal.parse((staging / JOURNAL).read_bytes(), "journal", staging)
     assert found == LIST

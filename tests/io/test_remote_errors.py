@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import time
 from typing import Any
 
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
 from ckpttool.errors import CkptError
-from ckpttool.io.remote import errors
 from ckpttool.io.remote.errors import CameShort, SendsTooMuch, answered, is_failure, is_passing, patiently
 
 
@@ -66,7 +66,7 @@ def test_what_may_be_answered_a_moment_later_is_asked_again(error: Exception, pa
 @pytest.mark.parametrize("times", [0, 1, 4, 5])
 def test_it_is_asked_so_often_and_no_more(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(errors.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     left = [times]
 
     def ask() -> str:
@@ -86,7 +86,7 @@ def test_it_is_asked_so_often_and_no_more(monkeypatch: pytest.MonkeyPatch, times
 
 def test_what_does_not_pass_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(errors.time, "sleep", lambda seconds: asked.append(0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: asked.append(0))
 
     def ask() -> None:
         asked.append(1)
