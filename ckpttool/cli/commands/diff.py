@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.api import comparing, reading
-from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
+from ckpttool.cli.output import All, Report, write_text
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of, is_dir
 from ckpttool.operands.checkpoint import split
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from ckpttool.report.document import Document
 
 
-@with_options(DiffOptions)
 def command(
     options: DiffOptions,
+    report: Report,
     operands: Annotated[
         list[str] | None, Argument("[LEFT RIGHT | CKPT | RUN]", "Checkpoints, or the folder of a run.")
     ] = None,
@@ -43,9 +42,6 @@ def command(
     ] = None,
     exit_zero: Annotated[bool, option("--exit-zero", help="Status 0 also where they differ; errors stay 2.")] = False,
     all: All = False,
-    force: Force = False,
-    format: Format = "text",
-    report: Reports = None,
 ) -> int:
     """What differs, why, and the command that mends it.
 
@@ -67,9 +63,9 @@ def command(
     """
     named = operands or []
     read = [path for operand in filter(None, (*named, base)) for path in files_of(split(operand)[0])]
-    check_texts(report or (), read, force=force)
+    report.check(read)
     result, document = _asked(options, named, base, suggest, update)
-    emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
+    report.emit(lambda: document(result, all=all), result.to_json)
     return 0 if result.passes or exit_zero or update else 1
 
 
