@@ -75,7 +75,7 @@ def _parameters(options: Any) -> list[Parameter]:
     hints, made = get_type_hints(options, include_extras=True), []
     for field in fields(options):
         kind, mark = get_args(hints[field.name])
-        annotation = Annotated[_plain(kind), mark]
+        annotation: Any = Annotated[_plain(kind), mark]
         made.append(
             Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=annotation)
         )

@@ -201,12 +201,7 @@ _EXPONENT = plain("an integer", lambda value: type(value) is int, {"type": "inte
 _ENTRY = record(
     Entry,
     {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT},
-    {
-        "hook": HOOK,
-        "detail": TEXT,
-        "spread": list_of(row({"exponent": _EXPONENT, "elements": COUNT})),
-        "ignored": TEXT,
-    },
+    {"hook": HOOK, "detail": TEXT, "spread": list_of(row({"exponent": _EXPONENT, "elements": COUNT})), "ignored": TEXT},
 )
 _PAIR = record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(unless_empty(one_of("left", "right")))})
 _COUNTS = object_of({}, dict.fromkeys(STATUSES, COUNT))
