@@ -98,3 +98,37 @@ def test_versions_are_loaded_as_they_were_saved() -> None:
     names = trace(of_object(Versioned))
     assert names.roundtrips
     assert {one.fqn: one.source for one in names.load} == {"weight": Ref("weight"), "bias": Ref("bias")}
+
+
+class Checking(nn.Linear):
+    """Saved twice as large, once its weight was looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        nn.init.ones_(self.weight)
+
+    def is_fine(self) -> bool:
+        return bool(self.weight.isfinite().all())
+
+    def _save_to_state_dict(self, state: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        if not self.is_fine():
+            raise ValueError("no weight to save")
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * 2
+
+
+class Sealed(Checking):
+    """It takes no other weight than its own."""
+
+    def is_fine(self) -> bool:
+        return bool((self.weight == 1).all())
+
+
+@pytest.mark.parametrize(("build", "told"), [(Checking, True), (Sealed, False)])
+def test_a_check_on_values_is_no_part_of_them(build: type[nn.Module], told: bool) -> None:
+    """Where others pass it; where none do, nobody knows what would become of them."""
+    (source,) = (key.source for key in trace(of_object(build)).serialized if key.key == "weight")
+    assert source is not None
+    assert is_opaque(source) != told
+    weight = torch.randn(2, 2)
+    assert not told or torch.equal(evaluate(source, {"weight": weight}.__getitem__), weight * 2)

@@ -123,6 +123,10 @@ def test_a_file_does_not_take_the_place_of_a_module_that_is_loaded(source) -> No
     assert load(f"{source(path.read_text(), 'my-model.py')}:build").build().weight.shape == (1, 1)
 
 
+def test_what_fails_while_it_is_imported_is_no_matter_of_meta(source) -> None:
+    assert fails(f"{source('raise RuntimeError(1)')}:build").hint == "fix it there: the same happens in plain Python"
+
+
 def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None:
     path = source("print('importing')\ndef build():\n    print('building')\n    return nn.Linear(1, 1)")
     load(f"{path}:build").build()

@@ -14,6 +14,8 @@ from torch import nn
 from ckpttool import expression as ex
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.names import Names
+from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.trace import trace
 from files import run_measured
 from hook_zoo import ZOO
 from zoo import assert_same, randomized, runtime_values, traced, zoo_model
@@ -215,3 +217,27 @@ def small():
     (_, torch_alone), (keys, peak) = traced_alone("small"), traced_alone("build")
     assert keys == 80 * 7 + 1
     assert peak < torch_alone + (200 << 20)
+
+
+def test_a_model_that_builds_on_meta_alone_with_an_extra_state() -> None:
+    """Whether that holds what is saved nowhere else cannot be tried."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if torch.empty(0).device.type != "meta":
+                raise RuntimeError("no room for it")
+            self.weight, self.hidden = nn.Parameter(torch.empty(2)), nn.Parameter(torch.empty(2))
+            self.register_state_dict_post_hook(hide)
+
+        def get_extra_state(self) -> bytes:
+            return b""
+
+        def set_extra_state(self, state: bytes) -> None:
+            """Nothing to set."""
+
+    def hide(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
+        del state[f"{prefix}hidden"]
+
+    names = trace(of_object(Large))
+    assert ([key.key for key in names.serialized], names.not_serialized) == (["weight"], ("hidden",))

@@ -218,3 +218,14 @@ def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
 def test_what_is_no_question(steady: list[str], run: Run, line: list[str]) -> None:
     Path("empty").mkdir()
     assert run("diff", *line).status == 2
+
+
+def test_a_section_of_another_kind(tmp_path: Path, run: Run) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number, more in enumerate((model.state_dict(), optimizer.state_dict())):
+        torch.save({"model": model.state_dict(), "more": more}, tmp_path / f"step-{number}.pt")
+    done = run("diff", tmp_path, "--format", "json")
+    (change,) = done.data["steps"][1]["changes"]
+    assert (done.status, change["section"], change["status"]) == (1, "more", "section")
+    assert (change["before"], change["after"]) == (["state_dict"], ["optimizer"])

@@ -181,3 +181,11 @@ def test_memory_that_took_a_value_that_does_not_exist_cannot_be_read() -> None:
     assert recorder.blind
     values = {"weight": torch.randn(2, 3)}
     assert torch.equal(evaluate(recorder.value(whole), values.__getitem__)[1:3], values["weight"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_place_in_memory_takes_no_two_values(device: str) -> None:
+    """As torch has it for tensors with values."""
+    row = torch.zeros(3, device=device)
+    with Recorder(), pytest.raises(RuntimeError, match="single memory location"):
+        row.expand(2, 3).add_(1)
