@@ -46,6 +46,14 @@ def concatenated(parts: Sequence[Part]) -> Storage:
     return Storage(Lazy(sum(map(_nbytes, parts)), lambda: parts, memory=memory))
 
 
+def in_own_storage(entry: TensorEntry) -> TensorEntry:
+    """The same values in a storage of their own: torch.load would tie what shares one, and ``step += 1`` add up."""
+    if entry.storage is None:
+        return entry
+    whole = row_major(entry)
+    return replace(whole, storage=concatenated([window(whole, 0, whole.numel)]), offset=0, payload=None)
+
+
 def _nbytes(part: Part) -> int:
     return part.length if isinstance(part, (Span, Lazy)) else len(part)
 
