@@ -45,7 +45,8 @@ class ByModel:
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` where the keys are not this model's."""
-        counters = [key for key in _counters(draft.section) if key not in self.tables.serialized_names]
+        keys = [entry.key for entry in draft.section.tensors]
+        counters = [key for key in chain.counters(keys) if key not in self.tables.serialized_names]
         tensors = tuple(entry for entry in draft.section.tensors if entry.key not in counters)
         section = replace(draft.section, tensors=tensors)
         reading = read(self.tables, section, None if self.source_form is None else self.source_form.names)
@@ -187,10 +188,6 @@ def _by_code(
 
 def _with_runner(runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None) -> Mapping[str, Runner]:
     return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
-
-
-def _counters(section: Section) -> list[str]:
-    return chain.counters([entry.key for entry in section.tensors])
 
 
 def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:
