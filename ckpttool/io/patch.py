@@ -55,15 +55,18 @@ def of_pieces(pieces: Pieces, path: str, before: int) -> Patch | None:
     """The patch by which the file at `path`, of `before` bytes, becomes the pieces; None where that takes a copy."""
     kept = [(at, piece.data) for at, piece in enumerate(pieces) if not isinstance(piece.data, bytes)]
     if not kept:  # a small file, an index: all of it is other bytes
-        return Patch(before, 0, 0, 0, b"", b"".join(piece.data for piece in pieces if isinstance(piece.data, bytes)))
+        return Patch(before, 0, 0, 0, b"", _literal(pieces))
     if len(kept) != 1 or not isinstance(span := kept[0][1], Span) or os.path.realpath(span.path) != path:
         return None
     at = kept[0][0]
-    head = b"".join(piece.data for piece in pieces[:at] if isinstance(piece.data, bytes))
-    tail = b"".join(piece.data for piece in pieces[at + 1 :] if isinstance(piece.data, bytes))
+    head, tail = _literal(pieces[:at]), _literal(pieces[at:])
     found = Patch(before, span.offset, span.length, len(head) - span.offset, head, tail)
     moved = found.shift and (tail or span.offset + span.length != before)
     return None if moved or found.nbytes > _MOST else found
+
+
+def _literal(pieces: Pieces) -> bytes:
+    return b"".join(piece.data for piece in pieces if isinstance(piece.data, bytes))
 
 
 def inverse(descriptor: int, patch: Patch) -> Patch:

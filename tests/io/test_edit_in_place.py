@@ -23,13 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.checkpoint import Lazy, Span
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import edit_in_place, edit_journal, kernel, patch, temporary
 from ckpttool.io.journal import Journal
-from ckpttool.io.pieces import Piece
 from command import Run
 from places import DATA
 
@@ -130,17 +128,6 @@ def test_what_is_written_anew_all_the_same(source: Path, run: Run, make: Callabl
     assert words in str(way(run, source, "a.{x} => z.{x}")["reason"])
     assert "z.w" in load_file(source)
     assert not Path("other").exists() or Path("other").read_bytes() == old
-
-
-def test_a_patch_keeps_one_span_of_the_file_itself(source: Path) -> None:
-    """All else takes a copy: bytes of another file, computed ones, ones in another order."""
-    place, other = str(source.resolve()), str(source.resolve().with_name("other"))
-    own = Span(place, 100, 400)
-    for kept in ([Span(other, 100, 400)], [Lazy(400, lambda: [bytes(400)])], [own, own]):
-        assert patch.of_pieces([Piece(b"head"), *map(Piece, kept)], place, 500) is None
-    found = patch.of_pieces([Piece(b"head"), Piece(own)], place, 500)
-    assert found is not None
-    assert (found.start, found.length, found.shift, found.head, found.after) == (100, 400, -96, b"head", 404)
 
 
 def test_a_link_is_followed(source: Path, run: Run) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.checkpoint import Span
+from ckpttool.checkpoint import Lazy, Span
 from ckpttool.io import kernel, patch
 from ckpttool.io.patch import Patch
 from ckpttool.io.pieces import Piece
@@ -77,6 +77,36 @@ def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
         assert path.read_bytes() == wanted
         patch.apply(descriptor, back, fsync=False)
         assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(("size", "now"), [(300, b"other"), (3, b"other bytes"), (5, b""), (0, b"first")])
+def test_a_file_of_which_nothing_stays_is_written_whole(tmp_path: Path, size: int, now: bytes) -> None:
+    content = os.urandom(size)
+    found = patch.of_pieces([Piece(now[:2]), Piece(now[2:])], str(tmp_path / "file"), size)
+    assert found is not None
+    with opened(tmp_path / "file", content) as descriptor:
+        back, sample = patch.inverse(descriptor, found), patch.sample_of(descriptor, found.start, found.length)
+        patch.apply(descriptor, found, fsync=False)
+        assert (tmp_path / "file").read_bytes() == now
+        assert patch.fits(descriptor, back, sample)
+        patch.apply(descriptor, back, fsync=False)
+        assert (tmp_path / "file").read_bytes() == content
+
+
+def test_a_patch_keeps_one_span_of_the_file_itself(tmp_path: Path) -> None:
+    """All else takes a copy: bytes of another file, computed ones, ones in another order; and more than so many."""
+    place, other = str(tmp_path.resolve() / "file"), str(tmp_path.resolve() / "other")
+    own = Span(place, 100, 400)
+    computed = Lazy(400, lambda: [bytes(400)])
+    kinds: list[list[Span | Lazy]] = [[Span(other, 100, 400)], [computed], [own, own], [own, computed]]
+    for kept in kinds:
+        assert patch.of_pieces([Piece(b"head"), *(Piece(one) for one in kept)], place, 500) is None
+    found = patch.of_pieces([Piece(b"head"), Piece(own)], place, 500)
+    assert found is not None
+    assert (found.start, found.length, found.shift, found.head, found.after) == (100, 400, -96, b"head", 404)
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").touch()
+    assert patch.of_pieces([Piece(b"head"), Piece(Span(str(tmp_path / "link"), 100, 400))], place, 500) == found
 
 
 class Died(Exception):

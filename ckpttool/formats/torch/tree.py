@@ -45,6 +45,8 @@ class Tree:
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    state_dicts: set[int] = field(default_factory=set)  # ids of the nodes of sections
+    again_left: int = 100_000  # entries of state dicts that stand at further places, in all
     listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
     of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
@@ -88,8 +90,10 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     if is_tensor(node):
         _add_loose(tree, ".".join(path), node, steps)
         return True
-    if len(steps) > _MAX_DEPTH or id(node) in tree.seen or not isinstance(node, (dict, list, tuple, Call)):
+    if len(steps) > _MAX_DEPTH or not isinstance(node, (dict, list, tuple, Call)):
         return False
+    if id(node) in tree.seen:
+        return _add_again(tree, node, path, steps, foreign)
     tree.seen.add(id(node))
     add = _recognised(tree, node, ".".join(path), foreign)
     if add is not None:
@@ -226,6 +230,22 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
     modules = metadata_of(node)
     section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
     tree.places[name] = Place(section, steps, node)
+    tree.state_dicts.add(id(node))
+
+
+def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+    """A state dict that stands at a further place is a section there too; False for all else, which is in the first."""
+    if id(node) not in tree.state_dicts or (foreign and metadata_of(node) is None):
+        return False
+    left = tree.again_left
+    tree.again_left -= len(pairs_of(node) or ())
+    if tree.again_left < 0:
+        if left >= 0:
+            note = f"from {'.'.join(path)} on, state dicts that stand at several places are looked at in one of them"
+            tree.notes.append(note)
+        return False
+    _add_state_dict(tree, node, path, steps)
+    return True
 
 
 def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...], seen: set[int]) -> None:

@@ -34,6 +34,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
         raise Refused("sections cannot be added to this file", hint="write them to a new file", problems=unknown)
     _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}
+    made: dict[int, Any] = {}
     for path, place in tree.places.items():
         section = now.get(path)
         if section is None:
@@ -42,7 +43,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             edits[place.steps] = node_of(section.mapping, nodes.of)
         elif section is not place.section:
             change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
-            edits.update(change(section, place, nodes))
+            edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
     edits.update((steps, _REMOVE) for path, steps in tree.others.items() if path not in kept)
     return _edited(root, edits) if edits else root
@@ -195,6 +196,20 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
     if not same_modules:
         made.state = _state_with(made.state, section.modules, nodes)
     return {place.steps: made}
+
+
+def _shared(edits: dict[Steps, Any], place: Place, made: dict[int, Any]) -> dict[Steps, Any]:
+    """The edits; a state dict that stands at several places stays one where it becomes the same at all of them.
+
+    `made` is what each has become at the first, by the id of its node.
+    """
+    node = edits.get(place.steps)
+    if node is None:
+        return edits
+    first = made.setdefault(id(place.node), node)
+    was, now = pairs_of(first) or {}, pairs_of(node) or {}
+    alike = list(was) == list(now) and all(was[key] is now[key] for key in now)
+    return {place.steps: first} if alike and _same_modules(metadata_of(node), metadata_of(first)) else edits
 
 
 def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | None) -> bool:

@@ -352,6 +352,41 @@ def test_shared_storages_stay_shared(tmp_path: Path) -> None:
             assert sum("/data/" in name for name in archive.namelist()) == 2
 
 
+def test_a_state_dict_at_two_places_is_a_section_at_each(tmp_path: Path, run: Run) -> None:
+    """It stays one as long as it is the same at both, and there and back gives the same bytes."""
+    shared = torch.nn.Linear(2, 3).state_dict()
+    path = saved(tmp_path, {"model": shared, "best": shared, "list": [shared, {"w": torch.ones(1)}], "epoch": 3})
+    checkpoint = read(path)
+    assert [section.path for section in checkpoint.sections] == ["model", "best", "list.0", "list.1"]
+    assert checkpoint.others == ("epoch",)
+    there, back = tmp_path / "there.pt", tmp_path / "back.pt"
+    assert (
+        run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model,best,list.0", "-o", there, "--verify")[0] == 0
+    )
+    found = load(str(there))
+    assert found["model"] is found["best"] is found["list"][0]
+    assert list(found["best"]) == ["a.weight", "a.bias"]
+    assert run("remap", there, "--rule", "a.{x} => {x}", "--sections", "model,best,list.0", "-o", back)[0] == 0
+    assert back.read_bytes() == Path(path).read_bytes()
+    assert (
+        run("remap", path, "--rule", "{x} => b.{x}", "--sections", "best", "--force", "-o", there, "--verify")[0] == 0
+    )
+    found = load(str(there))
+    assert [list(found[name]) for name in ("model", "best")] == [["weight", "bias"], ["b.weight", "b.bias"]]
+    assert run("remap", path, "--drop", "best", "--force", "-o", there, "--verify")[0] == 0
+    assert list(load(str(there))) == ["model", "list", "epoch"]
+
+
+def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_path: Path) -> None:
+    shared = {f"k{number}": torch.ones(1) for number in range(100)}
+    checkpoint = read(saved(tmp_path, {"list": [shared] * 2000}))
+    assert [section.path for section in checkpoint.sections] == [f"list.{number}" for number in range(1001)]
+    assert len(checkpoint.others) == 999
+    assert checkpoint.notes == (
+        "from list.1001 on, state dicts that stand at several places are looked at in one of them",
+    )
+
+
 def test_metadata_follows(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, training()))
     section = checkpoint.section("model")
