@@ -4,7 +4,6 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from shlex import quote
 
@@ -15,6 +14,8 @@ from ckpttool.formats.form_mark import write_form
 from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.table import FORMATS, Format
 from ckpttool.keys import dotted
+
+_WRITTEN_BY = "format"  # in ``__metadata__``: whose tensors these are, as in ``pt``
 
 
 def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
@@ -93,13 +94,11 @@ def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
         return checkpoint
     (section,) = checkpoint.sections
     have = {entry.key: entry for entry in section.tensors}
-    again = [replace(have[first], key=key) for key, first in _recorded_aliases(checkpoint, have).items()]
-    metadata = {name: value for name, value in checkpoint.metadata.items() if value not in have or name in have}
+    names = {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
+    names.pop(_WRITTEN_BY, None)
+    again = [replace(have[first], key=key) for key, first in names.items()]
+    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in names}
     return replace(checkpoint, sections=(replace(section, tensors=(*section.tensors, *again)),), metadata=metadata)
-
-
-def _recorded_aliases(checkpoint: Checkpoint, have: Collection[str]) -> dict[str, str]:
-    return {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
 
 
 def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
