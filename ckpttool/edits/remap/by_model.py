@@ -46,11 +46,13 @@ class ByModel:
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` where the keys are not this model's."""
-        keys = [entry.key for entry in draft.section.tensors]
-        counters = [key for key in chain.counters(keys) if key not in self.tables.serialized_names]
-        tensors = tuple(entry for entry in draft.section.tensors if entry.key not in counters)
-        section = replace(draft.section, tensors=tensors)
-        reading = read(self.tables, section, None if self.source_form is None else self.source_form.names)
+        form = None if self.source_form is None else self.source_form.names
+        section, reading = draft.section, read(self.tables, draft.section, form)
+        counted = chain.counters([entry.key for entry in section.tensors])
+        counters = [key for key in counted if key in reading.match.unmatched]
+        if counters:
+            section = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+            reading = read(self.tables, section, form)
         plan = self._move(section, reading).plan
         return replace(
             draft,
