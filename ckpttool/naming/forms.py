@@ -193,13 +193,19 @@ def _to_serialized(tables: NameTables, made: _Made) -> None:
         elif own is not None and own in made.keys:
             made.outputs.append(Output(made.section, key, Ref(made.keys[own])))
             used.add(own)
-        elif own is None or tables.first[own] not in held:  # else it is there under another name of the same tensor
+        elif not _is_there(own, tables, made):
             used.update(_computed(key, source, held, made))
     made.keep(tables.names.extra_state)
     for name in made.keys:
         if name in tables.first and name not in used:
             twin = held[tables.first[name]]
             made.drop(name, "the model's state_dict() leaves it out", twin if twin in used else None)
+
+
+def _is_there(own: str | None, tables: NameTables, made: _Made) -> bool:
+    """Whether the tensor stands under another name that has a key of its own."""
+    keys = () if own is None else tables.keys_of[tables.first[own]]
+    return any(tables.fqn_of.get(key) in made.keys for key in keys)
 
 
 def _computed(key: str, source: Expression, held: Mapping[str, str], made: _Made) -> list[str]:

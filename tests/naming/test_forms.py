@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpttool.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.expression import Ref
-from ckpttool.names import RUNTIME, SERIALIZED
+from ckpttool.names import RUNTIME, SERIALIZED, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.forms import move, read
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.operands.model import ModelOperand
@@ -78,3 +78,21 @@ def test_a_key_that_is_only_saved_is_dropped_where_it_can_be_made_again() -> Non
     assert [(problem.problem, problem.key) for problem in lost.problems] == [
         ("the model writes this key and does not read it back", "sum")
     ]
+
+
+def test_a_second_name_that_is_left_out_is_known_as_a_copy() -> None:
+    """What it holds would be lost where it is another value; who carries the plan out compares the two."""
+    runtime = (
+        RuntimeTensor(fqn, fqn, "parameter", True, True, "float32", (2,), "v" if fqn == "v2" else None)
+        for fqn in ("w", "v", "v2", "unsaved")
+    )
+    keys = (SerializedKey(key, "float32", (2,), Ref(key), None) for key in ("w", "v"))
+    names = NameTables(Names("n", "2", tuple(runtime), tuple(keys), (), ("unsaved",)))
+    whole = section("w", "v", "v2", "unsaved", form=RUNTIME)
+    done = move(names, whole, read(names, whole), SERIALIZED)
+    assert [(one.key, one.source) for one in done.plan.outputs] == [("w", Ref("w")), ("v", Ref("v"))]
+    assert ([drop.key for drop in done.plan.dropped], done.copies) == (["v2", "unsaved"], (("v2", "v"),))
+    second = section("w", "v2", form=RUNTIME)
+    done = move(names, second, read(names, second), SERIALIZED)
+    assert [(one.key, one.source) for one in done.plan.outputs] == [("w", Ref("w")), ("v", Ref("v2"))]
+    assert (done.plan.dropped, done.copies, done.problems) == ((), (), ())

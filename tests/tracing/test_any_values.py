@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ckpttool.evaluate.interpret import evaluate
-from ckpttool.expression import Expression, is_opaque, refs
+from ckpttool.expression import Expression, Ref, is_opaque, refs
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.saving import filled
 from ckpttool.tracing.trace import trace
@@ -57,3 +58,43 @@ def test_a_load_that_differs_each_time_is_opaque(build: Callable[[], nn.Module])
     names = trace(of_object(build))
     source = next(loaded.source for loaded in names.load if loaded.fqn == "layers.0.weight")
     assert is_opaque(source)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_truth_is_tried_both_ways(flag: bool) -> None:
+    class Flagged(nn.Linear):
+        """Saved twice as large where its flag says so."""
+
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("flag", torch.tensor(flag))
+
+        def _save_to_state_dict(self, state: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(state, prefix, keep_vars)
+            if self.flag.item():
+                state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * 2
+
+    sources = {key.key: key.source for key in trace(of_object(Flagged)).serialized}
+    assert sources["weight"] is not None
+    assert is_opaque(sources["weight"])
+    assert "weight" in refs(sources["weight"])
+    assert sources["bias"] == Ref("bias")
+
+
+def test_versions_are_loaded_as_they_were_saved() -> None:
+    class Versioned(nn.Linear):
+        """What older versions saved is transposed when it is loaded."""
+
+        _version = 2
+
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+
+        def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *more: Any) -> None:
+            if metadata.get("version", 1) < 2:
+                state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+            super()._load_from_state_dict(state, prefix, metadata, *more)
+
+    names = trace(of_object(Versioned))
+    assert names.roundtrips
+    assert {one.fqn: one.source for one in names.load} == {"weight": Ref("weight"), "bias": Ref("bias")}

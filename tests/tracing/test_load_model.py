@@ -113,6 +113,16 @@ def test_a_factory_that_hands_out_one_object_gives_copies(source) -> None:
     assert not hasattr(model.build(), "added")
 
 
+def test_a_file_does_not_take_the_place_of_a_module_that_is_loaded(source) -> None:
+    """Nor is a name wanted that an import could have."""
+    import random
+
+    path = source("def build():\n    return nn.Linear(1, 1)", "random.py")
+    assert load(f"{path}:build").build().weight.shape == (1, 1)
+    assert sys.modules["random"] is random
+    assert load(f"{source(path.read_text(), 'my-model.py')}:build").build().weight.shape == (1, 1)
+
+
 def test_prints_go_to_stderr(source, capsys: pytest.CaptureFixture[str]) -> None:
     path = source("print('importing')\ndef build():\n    print('building')\n    return nn.Linear(1, 1)")
     load(f"{path}:build").build()

@@ -193,7 +193,7 @@ def test_values_tell_what_names_do_not(data: st.DataObject) -> None:
 
 def test_values_say_in_which_order_the_parts_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A fused tensor that holds value, query and key in this order; the words alone would take them for q, k, v."""
-    parts = {f"layers.0.{name}_proj.weight": torch.rand(4, 4) for name in "qkv"}
+    parts = {f"layers.0.{name}_proj.weight": torch.rand(rows, 3) for name, rows in zip("qkv", (4, 2, 2))}
     torch.save(parts, tmp_path / "left.pt")
     whole = torch.cat([parts[f"layers.0.{name}_proj.weight"] for name in "vqk"])
     torch.save({"layers.0.qkv.weight": whole}, tmp_path / "right.pt")

@@ -13,7 +13,7 @@ import torch
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Op, Ref, is_opaque
-from ckpttool.tracing.recorder.recorder import Recorder
+from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 Tensors = list[torch.Tensor]
@@ -161,3 +161,23 @@ def test_what_is_filled_piece_by_piece_is_made_of_the_pieces() -> None:
             assert same_bits(evaluate(told, values.__getitem__), made), seed
             in_a_row = whole.is_contiguous() and len(places) > 1 and 1 in (len(rows), len(columns))
             assert not in_a_row or (isinstance(told, Op) and told.op == "aten.cat.default"), (seed, told)
+
+
+def test_memory_that_took_a_value_that_does_not_exist_cannot_be_read() -> None:
+    """What is written is known all the same; until something else is written there, its bytes mean nothing."""
+    weight = torch.empty(2, 3, device="meta")
+    recorder = Recorder()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        made, whole = torch.zeros(2, 3), torch.zeros(4, 3)
+        assert made.sum().item() == 0
+        made.copy_(weight)
+        whole[1:3].add_(weight)
+        for tensor in (made, whole, whole[0]):
+            with pytest.raises((NeedsValues, RuntimeError)):
+                tensor.sum().item()
+        assert recorder.value(made) == Ref("weight")
+        assert torch.zeros(2).sum().item() == 0
+    assert recorder.blind
+    values = {"weight": torch.randn(2, 3)}
+    assert torch.equal(evaluate(recorder.value(whole), values.__getitem__)[1:3], values["weight"])

@@ -1,0 +1,79 @@
+"""`foo@1.w` is `foo.w` where a model or the bytes say so, and only then: of outputs and entries made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpttool.checkpoint import Lazy, Section, Storage, TensorEntry
+from ckpttool.expression import Op, Ref
+from ckpttool.naming.call_variants import aliases, base_names, collapse, expand, settle, split
+from ckpttool.plan import Output
+
+
+def section(**values: int) -> Section:
+    """Tensors of one element; ``f_1`` stands for ``f@1``."""
+
+    def entry(name: str, value: int) -> TensorEntry:
+        key = f"{name.replace('_', '@')}.w"
+        return TensorEntry(key, "uint8", (1,), (1,), 0, Storage(Lazy(1, lambda: [bytes([value])])))
+
+    return Section("model", "state_dict", tuple(entry(name, value) for name, value in values.items()))
+
+
+def output(key: str, source: str | Op | None = None) -> Output:
+    return Output("model", key, source if isinstance(source, Op) else Ref(source or key))
+
+
+@pytest.mark.parametrize(
+    ("segment", "parts"),
+    [
+        *(("f@2", ("f", 2)), ("f", ("f", 0)), ("f@0", ("f@0", 0))),
+        ("f@1@2", ("f@1", 2)),
+        ("@1", ("@1", 0)),
+        ("f@x", ("f@x", 0)),
+    ],
+)
+def test_a_segments_base_and_number(segment: str, parts: tuple[str, int]) -> None:
+    assert split(segment) == parts
+
+
+def test_every_name_that_it_may_be_a_variant_of() -> None:
+    assert list(base_names("a@1.b@2.w")) == ["a.b.w", "a.b@2.w", "a@1.b.w"]
+    assert list(base_names("a.w@1")) == []  # the tensor itself is called so
+    assert len(list(base_names(".".join(["f@1"] * 20 + ["w"])))) == 2**8 - 1
+
+
+def test_which_keys_are_one_tensor() -> None:
+    """By the bytes of their base."""
+    assert aliases(section(f=1, f_1=1, f_2=2, g_1=1)) == {"f@1.w": "f.w"}
+
+
+def test_keys_that_are_variants_are_dropped_or_a_problem() -> None:
+    dropped, problems = settle({"f@1.w": "f.w", "f@2.w": "f.w"}, {"f.w": "f.w"}, section(f=1, f_1=1, f_2=2))
+    assert [(one.section, one.key, one.reason) for one in dropped] == [("model", "f@1.w", "a call variant of f.w")]
+    assert [str(problem) for problem in problems] == ["a call variant of f.w with another value @ f@2.w"]
+
+
+def test_outputs_without_the_variants_of_others() -> None:
+    have, first = section(f=1, f_1=1, f_2=2, g=1), {"f.w": "f.w", "f@1.w": "f.w", "f@2.w": "f.w", "g@1.w": "g@1.w"}
+    outputs = [output(key) for key in ("f@1.w", "f.w", "f@2.w", "g.w")]
+    kept, dropped, problems = collapse(outputs, first, have)
+    assert [one.key for one in kept] == ["f.w", "g.w"]
+    assert [one.key for one in dropped] == ["f@1.w"]
+    assert [str(problem) for problem in problems] == ["a call variant of f.w with another value @ f@2.w"]
+    again = [output("f.w"), output("f@1.w", "f.w"), output("g.w"), output("g@1.w")]
+    kept, dropped, problems = collapse(again, first, section(f=1, g=1, g_1=1))
+    assert [one.key for one in kept] == ["f.w", "g.w", "g@1.w"]  # the model has another tensor at `g@1.w`
+    assert (dropped, problems) == ([], [])  # nothing of the file is left out
+    computed = Op("aten.neg.default", (Ref("f.w"),))
+    for source, fits in ((computed, True), (Op("aten.neg.default", (Ref("g.w"),)), False)):
+        kept, _, problems = collapse([output("f.w", computed), output("f@1.w", source)], first, have)
+        assert ([one.key for one in kept], not problems) == (["f.w"], fits)
+
+
+def test_every_variant_of_the_model_is_put_beside_its_base() -> None:
+    first = {"f@1.w": "f.w", "f.w": "f.w", "f@2.w": "f.w", "g@1.w": "g@1.w", "h@1.w": "h.w"}
+    made = expand([output("f.w", "x"), output("g.w"), output("f@2.w", "y")], first)
+    assert [(one.key, one.source) for one in made] == [
+        *(("f.w", Ref("x")), ("f@1.w", Ref("x")), ("g.w", Ref("g.w")), ("f@2.w", Ref("y"))),
+    ]
