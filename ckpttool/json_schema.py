@@ -257,9 +257,7 @@ COUNT = plain(
 )
 SHAPE = list_of(COUNT)
 DTYPE = plain(
-    "a dtype that ckpttool knows",
-    lambda value: isinstance(value, str) and value in BY_NAME,
-    {"enum": sorted(BY_NAME)},
+    "a dtype that ckpttool knows", lambda value: isinstance(value, str) and value in BY_NAME, {"enum": sorted(BY_NAME)}
 )
 OBJECT = replace(plain("an object", lambda value: isinstance(value, dict), {"type": "object"}), read=dict, write=dict)
 PROBLEM = record(Problem, {"problem": TEXT, "key": TEXT})

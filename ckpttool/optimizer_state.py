@@ -61,6 +61,11 @@ class OptimizerState:
         return tuple(param for group in self.groups for param in group.params)
 
     @property
+    def nonempty_groups(self) -> list[ParamGroup]:
+        """The groups that hold parameters."""
+        return [group for group in self.groups if group.params]
+
+    @property
     def is_stateless(self) -> bool:
         """Whether no parameter has any state, as after no step, or of SGD without momentum: nothing can be mixed up."""
         return all(value is None for own in self.state.values() for value in own.values())

@@ -27,7 +27,7 @@ WITH_TORCH = (
 
 MOST_LINES = {"function": 45, "module": 400}
 LONGER = {  # what may be longer, and why
-    "ckpttool.formats.containers.pickle_tree.opcodes": "one table, a row for each opcode of pickle",
+    "ckpttool.formats.containers.pickle_tree.opcodes": "one table, a row for each opcode of pickle"
 }
 
 

@@ -46,12 +46,7 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     operand cannot be read or OUT not be written; then nothing is.
     """
     writer = Writer(
-        split(source.source)[0],
-        options.force,
-        options.in_place,
-        not options.no_fsync,
-        options.verify,
-        options.link,
+        split(source.source)[0], options.force, options.in_place, not options.no_fsync, options.verify, options.link
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)

@@ -49,10 +49,11 @@ def same_values(
         return _same_digest(left, right)
     if _meaning(left) != _meaning(right):
         return False
+    if left.storage is None or right.storage is None:
+        known = left.payload is not None and left.payload is right.payload
+        return known or _same_content(left.payload, right.payload) or _is_empty(left, right)
     if left.identity == right.identity:
         return True
-    if left.storage is None or right.storage is None:
-        return _same_content(left.payload, right.payload) or _is_empty(left, right)
     mine, yours = _in_order(left), _in_order(right)
     if mine is not None and yours is not None:
         return same_data(mine, yours)
@@ -122,10 +123,9 @@ def _is_empty(left: TensorEntry, right: TensorEntry) -> bool:
 
 def _in_order(entry: TensorEntry) -> Span | Lazy | None:
     """The tensor's elements in row-major order, or None where they have to be gathered."""
-    if entry.span is not None or entry.storage is None:
-        return entry.span
+    assert entry.storage is not None
     whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
-    return entry.storage.data if whole else None
+    return entry.span or (entry.storage.data if whole else None)
 
 
 def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> Difference | None:
@@ -162,7 +162,7 @@ def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
     if entry.storage is None:
         content = b"" if _is_empty(entry, entry) else _content(entry.payload)
         return entry.dtype, entry.shape, entry.layout, content
-    return entry.dtype, entry.shape, entry.layout, digest(entry)
+    return entry.dtype, entry.shape, entry.layout, _meaning(entry), digest(entry)
 
 
 def content_of_storage(storage: Storage) -> bytes:

@@ -33,19 +33,7 @@ from ckpttool.formats.containers import json_text
 from ckpttool.formats.torch.tensors import kind
 from ckpttool.io import files, paths
 from ckpttool.io.together.deal import Question, answers
-from ckpttool.json_schema import (
-    COUNT,
-    DTYPE,
-    SHAPE,
-    TEXT,
-    TEXTS,
-    check,
-    list_of,
-    nullable,
-    object_of,
-    one_of,
-    plain,
-)
+from ckpttool.json_schema import COUNT, DTYPE, SHAPE, TEXT, TEXTS, check, list_of, nullable, object_of, one_of, plain
 
 _TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:ckpttool:manifest:1"

@@ -42,9 +42,7 @@ class New:
 
 
 def stage(
-    tensors: Mapping[str, torch.Tensor],
-    sources: Mapping[str, Expression],
-    state: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Expression], state: Mapping[str, Any]
 ) -> list[New]:
     """A new value for every tensor object, of its dtype and shape and on its device.
 

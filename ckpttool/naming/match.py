@@ -132,8 +132,8 @@ def _by_evidence(key: str, paths: Collection[str], known: Mapping[str, str]) -> 
 
 def _common_prefix(keys: Sequence[str], known: Mapping[str, str]) -> str:
     """A first segment that every key has and no name begins with: an attribute that holds the whole model."""
-    heads = {key.split(".", 1)[0] for key in keys}
-    if len(heads) != 1 or any(name.split(".", 1)[0] in heads for name in known):
+    heads = {key.partition(".")[0] for key in keys}
+    if len(heads) != 1 or any(name.partition(".")[0] in heads for name in known):
         return ""
     return heads.pop()
 

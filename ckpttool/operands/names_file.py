@@ -5,15 +5,7 @@ from __future__ import annotations
 import os
 from math import prod
 
-from ckpttool.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Lazy,
-    Section,
-    Storage,
-    TensorEntry,
-    in_row_major,
-)
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, in_row_major
 from ckpttool.dtypes import itemsize
 from ckpttool.formats.containers import json_text
 from ckpttool.names import SCHEMA, Names

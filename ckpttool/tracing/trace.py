@@ -17,14 +17,7 @@ from ckpttool.tracing.load_model import CannotBuild, LoadedModel
 from ckpttool.tracing.loading import Verdict, loaded
 from ckpttool.tracing.meta_twin import beside_real
 from ckpttool.tracing.roundtrip import problems, settled
-from ckpttool.tracing.runtime import (
-    check_memory,
-    copied_state,
-    is_cheap,
-    metadata_of,
-    nbytes,
-    on_meta_or_real,
-)
+from ckpttool.tracing.runtime import check_memory, copied_state, is_cheap, metadata_of, nbytes, on_meta_or_real
 from ckpttool.tracing.saving import Saved, run_once, save, without_constants
 from ckpttool.tracing.tried import brought_back, tried
 

@@ -120,10 +120,7 @@ def test_metadata_is_changed_like_names(source: Path, metadata: dict[str, str]) 
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (lambda path: os.link(path, "other"), "second name"),
-        (lambda path: path.chmod(0o440), "read-only"),
-    ],
+    [(lambda path: os.link(path, "other"), "second name"), (lambda path: path.chmod(0o440), "read-only")],
 )
 def test_what_is_written_anew_all_the_same(source: Path, run: Run, make: Callable[[Path], object], words: str) -> None:
     make(source)

@@ -24,7 +24,7 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import owners
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
+from ckpttool.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered
 from ckpttool.values import dataclass
 from ckpttool.words import plural
 
@@ -132,8 +132,8 @@ def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: FlatCut, rank: int) 
 
 
 def _optimizer(section: Section, ranks: FlatCut) -> list[Section]:
-    state, where = forms.read(section), section.title
-    state = renamed(state, owners(state, ranks.names, where).names)
+    where = section.title
+    state = owners(forms.read(section), ranks.names, where).state
     canonical = Parameters(ranks.names).canonical
     owner = {canonical[slot.fqns[0]]: unit for unit, own in ranks.units.items() for slot in own}
     problems: list[Problem] = []

@@ -22,7 +22,6 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.ids import owners
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.optimizer_state import renamed
 from ckpttool.values import dataclass
 from ckpttool.words import plural
 
@@ -60,8 +59,7 @@ class RowCut:
 
     def optimizer(self, section: Section) -> list[Section]:
         """The optimizer's section on each rank, its parameters under their names."""
-        state = forms.read(section)
-        state = renamed(state, owners(state, self.names, section.title).names)
+        state = owners(forms.read(section), self.names, section.title).state
         shapes = Parameters(self.names).shapes
         cut = {
             param: {name: self._value(value, shapes[str(param)]) for name, value in own.items()}

@@ -166,7 +166,7 @@ def _of_slices(state: OptimizerState, names: Names, where: str, problems: list[P
 
 def _owners(state: OptimizerState, names: Names, where: str) -> Owners:
     """Whose slices they are: of ids in several groups that nobody names, by how many elements all ranks hold."""
-    groups = [group for group in state.groups if group.params]
+    groups = state.nonempty_groups
     if state.form != ID or all(group.param_names for group in groups) or names.optimizer or len(groups) < 2:
         bare = replace(state, state={})  # the shapes of slices are not the parameters'
         return owners(bare, names, where).settled(where)

@@ -152,7 +152,7 @@ def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> boo
         return bool(wanted.rules) or wanted.form is not None
     if wanted.ruled is not None and not wanted.ruled.keeps_places:
         return True
-    return bool(wanted.rules) and all(group.param_names for group in state.groups if group.params)
+    return bool(wanted.rules) and all(group.param_names for group in state.nonempty_groups)
 
 
 def _named(
@@ -164,8 +164,8 @@ def _named(
         found = _owners(state, wanted, where)
         if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
             found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
-        known = found.settled(where).names
-        return renamed(state, known), found, _refs(known)
+        known = found.settled(where)
+        return known.state, known, _refs(known.names)
     called = {param: str(param) for param in state.params}
     if names is not None:
         sources = from_serialized(names, state.params)
@@ -232,8 +232,8 @@ def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, le
     """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
     target = wanted.to_names or wanted.names
     if wanted.to_names is not None:
-        own = Owners({param: str(param) for param in moved.params}, "names")
-        check(own, moved, wanted.to_names).settled(where)
+        own = Owners(moved, {param: str(param) for param in moved.params}, "names")
+        check(own, wanted.to_names).settled(where)
     if target is None:
         return
     lacks = Counter(

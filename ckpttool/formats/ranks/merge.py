@@ -9,17 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, TypeVar
 
-from ckpttool.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Lazy,
-    Part,
-    Section,
-    Span,
-    Storage,
-    TensorEntry,
-    in_row_major,
-)
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Part, Section, Span, Storage, TensorEntry, in_row_major
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.boxes import Box, assembled

@@ -155,7 +155,7 @@ def same_option(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        return left.identity == right.identity or same_values(left, right)
+        return same_values(left, right)
     if isinstance(left, (TensorEntry, ExtraEntry)) or isinstance(right, (TensorEntry, ExtraEntry)):
         return False
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):

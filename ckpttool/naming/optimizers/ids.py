@@ -18,7 +18,7 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import SavedOrder, saved_order
-from ckpttool.optimizer_state import ID, OptimizerState, Param
+from ckpttool.optimizer_state import ID, OptimizerState, Param, renamed
 from ckpttool.values import dataclass
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
@@ -42,17 +42,23 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Whose state each parameter of a saved optimizer holds: one canonical name for each.
+    """Whose state each parameter of an optimizer holds: its state as it was `saved`, and a canonical name for each.
 
     `evidence` is what says so: the file's own ``param_names`` or ``names`` in its keys, the model's ``optimizer``, or
     its ``model.parameters()`` order. Who is not named in the file is known by position only: then `assumed`, unless the
     order of the model's keys in the file bears it out. With a `doubt` they are no answer.
     """
 
+    saved: OptimizerState
     names: Mapping[Param, str]
     evidence: str
     assumed: bool = False
     doubt: Doubt | None = None
+
+    @property
+    def state(self) -> OptimizerState:
+        """The state with its parameters under their names."""
+        return renamed(self.saved, self.names)
 
     def rests_on(self, where: str) -> str:
         """On what an answer rests where the file does not name the parameters."""
@@ -77,16 +83,16 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
     """
     listed, evidence = _in_file(state)
     if listed is not None and names is None:
-        return Owners(_distinct(listed, where), evidence)
+        return Owners(state, _distinct(listed, where), evidence)
     if listed is not None and names is not None:
-        found = check(Owners(_of_model(listed, names, where), evidence), state, names)
+        found = check(Owners(state, _of_model(listed, names, where), evidence), names)
         return found if state.form == ID else found.settled(where)
     if names is None:
         raise Refused(
             f"{where}: nothing says which parameters the ids are",
             hint="pass --model MODEL (and --optimizer O where it does not take model.parameters() in their order)",
         )
-    return _by_saved_order(check(_by_position(state, names, where, beside), state, names), state, names, beside)
+    return _by_saved_order(check(_by_position(state, names, where, beside), names), names, beside)
 
 
 def _in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
@@ -97,10 +103,10 @@ def _in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
     return (listed if 0 < len(listed) == len(state.params) else None), "param_names"
 
 
-def check(found: Owners, state: OptimizerState, names: Names) -> Owners:
+def check(found: Owners, names: Names) -> Owners:
     """`found`, with a doubt where the shapes in the state speak against it."""
     shapes = Parameters(names).shapes
-    wrong = _Shapes(state, list(shapes.values()))
+    wrong = _Shapes(found.saved, list(shapes.values()))
     problems = []
     for param, name in found.names.items():
         reason = wrong.misfit(param, shapes[name])
@@ -125,13 +131,13 @@ def _by_position(state: OptimizerState, names: Names, where: str, beside: Sequen
         raise Refused(f"{error.message}; {doubt.message}", hint=doubt.hint, problems=problems) from error
 
 
-def _by_saved_order(found: Owners, state: OptimizerState, names: Names, beside: Sequence[Section]) -> Owners:
+def _by_saved_order(found: Owners, names: Names, beside: Sequence[Section]) -> Owners:
     """`found` by position: borne out by the order of the model's keys in the file, doubted, or assumed."""
     order = saved_order(beside, names, set(found.names.values()))
     if order is None or not order.differing:
         return replace(found, assumed=order is None)
     # Several groups are a doubt also where each keeps its order: one cut by position (parameters[:3]) has others then.
-    if state.is_stateless and len([group for group in state.groups if group.params]) == 1:
+    if found.saved.is_stateless and len(found.saved.nonempty_groups) == 1:
         return found
     return replace(found, doubt=_of_another_order(names, order))
 
@@ -152,7 +158,7 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
     """
     if _in_file(state)[0] is not None:
         return owners(state, None, "the optimizer")
-    if len([group for group in state.groups if group.params]) != 1:
+    if len(state.nonempty_groups) != 1:
         return None
     for section in beside:
         aliases = section.aliases()
@@ -161,7 +167,8 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
         pairs = list(zip(state.params, entries))
         if len(entries) == len(state.params) and not any(wrong.misfit(param, entry.shape) for param, entry in pairs):
             names = {param: entry.key for param, entry in pairs}
-            return Owners(names, f"the keys of {section.path or 'the model'} in the same file, in their order", True)
+            evidence = f"the keys of {section.path or 'the model'} in the same file, in their order"
+            return Owners(state, names, evidence, assumed=True)
     return None
 
 
@@ -205,7 +212,7 @@ def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> 
             ],
         )
     names = {p: n for group, own in zip(state.groups, parameters.groups) for p, n in zip(group.params, own)}
-    return Owners(names, "optimizer")
+    return Owners(state, names, "optimizer")
 
 
 def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owners:
@@ -219,9 +226,9 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owne
         )
     order = candidates[0]
     wrong = _Shapes(state, [parameters.shapes[name] for name in order])
-    if len([group for group in state.groups if group.params]) < 2:
+    if len(state.nonempty_groups) < 2:
         names = dict(zip(state.params, order))
-        return Owners(names, "model.parameters() order")
+        return Owners(state, names, "model.parameters() order")
     ways, found = _interleave([group.params for group in state.groups], order, parameters.shapes, wrong)
     if ways != 1:
         raise Refused(
@@ -229,7 +236,7 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owne
             + ("its shapes fit no order of the model's parameters" if ways == 0 else "its ids cannot be told apart"),
             hint=_SETTLE,
         )
-    return Owners(found, "model.parameters() order within each group, the only one that the shapes allow")
+    return Owners(state, found, "model.parameters() order within each group, the only one that the shapes allow")
 
 
 class _Shapes:

@@ -24,10 +24,7 @@ from ckpttool.optimizer_state import ID
 from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, loads
-from ckpttool.queries.diff.optimizer import (
-    SavedOptimizer,
-    optimizer_section,
-)
+from ckpttool.queries.diff.optimizer import SavedOptimizer, optimizer_section
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, names_outlines, outlines
 from ckpttool.words import plural, shell
@@ -192,8 +189,7 @@ def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
         return CkptError(f"{checkpoint.source} holds several optimizers: {several}", hint=hint)
     words = shell("ckpttool", "diff", *model.words, checkpoint.source)
     return CkptError(
-        f"{checkpoint.source} holds no optimizer: one that resumes from it starts afresh",
-        hint=f"its model: {words}",
+        f"{checkpoint.source} holds no optimizer: one that resumes from it starts afresh", hint=f"its model: {words}"
     )
 
 

@@ -17,7 +17,7 @@ from ckpttool.naming.optimizers.forms import read
 from ckpttool.naming.optimizers.ids import Owners, owners
 from ckpttool.naming.optimizers.saved_order import same_key_order
 from ckpttool.operands.checkpoint import saved_state_dicts
-from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered, renamed
+from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered
 from ckpttool.queries.diff.keys import Values
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries, tensors_of
 from ckpttool.queries.diff.result import HARMLESS, Entry, Outlines
@@ -142,7 +142,7 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
         return _Side(state, state, None)
     if found.assumed:
         notes.append(found.rests_on(side))
-    return _Side(renamed(state, found.names), state, found)
+    return _Side(found.state, state, found)
 
 
 def is_named(saved: SavedOptimizer) -> bool:

@@ -37,6 +37,8 @@ HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 TIED = "tied: the model has it under several names, kept under one of them (as save_pretrained saves it)"
 # The reason of a difference in shape where it is not the sizes that differ.
 KIND = "another kind of tensor"
+# The reason of what only its bytes tell apart.
+NOT_UNDERSTOOD = "a storage of no tensor that is understood"
 STATUSES = (
     *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),
@@ -104,6 +106,19 @@ class Entry:
         """The reason, and by which hook."""
         hook = self.hook
         return self.reason if hook is None else f"{self.reason}: {hook.function} ({hook.file}:{hook.line})"
+
+
+ONLY_LEFT, ONLY_RIGHT = "only left has it", "only right has it"
+
+
+def only_left(key: str, reason: str = ONLY_LEFT, hook: Hook | None = None, detail: str | None = None) -> Entry:
+    """The finding that the right has nothing under the left's key."""
+    return Entry("unexpected", (key,), (), reason, hook, detail)
+
+
+def only_right(key: str, reason: str = ONLY_RIGHT, hook: Hook | None = None, detail: str | None = None) -> Entry:
+    """The finding that the left has nothing under the right's key."""
+    return Entry("missing", (), (key,), reason, hook, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +201,7 @@ _EXPONENT = plain("an integer", lambda value: type(value) is int, {"type": "inte
 _ENTRY = record(
     Entry,
     {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT},
-    {
-        "hook": HOOK,
-        "detail": TEXT,
-        "spread": list_of(row({"exponent": _EXPONENT, "elements": COUNT})),
-        "ignored": TEXT,
-    },
+    {"hook": HOOK, "detail": TEXT, "spread": list_of(row({"exponent": _EXPONENT, "elements": COUNT})), "ignored": TEXT},
 )
 _PAIR = record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(unless_empty(one_of("left", "right")))})
 _COUNTS = object_of({}, dict.fromkeys(STATUSES, COUNT))

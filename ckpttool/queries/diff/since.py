@@ -167,10 +167,7 @@ def _of_three(text: str) -> str:
 
 
 def _collisions(
-    ours: dict[Keys, Change],
-    added: dict[Keys, Change],
-    others: dict[Keys, Change],
-    more: dict[Keys, Change],
+    ours: dict[Keys, Change], added: dict[Keys, Change], others: dict[Keys, Change], more: dict[Keys, Change]
 ) -> Iterator[Point]:
     """One key that the two sides gave to different tensors: renamed from others of the base, or new."""
     mine, theirs = (_given(*pair) for pair in ((ours, added), (others, more)))

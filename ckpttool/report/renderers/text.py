@@ -7,19 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpttool.report.document import (
-    KINDS,
-    Block,
-    Cell,
-    Commands,
-    Document,
-    Facts,
-    Note,
-    Problems,
-    Table,
-    cell,
-    cells,
-)
+from ckpttool.report.document import KINDS, Block, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
 from ckpttool.values import dataclass
 from ckpttool.words import visible
 

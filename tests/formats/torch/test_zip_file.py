@@ -542,10 +542,7 @@ def test_a_fresh_file_of_several_sections(tmp_path: Path) -> None:
     now = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, sections)), weights_only=True)
     assert same(
         {key: dict(value) for key, value in now.items()},
-        {
-            "model": {"w": torch.ones(2), "version": {"a": [1, "b"]}},
-            "ema": {"v": torch.zeros(3)},
-        },
+        {"model": {"w": torch.ones(2), "version": {"a": [1, "b"]}}, "ema": {"v": torch.zeros(3)}},
     )
 
 

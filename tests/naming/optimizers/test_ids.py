@@ -83,10 +83,7 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
         ({"state": {}, "param_groups": [{"lr": 1}]}, "has no list of ids or names @ param_groups.0.params"),
         ({"state": {}, "param_groups": [3]}, "has no list of ids or names @ param_groups.0.params"),
         ({"state": {}, "param_groups": [{"params": [[0]]}]}, "has no list of ids or names @ param_groups.0.params"),
-        (
-            {"state": {}, "param_groups": [{"params": [0, "a"]}]},
-            "some params are ids and some names @ param_groups",
-        ),
+        ({"state": {}, "param_groups": [{"params": [0, "a"]}]}, "some params are ids and some names @ param_groups"),
         ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "stands in more than one place of the param groups @ 0"),
         ({"state": {3: {}}, "param_groups": [{"params": [0]}]}, "no param group has this parameter @ state.3"),
         ({"state": {0: 3}, "param_groups": [{"params": [0]}]}, "is no dict @ state.0"),

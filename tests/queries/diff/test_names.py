@@ -113,12 +113,7 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
     "a wrapper's names": (
         section(*(f"module.{key}" for key in WHOLE[:-2]), "module.version", ExtraEntry("module._extra_state")),
         [
-            (
-                "renamed",
-                f"module.{key}",
-                key,
-                IN_DDP,
-            )
+            ("renamed", f"module.{key}", key, IN_DDP)
             for key in ("w", "twin", "v", "b.w", "qk", "version", "_extra_state")
         ],
     ),
@@ -126,12 +121,7 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
         section("module.b.zin.w", "module.w", "twin", "v", "qk", "version", ExtraEntry("_extra_state")),
         [
             ("extra_state", "_extra_state", "_extra_state", "extra state"),
-            (
-                "renamed",
-                "module.w",
-                "w",
-                IN_DDP,
-            ),
+            ("renamed", "module.w", "w", IN_DDP),
             (
                 "renamed",
                 "module.b.zin.w",

@@ -168,8 +168,7 @@ def test_ids_on_both_sides_are_ids_where_one_has_no_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "named"),
-    [(ids([0]), False), (ids([0], names="a"), True), (optimizer("a"), True), (ids([]), True)],
+    ("state", "named"), [(ids([0]), False), (ids([0], names="a"), True), (optimizer("a"), True), (ids([]), True)]
 )
 def test_whether_a_file_says_whose_state_it_is(state: OptimizerState, named: bool) -> None:
     assert is_named(saved(state)) == named
