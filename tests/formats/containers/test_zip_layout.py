@@ -75,6 +75,9 @@ def test_kept_records_move_as_torch_would_have_put_them(tmp_path: Path) -> None:
         layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + 33)), *archive.records[1:]]),
         tmp_path / "longer.pt",
     )
+    again = layout_archive(None, [NewRecord(name, data) for name, data in contents(longer).items()])
+    write_pieces(again, tmp_path / "again.pt")
+    assert (tmp_path / "again.pt").read_bytes() == Path(longer.path).read_bytes()
     original = NewRecord(first.name, read_record(archive, first, 1 << 20))
     write_pieces(layout_archive(longer, [original, *longer.records[1:]]), tmp_path / "back.pt")
     assert (tmp_path / "back.pt").read_bytes() == Path(archive.path).read_bytes()
