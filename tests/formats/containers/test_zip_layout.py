@@ -67,12 +67,13 @@ def test_new_records_lie_where_torch_would_put_them(tmp_path: Path) -> None:
     assert (tmp_path / "out.pt").read_bytes() == Path(archive.path).read_bytes()
 
 
-def test_kept_records_move_as_torch_would_have_put_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [33, 97, 5000])
+def test_kept_records_move_as_torch_would_have_put_them(tmp_path: Path, more: int) -> None:
     """Every record rewritten one by one gives the file again, and so does every record moved there and back."""
     archive = save(tmp_path)
     first = archive.records[0]
     longer = check(
-        layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + 33)), *archive.records[1:]]),
+        layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + more)), *archive.records[1:]]),
         tmp_path / "longer.pt",
     )
     again = layout_archive(None, [NewRecord(name, data) for name, data in contents(longer).items()])
