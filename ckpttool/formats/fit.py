@@ -135,6 +135,12 @@ def _hint_without_state_dict(checkpoint: Checkpoint) -> str:
     return "choose an output that ends in .pt"
 
 
+def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
+    """Whether there are module versions (``_metadata``), and the format has no place for them."""
+    versions = any(section.modules is not None for section in checkpoint.sections)
+    return versions and (target.tensors_only or target.name == "dcp")
+
+
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
     notes = []
@@ -142,8 +148,7 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
         notes.append("written in the format of torch 1.6 and later")
     if checkpoint.format == "torchscript":
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
-    versions = any(section.modules is not None for section in checkpoint.sections)
-    if versions and (target.tensors_only or target.name == "dcp"):
+    if loses_versions(checkpoint, target):
         notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
     if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")
