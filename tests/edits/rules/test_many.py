@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.edits.mend.patterns import _matching, _ways, drops
+from ckpttool.edits.mend.patterns import Keys, drops, ways
 from ckpttool.edits.rules.generalise import patterns, renames
 from ckpttool.edits.rules.patterns import InTurn, Naming, matches, parse, rename
 from ckpttool.naming.inference import unpaired
@@ -19,8 +19,8 @@ TEXTS = ["a.b", "a.{x*}", "{x}.b", "0", "re:a.*", "*", "layers.{n}.{x*}", "{x*}.
 
 @given(KEYS, KEYS)
 def test_patterns_of_a_mend_match_what_they_are_said_to(mine, others):
-    for text in {text for key in mine for text in _ways(key)}:
-        assert [matches(text, key) for key in others] == [text in _matching(key) for key in others]
+    for text, named in (way for key in mine for way in ways(key)):
+        assert [key for key in others if matches(text, key)] == sorted(named(Keys(others)), key=others.index)
 
 
 @given(KEYS, KEYS)
