@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Union
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # as ModuleList and Sequential number their children
 _MOST_VARYING = 6  # indices on one way; models have up to three, hostile files would make the search slow and deep
@@ -20,17 +21,24 @@ class Group:
     keys: tuple[str, ...]
 
 
+Template = tuple[Union[str, None], ...]  # the segments of a key, None for an index
+Row = tuple[tuple[str, ...], str]  # the indices of a key, and the key
+
+
 def collapse(items: Iterable[tuple[str, Hashable]]) -> list[Group]:
     """Groups keys that have the same likeness (dtype, shape, ...) and differ only in whole numeric segments.
 
     `items` are pairs of key and likeness; groups come in the order of their first key.
     """
-    groups: dict[Hashable, list[list[str]]] = {}
+    groups: dict[Hashable, tuple[Template, list[Row]]] = {}
+    known: dict[str, str] = {}  # an index stands in many keys, and is kept once
     for key, likeness in items:
         parts = key.split(".")
-        template = tuple(["" if part.isdecimal() and _INDEX.fullmatch(part) else part for part in parts])
-        groups.setdefault((template, likeness), []).append(parts)
-    return [group for rows in groups.values() for group in _exact(rows)]
+        indices = [part for part in parts if part.isdecimal() and _INDEX.fullmatch(part)]
+        template = tuple([None if part in indices else part for part in parts]) if indices else tuple(parts)
+        own = groups.setdefault((template, likeness), (template, []))
+        own[1].append((tuple([known.setdefault(index, index) for index in indices]), key))
+    return [group for template, rows in groups.values() for group in _exact(template, rows)]
 
 
 def first_pattern(keys: Iterable[str]) -> str:
@@ -41,17 +49,20 @@ def first_pattern(keys: Iterable[str]) -> str:
     return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")
 
 
-def _exact(rows: Sequence[list[str]]) -> list[Group]:
+def _exact(template: Template, rows: Sequence[Row]) -> list[Group]:
     """One group where the indices are a full grid of values; else one for each value of the first that varies."""
-    columns = [list(dict.fromkeys(column)) for column in zip(*rows)]
+    columns = [list(dict.fromkeys(column)) for column in zip(*(indices for indices, _ in rows))]
     varying = [i for i, column in enumerate(columns) if len(column) > 1]
-    keys = tuple(".".join(parts) for parts in rows)
+    keys = tuple([key for _, key in rows])
     if len(varying) > _MOST_VARYING:
         return [Group(key, (key,)) for key in keys]
     if prod(len(columns[i]) for i in varying) == len(rows):
-        return [Group(".".join(map(_segment, columns)), keys)]
-    first = varying[0]
-    return [group for value in columns[first] for group in _exact([parts for parts in rows if parts[first] == value])]
+        segments = map(_segment, columns)
+        return [Group(".".join([next(segments) if part is None else part for part in template]), keys)]
+    by_value: dict[str, list[Row]] = {}
+    for row in rows:
+        by_value.setdefault(row[0][varying[0]], []).append(row)
+    return [group for own in by_value.values() for group in _exact(template, own)]
 
 
 def _segment(values: Sequence[str]) -> str:

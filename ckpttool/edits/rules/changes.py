@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import prod
 from typing import Union
 
+from ckpttool import many
 from ckpttool.edits.rules.sizes import Size, bound, lone, names
 from ckpttool.edits.rules.sizes import value as number
 from ckpttool.errors import CkptError, Refused
@@ -19,7 +20,7 @@ from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Expression, Op, Special
 
 
-@dataclass(frozen=True, slots=True)
+@many.value(frozen=True, slots=True)
 class Value:
     """A tensor on its way: what it is made of, its dtype and its shape.
 
