@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from math import prod
-from typing import Union
 
-_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # as ModuleList and Sequential number their children
+_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
 _MOST_VARYING = 6  # indices on one way; models have up to three, hostile files would make the search slow and deep
 
 
@@ -21,7 +20,7 @@ class Group:
     keys: tuple[str, ...]
 
 
-Template = tuple[Union[str, None], ...]  # the segments of a key, None for an index
+Template = tuple[str, ...]  # what stands before, between and behind the indices of a key
 Row = tuple[tuple[str, ...], str]  # the indices of a key, and the key
 
 
@@ -33,11 +32,12 @@ def collapse(items: Iterable[tuple[str, Hashable]]) -> list[Group]:
     groups: dict[Hashable, tuple[Template, list[Row]]] = {}
     known: dict[str, str] = {}  # an index stands in many keys, and is kept once
     for key, likeness in items:
-        parts = key.split(".")
-        indices = [part for part in parts if part.isdecimal() and _INDEX.fullmatch(part)]
-        template = tuple([None if part in indices else part for part in parts]) if indices else tuple(parts)
-        own = groups.setdefault((template, likeness), (template, []))
-        own[1].append((tuple([known.setdefault(index, index) for index in indices]), key))
+        parts = _INDEX.split(key)  # the indices, and between them what stands around them
+        template = tuple(parts[::2])
+        own = groups.get((template, likeness))
+        if own is None:
+            own = groups[template, likeness] = template, []
+        own[1].append((tuple([known.setdefault(index, index) for index in parts[1::2]]), key))
     return [group for template, rows in groups.values() for group in _exact(template, rows)]
 
 
@@ -57,8 +57,7 @@ def _exact(template: Template, rows: Sequence[Row]) -> list[Group]:
     if len(varying) > _MOST_VARYING:
         return [Group(key, (key,)) for key in keys]
     if prod(len(columns[i]) for i in varying) == len(rows):
-        segments = map(_segment, columns)
-        return [Group(".".join([next(segments) if part is None else part for part in template]), keys)]
+        return [Group("".join(chain(*zip_longest(template, map(_segment, columns), fillvalue=""))), keys)]
     by_value: dict[str, list[Row]] = {}
     for row in rows:
         by_value.setdefault(row[0][varying[0]], []).append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
 _TOO_MANY = 4000  # kinds of renames beyond which every key is named by itself
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end
@@ -115,9 +117,10 @@ def _samples(names: Mapping[str, str]) -> dict[str, str]:
 
 def _kind(key: str, name: str) -> tuple[str, ...]:
     """Equal for renames of which `numbered` makes one."""
-    if key != name:
+    own, new = _NUMBER.split(key), _NUMBER.split(name)
+    if own[1::2] != new[1::2] or len(own[1::2]) > len(_VARIABLES):
         return numbered((key, name))
-    return tuple(_numbered(key.split(".")))
+    return (*own[::2], "=>", *new[::2])  # what stands around the numbers
 
 
 def _candidates(wanted: Mapping[str, str], samples: Mapping[str, str]) -> list[_Candidate]:

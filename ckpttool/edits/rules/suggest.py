@@ -216,13 +216,14 @@ def _renaming(named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pai
 def _why_renamed(texts: Sequence[str], wanted: Mapping[str, str], evidence: Mapping[str, str]) -> Iterator[str]:
     """What speaks for each rename, in the order of the rules, of which the first that matches a key renames it."""
     found: dict[str, dict[str, None]] = {text: {} for text in texts}
-    rules = InTurn([parse(text) for text in texts])
+    parsed = [parse(text) for text in texts]
+    rules, only = InTurn(parsed), parsed[0] if len(parsed) == 1 else None
     for key in wanted:
-        rule, _ = rules.first(key)
+        rule = only or rules.first(key)[0]
         if rule is not None:
             found[rule.text][evidence.get(key, "only wrappers' segments differ")] = None
-    for whys in map(list, found.values()):
-        yield whys[0] + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
+    for whys in map(list, found.values()):  # none for a key that reads like a pattern: what is written is tried
+        yield "".join(whys[:1]) + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
 
 
 # The file
