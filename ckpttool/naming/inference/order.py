@@ -19,14 +19,15 @@ class Order:
         self._side = side
 
     @cached_property
-    def _place(self) -> dict[str, int]:
+    def place(self) -> dict[str, int]:
+        """Key -> its place."""
         return {tensor.key: at for at, tensor in enumerate(self._side.tensors)}
 
     @cached_property
     def _layers(self) -> dict[str, int]:
         """Module -> the place of the first layer below it."""
         first: dict[str, int] = {}  # what stands before the first number -> the place of the first key that has it
-        for key, at in self._place.items():
+        for key, at in self.place.items():
             number = _LAYER.search(key)
             if number is not None:
                 first.setdefault(key[: number.start()], at)
@@ -53,7 +54,7 @@ class Order:
         layers = next((self._layers[home] for home in homes if home in self._layers), None)
         if layers is None:
             return ""
-        return "before" if self._place[group.first.key] < layers else "after"
+        return "before" if self.place[group.first.key] < layers else "after"
 
 
 def _numbered(templates: Sequence[Template]) -> bool:

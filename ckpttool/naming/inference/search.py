@@ -58,9 +58,9 @@ class _Search:
     ) -> None:
         self.sides, self.ways = (left, right), ways
         self.left, self.right, turned_too = self._not_known(known)
-        self.open = Unpaired(self.left, self.right, len(left.tensors) + len(right.tensors))
-        self.place = {key: at for at, key in enumerate(self.left)}
         self.orders = Order(left), Order(right)
+        count = len(left.tensors) + len(right.tensors)
+        self.open = Unpaired(self.left, self.right, count, lambda side, key: self.orders[side].place[key])
         self.pairs: list[Pair] = []
         self.weak: set[int] = set()  # those of the pairs that no name bears out
         self.stacks, self.modules = Stacks(known), Modules(known, self.pairs, self.left, self.right)
@@ -366,8 +366,10 @@ class _Search:
         """
         explained = len(self.pairs) > min(len(self.left), len(self.right))
         weak = set[int]() if explained else self.weak
-        told = (pair for at, pair in enumerate(self.pairs) if at not in weak)
-        pairs = tuple(sorted(told, key=lambda pair: self.place[pair.left[0]]))
+        pairs = tuple([pair for at, pair in enumerate(self.pairs) if at not in weak])
+        keys = (one.key for one in self.sides[0].tensors)
+        if not all(pair.left[0] in keys for pair in pairs):  # each looked for behind the one before it
+            pairs = tuple(sorted(pairs, key=lambda pair: self.orders[0].place[pair.left[0]]))
         doubted = tuple(
             Ambiguous(
                 self.pairs[at].left, self.pairs[at].right, "only their shapes agree, and most keys have no partner"

@@ -26,12 +26,14 @@ class Enough(Exception):
 
 class Unpaired:
     """`left` and `right` are the tensors by their keys; who takes some out says that they have `changed`. `count` is
-    how many there are in all, with those that pair by their names.
+    how many there are in all, with those that pair by their names; `place` is that of a key among all of its side.
     """
 
-    def __init__(self, left: dict[str, Outlined], right: dict[str, Outlined], count: int) -> None:
+    def __init__(
+        self, left: dict[str, Outlined], right: dict[str, Outlined], count: int, place: Callable[[int, str], int]
+    ) -> None:
         self.left, self.right = left, right
-        self._places = tuple({key: at for at, key in enumerate(side)} for side in (left, right))
+        self._place = place
         self._budget = _MOST + _MOST_EACH * count
         self._whole: list[list[Group] | None] = [None, None]
         self._grouped: dict[tuple[int, int], list[tuple[Hashable, Group]]] = {}
@@ -66,8 +68,8 @@ class Unpaired:
         return self._grouped[side, depth]
 
     def _in_order(self, side: int, found: Iterable[Group]) -> list[Group]:
-        place = self._places[side]
-        return sorted(found, key=lambda group: place[group.first.key])
+        groups = list(found)
+        return groups if len(groups) < 2 else sorted(groups, key=lambda one: self._place(side, one.first.key))
 
     def classes(self, apart: Apart) -> Iterator[Class]:
         """Groups of both sides with tensors of one shape in the same layers, and alike in what keeps them `apart`."""
