@@ -88,7 +88,7 @@ def remaining(diff: Diff) -> int:
 
 def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Attempt | None:
     """The remap of the left checkpoint that `options` ask for; None where it is refused, or no format can hold it, or
-    where it leaves `most` differences and more.
+    where it leaves `most` differences and more, or loses something.
 
     `options` are as they are to be printed; they are carried out with what is read already. `word` is for the name of
     the output, of which the ending may change to that of a format that holds more.
@@ -111,7 +111,7 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
             target = target_for(out, source)
             fitted = fit(done.result, target.format)
             after = question.of_names(replace(fitted, source=out, format=target.format.name), question.right)
-            if most is not None and not after.identical and remaining(after) >= most:
+            if most is not None and not after.identical and (remaining(after) >= most or _loses(options, after)):
                 return None
             target.lay_out(fitted)
         except CkptError:
@@ -119,3 +119,8 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
         line = command("remap", (named,), replace(options, out=out))
         return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
     return None
+
+
+def _loses(options: RemapOptions, after: Diff) -> bool:
+    """Whether it leaves out tensors while others are missing: these may be the same under other names."""
+    return bool(options.drop) and any(entry.status == "missing" for entry in after.entries)

@@ -81,14 +81,9 @@ def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Attemp
         attempt = try_remap(question, options, word, least)
         if attempt is not None and attempt.after.identical:
             return attempt
-        if attempt is not None and not _loses(attempt):
+        if attempt is not None:
             best, least = attempt, attempt.left_to_do
     return best
-
-
-def _loses(attempt: Attempt) -> bool:
-    """Whether it leaves out tensors while others are missing: these may be the same under other names."""
-    return attempt.drops and any(entry.status == "missing" for entry in attempt.after.entries)
 
 
 def _swaps(question: Question) -> tuple[list[Attempt], list[str]]:

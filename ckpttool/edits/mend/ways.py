@@ -22,6 +22,7 @@ from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.run import run
 
+_AS_THEY_ARE = frozenset({"safetensors", "torch_zip"})  # formats of which a remap of nothing writes the same again
 Way = tuple[str, RemapOptions]  # the word for the output's name, and what is asked for
 
 
@@ -53,13 +54,21 @@ def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator
         if question.model is not None and as_read(question.model, model_section(right), right.source).pretrained:
             form = str(ModelForm.PRETRAINED)
         base += [_by_model(question, to) for to in dict.fromkeys((form, "serialized", "runtime", "exported"))]
+    idle = not base and _takes_over_nothing(question, diff)
     if right.format != "memory":
         base.append(RemapOptions(like=right.source))
-    for options in base:
+    for options in () if idle else base:
         yield options.to or "renamed", options
-    yield from _without(left, diff, *base, RemapOptions())
+    yield from _without(left, diff, *base, *([] if idle and base else [RemapOptions()]))
     yield from _part(left, set(model_section(right).by_key()), *base[-1:])
     yield from _by_inference(suggested)
+
+
+def _takes_over_nothing(question: Question, diff: Diff) -> bool:
+    """Whether the names of the other checkpoint change none: the two have names in common, and no tensor has two."""
+    both = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
+    plain = question.left is not None and question.left.format in _AS_THEY_ARE
+    return plain and question.options.comparison is None and bool(both) and all(both)
 
 
 def _by_inference(suggested: Suggested) -> Iterator[Way]:
