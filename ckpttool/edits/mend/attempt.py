@@ -102,14 +102,14 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
         like=None if options.like is None else question.right,
     )
     try:
-        done = remap.made(source, read)
+        result = remap.made(source, read).result
     except CkptError:
         return None
     named = operand(source.source, source.format)
     for out in outputs(named, word):
         try:
             target = target_for(out, source)
-            fitted = fit(done.result, target.format)
+            fitted = fit(result, target.format)
             after = question.of_names(replace(fitted, source=out, format=target.format.name), question.right)
             if most is not None and not after.identical and (remaining(after) >= most or _loses(options, after)):
                 return None

@@ -97,6 +97,22 @@ def _suggest(
     taken: set[str],
     orders: Mapping[str, Rotary],
 ) -> Suggestion | None:
+    found = _found(pairs, same, left, right, taken, orders)
+    expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
+    expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
+    expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in found.left_over}
+    return found if found.tables and _makes(found, left) == expected else None
+
+
+def _found(
+    pairs: Sequence[Pair],
+    same: Mapping[str, str],
+    left: Section,
+    right: Section,
+    taken: set[str],
+    orders: Mapping[str, Rotary],
+) -> Suggestion:
+    """The rules, before they are tried."""
     have, want = left.by_key(), right.by_key()
     named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
     fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
@@ -116,11 +132,7 @@ def _suggest(
         *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
         *_transposing([key for pair in turned["right"] for key in pair.right], want),
     ]
-    found = Suggestion(tuple(tables), remaining, dropped, tuple(kept))
-    expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
-    expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
-    expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
-    return found if tables and _makes(found, left) == expected else None
+    return Suggestion(tuple(tables), remaining, dropped, tuple(kept))
 
 
 def _makes(suggestion: Suggestion, left: Section) -> dict[str, tuple[str, ...]]:

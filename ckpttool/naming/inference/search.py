@@ -58,9 +58,9 @@ class _Search:
     ) -> None:
         self.sides, self.ways = (left, right), ways
         self.left, self.right, turned_too = self._not_known(known)
-        self.orders = Order(left), Order(right)
+        self.orders = orders = Order(left), Order(right)
         count = len(left.tensors) + len(right.tensors)
-        self.open = Unpaired(self.left, self.right, count, lambda side, key: self.orders[side].place[key])
+        self.open = Unpaired(self.left, self.right, count, lambda side, key: orders[side].place[key])
         self.pairs: list[Pair] = []
         self.weak: set[int] = set()  # those of the pairs that no name bears out
         self.stacks, self.modules = Stacks(known), Modules(known, self.pairs, self.left, self.right)
