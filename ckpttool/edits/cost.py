@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.io.pieces import Files, Link
 from ckpttool.json_schema import COUNT, record
+from ckpttool.values import dataclass
 from ckpttool.words import human_bytes
 
 

@@ -1,4 +1,4 @@
-"""Storages made of several pieces of others, one after another. Between the index and `execute`: no byte moves yet."""
+"""Storages made of several pieces of others, one after another. No byte moves yet."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.draft import Draft
@@ -21,6 +21,7 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
 from ckpttool.operands.model import ModelOperand
 from ckpttool.plan import Dropped, Output, Plan, compose
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpttool.edits.rules.patterns import InTurn, parse
 from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")

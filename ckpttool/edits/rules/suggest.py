@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import NamedTuple, Union
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
@@ -20,6 +20,7 @@ from ckpttool.errors import CkptError
 from ckpttool.expression import refs
 from ckpttool.naming.inference.values import Pair
 from ckpttool.queries.diff.elsewhere import Rotary
+from ckpttool.values import dataclass
 from ckpttool.words import plural, visible
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
@@ -83,25 +84,13 @@ def suggest(
     `taken`: keys of the left that are not to be dropped, since they could be something of the right. `orders`:
     those whose rows the right has in another order. None where there is nothing to rewrite, or no rules express it.
     """
-    try:
-        return _suggest(pairs, same, left, right, set(taken), orders)
-    except CkptError:  # names that a rule cannot say
-        return None
-
-
-def _suggest(
-    pairs: Sequence[Pair],
-    same: Mapping[str, str],
-    left: Section,
-    right: Section,
-    taken: set[str],
-    orders: Mapping[str, Rotary],
-) -> Suggestion | None:
-    found = _found(pairs, same, left, right, taken, orders)
-    expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
-    expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
-    expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in found.left_over}
-    return found if found.tables and _makes(found, left) == expected else None
+    with suppress(CkptError):  # names that a rule cannot say
+        found = _found(pairs, same, left, right, set(taken), orders)
+        expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
+        expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
+        expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in found.left_over}
+        return found if found.tables and _makes(found, left) == expected else None
+    return None
 
 
 def _found(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
@@ -17,6 +17,7 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import ModelRun, Output, Plan
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -25,6 +25,7 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent
 from ckpttool.io.pieces import Edited, Files, Piece, Pieces
 from ckpttool.io.safe_path import safe_path
+from ckpttool.values import dataclass
 
 SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
 

@@ -13,12 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ckpttool.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Section,
-    TensorEntry,
-)
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.ranks import dtensor, sharded_tensor
 from ckpttool.formats.ranks.parts import ALL_RANKS
@@ -74,9 +69,7 @@ def read(pattern: str) -> Checkpoint:
     notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
     if merge.problems:
         raise CkptError(
-            f"the files of {pattern} are not the parts of one checkpoint",
-            hint=merge.hint,
-            problems=merge.problems,
+            f"the files of {pattern} are not the parts of one checkpoint", hint=merge.hint, problems=merge.problems
         )
     return Checkpoint(
         pattern,

@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.together.job import Job
 from ckpttool.io.together.units import Unit, as_pieces, cut, digest, versions
 from ckpttool.io.write_file import check_space, failing, fill
+from ckpttool.values import dataclass
 
 _ENDING = ".ckpttool.job"
 _RECORDS = "written."  # and the rank's number
@@ -258,4 +259,4 @@ class _Task:
         """The files that are whole now."""
         new = self.staging / NEW
         read = {name: tuple(sorted(paths)) for name, paths in self.read.items()}
-        return {name: Ready(str(new / name), count, read.get(name, ())) for name, count in _sizes(self.units).items()}
+        return {name: Ready(str(new / name), read.get(name, ())) for name in _sizes(self.units)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations, product
 
 from ckpttool.expression import Expression, Op, Ref
@@ -80,7 +80,7 @@ class _Search:
             one, other = left.get(mine), right.get(theirs)
             if one is None or other is None:
                 continue
-            if self._transposed(mine, theirs):
+            if self._transposed((mine,), (theirs,)):
                 turned_too.append((mine, theirs))
             elif one.shape == other.shape:
                 gone.add(mine)
@@ -159,7 +159,7 @@ class _Search:
 
     def _way(self, left: Outlined, right: Outlined) -> str:
         """Which of two that fit is stored transposed."""
-        return "left" if left.shape != right.shape else self._transposed(left.key, right.key)
+        return "left" if left.shape != right.shape else self._transposed((left.key,), (right.key,))
 
     def by_name(self) -> bool:
         """Names that differ by one segment: a module that holds another, or a hook that hides it."""
@@ -303,7 +303,7 @@ class _Search:
         if not (self._is_left(left) and self._is_left(right)):
             return False
         pairs = [
-            Pair((one.key,), (other.key,), evidence, self._transposed(one.key, other.key))
+            Pair((one.key,), (other.key,), evidence, self._transposed((one.key,), (other.key,)))
             for one, other in ((one, right.members[at]) for at, one in left.members.items())
         ]
         if weak:
@@ -339,12 +339,13 @@ class _Search:
         value = Op("aten.narrow.default", (Ref(whole), 0, start, size))
         return self._digest(side, value) == self._digest(1 - side, Ref(key))
 
-    def _transposed(self, left: str, right: str) -> str:
-        return "left" if left in self.ways[0] else "right" if right in self.ways[1] else ""
+    def _transposed(self, left: Iterable[str], right: Iterable[str]) -> str:
+        """Of which side they are; parts of one tensor all are where one of them shows it."""
+        return "left" if not self.ways[0].isdisjoint(left) else "right" if not self.ways[1].isdisjoint(right) else ""
 
     def _take(self, left: tuple[str, ...], right: tuple[str, ...], evidence: str) -> None:
         """Pairs what stands alone, or has several on one side."""
-        way = "" if evidence == _SAME_VALUES else self._transposed(left[0], right[0])
+        way = "" if evidence == _SAME_VALUES else self._transposed(left, right)
         self._found([Pair(left, right, evidence, way)])
         for mine, theirs in product(left, right):
             self.stacks.pair(template(mine)[0], template(theirs)[0])

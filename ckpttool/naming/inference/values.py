@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ckpttool.expression import Expression
-from ckpttool.many import value
+from ckpttool.values import dataclass
 
 NUMBER = "#"  # a generalised layer number in a template; no file's segment is mistaken for it, see `template`
 
@@ -33,7 +32,7 @@ class Outlined(Protocol):
         """Its sizes."""
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor of one side by itself."""
 
@@ -42,7 +41,7 @@ class Tensor:
     shape: tuple[int, ...]
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
     """Tensors of the left that are likely those of the right. Several on one side are the parts of the other's one,
     end to end along dimension 0, in this order. `transposed` says of which side the tensors are stored transposed:
@@ -81,7 +80,7 @@ class Side:
     digest: Digest | None = None
 
 
-@value(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Tensors whose names differ in layer numbers only, one at least. There may be one of these for each tensor.
 

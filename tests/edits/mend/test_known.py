@@ -120,6 +120,20 @@ def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None
         assert found["fix"] or found["notes"]
 
 
+@pytest.mark.parametrize(
+    ("gone", "more"), [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")]
+)
+def test_three_reasons_are_said_why_a_swap_would_be_refused_and_how_many_more(ask: Ask, gone: int, more: str) -> None:
+    state = state_of(net())
+    torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    absent = list(state)[:gone]
+    found = ask("--model", "model.py:net", saved({key: state[key] for key in state if key not in absent}), "p.pt2")
+    (note,) = (note for note in found["notes"] if note.startswith("swap-weights would be refused"))
+    assert f"the weights do not fit the program: {gone} problem" in note
+    assert [key in note for key in state] == [number < min(gone, 3) for number in range(len(state))]
+    assert note.endswith(f"{absent[:3][-1]}{more})")
+
+
 def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
     runtime = {key: value.detach() for key, value in hooked().named_parameters()}
     left, right = saved(state_of(hooked())), saved(runtime, "b.pt")

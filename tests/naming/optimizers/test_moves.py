@@ -1,17 +1,20 @@
-"""Which of the old parameters a new one is."""
+"""Which of the old parameters a new one is, and in which group."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ckpttool.expression import Ref
+from ckpttool.errors import Refused
+from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import Names
-from ckpttool.naming.optimizers.moves import between
+from ckpttool.naming.optimizers.moves import arranged, between, placed
 from ckpttool.operands.model import ModelOperand
+from ckpttool.optimizer_state import FQN, OptimizerState, ParamGroup
 
 
 def names(*modules: str) -> Names:
@@ -79,3 +82,52 @@ def test_a_parameter_that_a_rule_gives_away_is_not_given_twice() -> None:
 
     old, new = ModelOperand(lambda: Renamed("buffer")).names(), ModelOperand(Two).names()
     assert between(old, new, {"old": "other"}) == {"other": Ref("old")}
+
+
+# Groups
+
+
+def in_groups(*groups: tuple[str, float]) -> OptimizerState:
+    """Parameters of one letter, in groups with these learning rates."""
+    return OptimizerState(FQN, tuple(ParamGroup(tuple(params), {"lr": rate}) for params, rate in groups), {})
+
+
+def listed(groups: Sequence[ParamGroup]) -> list[tuple[str, object]]:
+    return [("".join(map(str, group.params)), group.options.get("lr")) for group in groups]
+
+
+def joined(*names: str) -> Op:
+    return Op("aten.cat.default", (tuple(map(Ref, names)),))
+
+
+def test_new_parameters_stand_where_the_old_ones_stood() -> None:
+    state = in_groups(("ab", 1.0), ("", 3.0), ("cd", 1.0), ("e", 2.0))
+    sources: dict[str, Expression] = {"z": Ref("e"), "y": joined("d", "b"), "x": Ref("a"), "w": Ref("c")}
+    assert listed(placed(state, sources)) == [("xy", 1.0), ("", 3.0), ("w", 1.0), ("z", 2.0)]
+    assert listed(placed(state, {"x": Ref("a"), "w": Ref("c")})) == [("x", 1.0), ("", 3.0), ("w", 1.0)]
+
+
+def test_parameters_of_groups_that_differ_are_not_joined() -> None:
+    with pytest.raises(Refused, match="x is made of parameters of different param groups") as refused:
+        placed(in_groups(("ab", 1.0), ("c", 2.0)), {"x": joined("b", "c", "a")})
+    assert list(map(str, refused.value.problems)) == ["param group 0 @ b", "param group 1 @ c", "param group 0 @ a"]
+
+
+def test_a_group_of_new_parameters_has_the_new_optimizers_options() -> None:
+    state, own = in_groups(("ab", 1.0), ("c", 2.0)), {name: Ref(name) for name in "abc"}
+    defaults = [{"lr": 7.0}, {"lr": 8.0}, {}]
+    layout = ["cx", "yz", "", "ab"]
+    assert listed(arranged(state, own, layout, defaults)) == [("cx", 2.0), ("yz", 8.0), ("", 1.0), ("ab", 1.0)]
+    bare = OptimizerState(FQN, (), {})
+    assert listed(arranged(bare, {}, ["x", "y"], [{"lr": 7.0}])) == [("x", 7.0), ("y", None)]
+
+
+def test_every_hyperparameter_that_does_not_go_together_is_named() -> None:
+    state = in_groups(("a", 1.0), ("b", 2.0), ("c", 1.0), ("d", 3.0))
+    own = {name: Ref(name) for name in "abcd"}
+    with pytest.raises(Refused, match="different hyperparameters") as refused:
+        arranged(state, own, ["ca", "bad"], [])
+    assert list(map(str, refused.value.problems)) == [
+        "lr is 1.0 in param group 0 and 2.0 in 1 @ param_groups.1",
+        "lr is 1.0 in param group 0 and 3.0 in 3 @ param_groups.1",
+    ]
