@@ -19,12 +19,16 @@ from statistics import linear_regression
 from cases import CKPTTOOL, RULE
 
 COUNTS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
-_COLORS = {"inspect": "#2563eb", "remap": "#dc2626", "diff": "#16a34a"}
+_COLORS = {"inspect": "#2563eb", "remap": "#dc2626", "diff": "#16a34a", "diff, renamed": "#9333ea"}
 _BY_HAND = {
     "inspect": "for k, v in read(sys.argv[1]).items(): print(k, v['dtype'], v['shape'])",
     "remap": "h = read(sys.argv[1]); t = json.dumps({k.replace('layers', 'blocks'): v for k, v in h.items()}).encode();"
     "open(sys.argv[2], 'wb').write(struct.pack('<Q', len(t)) + t + open(sys.argv[1], 'rb').read()[-4 * len(h):])",
     "diff": "a, b = read(sys.argv[1]), read(sys.argv[2]);"
+    "print([k for k in {**a, **b} if a.get(k, {}).get('shape') != b.get(k, {}).get('shape')])",
+    # Of a rename that is known: what it leaves undone.
+    "diff, renamed": "a, b = read(sys.argv[1]), read(sys.argv[2]);"
+    "a = {k.replace('layers', 'blocks'): v for k, v in a.items()};"
     "print([k for k in {**a, **b} if a.get(k, {}).get('shape') != b.get(k, {}).get('shape')])",
 }
 _READ = (
@@ -38,17 +42,23 @@ def measured(folder: Path) -> Series:
     """Seconds of CPU by work, for each count of keys: ours as ``inspect``, by hand as ``inspect by hand``."""
     found: Series = {}
     for count in (1, *COUNTS):
-        path, out = _file(folder, count), str(folder / "out.safetensors")
-        for work, words in (("inspect", [path]), ("remap", [path, "-o", out, *RULE]), ("diff", [path, path])):
-            found.setdefault(work, []).append((count, _cpu([CKPTTOOL, work, *words], folder)))
-            by_hand = [sys.executable, "-c", _READ + _BY_HAND[work], path, path if work == "diff" else out]
+        path, other, out = _file(folder, count), _file(folder, count, "blocks"), str(folder / "out.safetensors")
+        lines = {
+            "inspect": (["inspect", path], ()),
+            "remap": (["remap", path, "-o", out, *RULE], (out,)),
+            "diff": (["diff", path, path], (path,)),
+            "diff, renamed": (["diff", path, other, "--exit-zero"], (other,)),
+        }
+        for work, (words, more) in lines.items():
+            found.setdefault(work, []).append((count, _cpu([CKPTTOOL, *words], folder)))
+            by_hand = [sys.executable, "-c", _READ + _BY_HAND[work], path, *more]
             found.setdefault(f"{work} by hand", []).append((count, _cpu(by_hand, folder)))
     return found
 
 
-def _file(folder: Path, count: int) -> str:
-    path = folder / f"keys-{count}.safetensors"
-    keys = (f"layers.{i // 10}.block.{i % 10}.weight" for i in range(count))
+def _file(folder: Path, count: int, layers: str = "layers") -> str:
+    path = folder / f"{layers}-{count}.safetensors"
+    keys = (f"{layers}.{i // 10}.block.{i % 10}.weight" for i in range(count))
     infos = {key: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, key in enumerate(keys)}
     text = json.dumps(infos).encode()
     text += b" " * (-len(text) % 8)

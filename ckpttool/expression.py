@@ -65,6 +65,8 @@ def parts(expression: Argument) -> Iterator[Expression]:
 
 def refs(expression: Argument) -> Iterator[str]:
     """Every key the expression reads, in order of appearance, with repeats."""
+    if isinstance(expression, Ref):  # as nearly all are
+        return iter((expression.key,))
     return (part.key for part in parts(expression) if isinstance(part, Ref))
 
 

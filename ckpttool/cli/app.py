@@ -12,10 +12,9 @@ from itertools import pairwise
 from ckpttool.cli.defaults import chosen, with_defaults, words_of
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.fields import Loaded, taken_by, with_common
-from ckpttool.cli.logs import logged
+from ckpttool.cli.logs import collected, logged
 from ckpttool.cli.parse import parse
 from ckpttool.cli.streams import nothing_left, set_up
-from ckpttool.cli.warned import collected
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.io.interrupts import ended_by_signals

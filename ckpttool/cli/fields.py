@@ -10,8 +10,8 @@ from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from ckpttool.cli.progress import watched
 from ckpttool.cli.streams import quiet
-from ckpttool.cli.summary import watched
 from ckpttool.limits import limited, raised
 from ckpttool.options import Argument, Option, option
 from ckpttool.values import dataclass

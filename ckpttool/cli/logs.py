@@ -1,20 +1,27 @@
-"""The log on stderr, for who asks for it: ``CKPTTOOL_LOG=info`` says what was fetched, ``debug`` every request."""
+"""What goes to stderr beside the reports: warnings, and the log for who asks for it."""
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ckpttool.errors import CkptError
+from ckpttool.words import number, visible
 
 LEVELS = ("debug", "info", "warning", "error")
 
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """Logs to stderr while the block runs, if ``CKPTTOOL_LOG`` is set. Raises `CkptError` where it is no level."""
+    """Logs while the block runs, if ``CKPTTOOL_LOG`` is set: ``info`` says what was fetched, ``debug`` every request.
+
+    Raises `CkptError` where it is no level.
+    """
     level = os.environ.get("CKPTTOOL_LOG", "").lower()
     if not level:
         yield
@@ -36,3 +43,29 @@ def logged() -> Iterator[None]:
         log_fetched()
         log.removeHandler(handler)
         log.setLevel(before)
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """At the end of the block a ``warning:`` line for each place of torch or the user's code that warned.
+
+    It has the place's first text, and how often it warned.
+    """
+    texts: dict[str, str] = {}
+    count: Counter[str] = Counter()
+
+    def collect(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        place = f"{filename}:{lineno}"
+        count[place] += 1
+        first = next(iter(str(message).strip().splitlines()), "")
+        texts.setdefault(place, f"{category.__name__}: {first} ({place})")
+
+    before = warnings.showwarning
+    warnings.showwarning = collect
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+        for place, text in texts.items():
+            more = f", and {number(count[place] - 1)} more from there" if count[place] > 1 else ""
+            sys.stderr.write(f"warning: {visible(text)}{more}\n")

@@ -1,20 +1,38 @@
-"""A bar on stderr, where that is a terminal, for all that takes more than a moment."""
+"""What a command is doing with bytes, as a bar on stderr, and what it did, in one line where ``-v`` asks for it."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ckpttool.cli.streams import is_quiet
+from ckpttool.io import work
+from ckpttool.io.together.job import current
+from ckpttool.words import human_bytes, plural
 
 PATIENCE = 1.0  # seconds before anything is shown
 
 
 @contextmanager
-def bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """A `Progress`: shows how many of `total` bytes are done, how fast, and the time left."""
+def watched(verbose: bool) -> Iterator[None]:
+    """Inside, what takes long has a bar on a terminal; at the end, however it comes, the counts are said."""
+    work.begin()
+    begun = time.monotonic()
+    try:
+        with work.shown(_bar):
+            yield
+    finally:
+        if verbose and not is_quiet():
+            seconds = time.monotonic() - begun
+            sys.stderr.write(f"{_line(seconds)}\n{_on_tracing(seconds)}")
+
+
+@contextmanager
+def _bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """A `Progress`: shows on a terminal how many of `total` bytes are done, how fast, and the time left."""
     if is_quiet() or not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -63,6 +81,26 @@ def _rich(knows_the_end: bool) -> Any:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Rate
 
-    time = TimeRemainingColumn() if knows_the_end else TimeElapsedColumn()
-    columns = ("{task.description}", BarColumn(), DownloadColumn(binary_units=True), Rate(), time)
+    left = TimeRemainingColumn() if knows_the_end else TimeElapsedColumn()
+    columns = ("{task.description}", BarColumn(), DownloadColumn(binary_units=True), Rate(), left)
     return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _on_tracing(seconds: float) -> str:
+    """What saves most of the time, where that went into importing torch and tracing one model."""
+    traced = work.counts.traced
+    if len(traced) != 1 or sum(traced.values()) < seconds / 2 or not work.counts.files:  # `trace` itself reads no file
+        return ""
+    ((command, taken),) = traced.items()
+    return f"hint: torch and the model's code took {taken:.2f} s; names.json in its place needs neither: {command}\n"
+
+
+def _line(seconds: float) -> str:
+    counts, job = work.counts, current()
+    made = f"moved {human_bytes(counts.moved)}, computed {human_bytes(counts.computed)}"
+    rank = "" if job is None else f" (rank {job.rank} of {job.size})"
+    return (
+        f"summary: {seconds:.2f} s; read {human_bytes(counts.read)} of {plural(len(counts.files), 'file')}; "
+        f"{made}, wrote {human_bytes(counts.written)}; "
+        f"fetched {human_bytes(counts.fetched)} in {plural(counts.requests, 'request')}{rank}"
+    )

@@ -63,6 +63,11 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     return done if target is None else _write(source, options, writer, target, done)
 
 
+def made(source: Checkpoint, options: RemapOptions) -> Remap:
+    """What `options` make of `source`, whatever format is to hold it. Raises as `run` does."""
+    return _made(source, options, operand_of(options))
+
+
 def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -> Target | None:
     """Where the output goes, after all checks that need no work yet; None where it is the ranks' files, or nothing."""
     out = options.target(source.source)

@@ -19,7 +19,7 @@ from ckpttool.naming.wrappers.table import SEGMENTS, strip
 from ckpttool.values import dataclass
 
 _BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # PEFT's, which are not tried one by one
-_WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key that has a wrapper's segment
+WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key that has a wrapper's segment
 _MOST_SEGMENTS = 8  # a key with more segments that look like wrappers is not searched through
 
 
@@ -76,13 +76,20 @@ def _key_by_key(keys: Sequence[str], names: Mapping[str, str], optional: Iterabl
     count = Counter(names.values())
     by_canonical = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
     by_canonical.update((name, name) for name in names)
-    prefix = _common_prefix(keys, by_canonical)
-    paths = recognise(keys) if any(part in key for key in keys for part in _BY_EVIDENCE) else frozenset[str]()
+    prefix = common_prefix(keys, by_canonical)
+    text = "\n".join(keys)  # most keys have nothing of a wrapper: asking each by itself would take longer than all else
+    paths = recognise(keys) if any(part in text for part in _BY_EVIDENCE) else frozenset[str]()
+    may_be_wrapped = bool(prefix or WRAPPER.search(text))
     found: dict[str, str] = {}
     wrapped: defaultdict[str, int] = defaultdict(int)
     problems: list[Problem] = []
     for key in keys:
-        hits = [(key, ())] if key in by_canonical else _unwrapped(key, prefix, by_canonical)
+        if key in by_canonical:
+            found[key] = by_canonical[key]
+            continue
+        if not may_be_wrapped and not paths:
+            continue
+        hits = _unwrapped(key, prefix, by_canonical)
         hits = hits or (_by_evidence(key, paths, by_canonical) if paths else [])
         targets = {by_canonical[name] for name, _ in hits}
         if len(targets) > 1:
@@ -124,8 +131,9 @@ def _variants(keys: Iterable[str], found: dict[str, str], prefix: str, known: Ma
 
 def _unwrapped(key: str, prefix: str, known: Mapping[str, str]) -> list[tuple[str, tuple[str, ...]]]:
     """Names that the key becomes when some wrapper segments are taken out, as few as will do, and which they were."""
-    if not (_WRAPPER.search(key) or (prefix and key.startswith(prefix))):
-        return []
+    if not WRAPPER.search(key):
+        name = key.removeprefix(f"{prefix}.") if prefix else key
+        return [(name, (prefix,))] if name != key and name in known else []
     parts = key.split(".")
     places = [i for i, part in enumerate(parts[:-1]) if part in SEGMENTS or (i == 0 and part == prefix)]
     if len(places) > _MOST_SEGMENTS:
@@ -149,7 +157,7 @@ def _by_evidence(key: str, paths: Collection[str], known: Mapping[str, str]) -> 
     return [(name, taken)] if name in known else []
 
 
-def _common_prefix(keys: Sequence[str], known: Mapping[str, str]) -> str:
+def common_prefix(keys: Sequence[str], known: Iterable[str]) -> str:
     """A first segment that every key has and no name begins with: an attribute that holds the whole model."""
     heads = {key.partition(".")[0] for key in keys}
     if len(heads) != 1 or any(name.partition(".")[0] in heads for name in known):
@@ -158,6 +166,8 @@ def _common_prefix(keys: Sequence[str], known: Mapping[str, str]) -> str:
 
 
 def _collisions(found: Mapping[str, str]) -> list[Problem]:
+    if len(set(found.values())) == len(found):
+        return []
     by_name: defaultdict[str, list[str]] = defaultdict(list)
     for key, name in found.items():
         by_name[name].append(key)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, zip_longest
 from math import prod
 
 from ckpttool.values import dataclass
 
-_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # as ModuleList and Sequential number their children
+_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
 _MOST_VARYING = 6  # indices on one way; models have up to three, hostile files would make the search slow and deep
 
 
@@ -21,17 +21,25 @@ class Group:
     keys: tuple[str, ...]
 
 
+Template = tuple[str, ...]  # what stands before, between and behind the indices of a key
+Row = tuple[tuple[str, ...], str]  # the indices of a key, and the key
+
+
 def collapse(items: Iterable[tuple[str, Hashable]]) -> list[Group]:
     """Groups keys that have the same likeness (dtype, shape, ...) and differ only in whole numeric segments.
 
     `items` are pairs of key and likeness; groups come in the order of their first key.
     """
-    groups: dict[Hashable, list[list[str]]] = {}
+    groups: dict[Hashable, tuple[Template, list[Row]]] = {}
+    known: dict[str, str] = {}  # an index stands in many keys, and is kept once
     for key, likeness in items:
-        parts = key.split(".")
-        template = tuple(["" if part.isdecimal() and _INDEX.fullmatch(part) else part for part in parts])
-        groups.setdefault((template, likeness), []).append(parts)
-    return [group for rows in groups.values() for group in _exact(rows)]
+        parts = _INDEX.split(key)  # the indices, and between them what stands around them
+        template = tuple(parts[::2])
+        own = groups.get((template, likeness))
+        if own is None:
+            own = groups[template, likeness] = template, []
+        own[1].append((tuple([known.setdefault(index, index) for index in parts[1::2]]), key))
+    return [group for template, rows in groups.values() for group in _exact(template, rows)]
 
 
 def first_pattern(keys: Iterable[str]) -> str:
@@ -42,17 +50,19 @@ def first_pattern(keys: Iterable[str]) -> str:
     return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")
 
 
-def _exact(rows: Sequence[list[str]]) -> list[Group]:
+def _exact(template: Template, rows: Sequence[Row]) -> list[Group]:
     """One group where the indices are a full grid of values; else one for each value of the first that varies."""
-    columns = [list(dict.fromkeys(column)) for column in zip(*rows)]
+    columns = [list(dict.fromkeys(column)) for column in zip(*(indices for indices, _ in rows))]
     varying = [i for i, column in enumerate(columns) if len(column) > 1]
-    keys = tuple(".".join(parts) for parts in rows)
+    keys = tuple([key for _, key in rows])
     if len(varying) > _MOST_VARYING:
         return [Group(key, (key,)) for key in keys]
     if prod(len(columns[i]) for i in varying) == len(rows):
-        return [Group(".".join(map(_segment, columns)), keys)]
-    first = varying[0]
-    return [group for value in columns[first] for group in _exact([parts for parts in rows if parts[first] == value])]
+        return [Group("".join(chain(*zip_longest(template, map(_segment, columns), fillvalue=""))), keys)]
+    by_value: dict[str, list[Row]] = {}
+    for row in rows:
+        by_value.setdefault(row[0][varying[0]], []).append(row)
+    return [group for own in by_value.values() for group in _exact(template, own)]
 
 
 def _segment(values: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool.cli import summary
+from ckpttool.cli import progress
 from ckpttool.io import work
 from command import Run
 from places import ROOT
@@ -153,10 +153,10 @@ def test_who_waits_for_torch_is_told_of_names_files(tmp_path: Path, run: Run, mo
     model = ("--model", "net.py:build", "--model-kwargs", '{"n": 3}')
     assert run("diff", "a.pt", *model)[0] == 0
     (taken,) = work.counts.traced.values()
-    assert summary._on_tracing(3 * taken) == ""
-    command = re.search(r"needs neither: ckpttool (.*)\n$", summary._on_tracing(1.5 * taken))
+    assert progress._on_tracing(3 * taken) == ""
+    command = re.search(r"needs neither: ckpttool (.*)\n$", progress._on_tracing(1.5 * taken))
     assert command is not None
     assert run(*shlex.split(command[1]))[0] == 0
-    assert summary._on_tracing(0) == ""
+    assert progress._on_tracing(0) == ""
     assert run("diff", "a.pt", "--model", "names.json")[0] == 0
     assert not work.counts.traced

@@ -9,6 +9,7 @@ from ckpttool.edits import run as remap
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
+from ckpttool.formats.fit import fit
 from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.output import target_for
@@ -86,8 +87,9 @@ def remaining(diff: Diff) -> int:
     return sum(entry.status not in HARMLESS for entry in diff.entries)
 
 
-def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt | None:
-    """The remap of the left checkpoint that `options` ask for; None where it is refused, or no format can hold it.
+def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Attempt | None:
+    """The remap of the left checkpoint that `options` ask for; None where it is refused, or no format can hold it, or
+    where it leaves `most` differences and more, or loses something.
 
     `options` are as they are to be printed; they are carried out with what is read already. `word` is for the name of
     the output, of which the ending may change to that of a format that holds more.
@@ -100,14 +102,26 @@ def try_remap(question: Question, options: RemapOptions, word: str) -> Attempt |
         model=None if options.model is None else question.model_with(options.optimizer),
         like=None if options.like is None else question.right,
     )
+    try:
+        result = remap.made(source, read).result
+    except CkptError:
+        return None
     named = operand(source.source, source.format)
     for out in outputs(named, word):
         try:
-            made = remap.run(source, replace(read, out=out)).result
-            made = replace(made, source=out, format=target_for(out, source).format.name)
-            after = question.of_names(made, question.right)
+            target = target_for(out, source)
+            fitted = fit(result, target.format)
+            after = question.of_names(replace(fitted, source=out, format=target.format.name), question.right)
+            if most is not None and not after.identical and (remaining(after) >= most or _loses(options, after)):
+                return None
+            target.lay_out(fitted)
         except CkptError:
             continue
         line = command("remap", (named,), replace(options, out=out))
         return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
     return None
+
+
+def _loses(options: RemapOptions, after: Diff) -> bool:
+    """Whether it leaves out tensors while others are missing: these may be the same under other names."""
+    return bool(options.drop) and any(entry.status == "missing" for entry in after.entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpttool.edits.rules.mend import INFERRED, by_file, needs_file, with_rules
+from ckpttool.edits.rules.mend import INFERRED, Suggested, by_file, needs_file
 from ckpttool.errors import CkptError
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import read_names, saved_by
@@ -31,7 +31,7 @@ def run(path: str, model: ModelOperand | None, options: DiffOptions) -> Diff:
     old = read_names(path)
     diff = compare_with_code(old, path, model)
     shifted = any(entry.status == "order" for entry in diff.entries)
-    ruled = with_rules(_of_keys(diff), saved_by(old), saved_by(model.names()))
+    ruled = Suggested(_of_keys(diff), saved_by(old), saved_by(model.names())).told()
     fix = ruled.fix
     if needs_file(ruled):
         rules = free(path.removesuffix(".json"), "rules", ".toml")

@@ -30,8 +30,8 @@ def mended(question: Question, diff: Diff, remedy: Remedy) -> Diff:
         if _PLACEHOLDERS.intersection(v for v in vars(options).values() if isinstance(v, str)):
             named = operand(path, whole.format)
             return replace(diff, fix=(command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
-        found = try_remap(replace(question, left=whole, picked=picked), options, word)
-        if found is not None and (found.after.identical or found.left_to_do < remaining(diff)):
+        found = try_remap(replace(question, left=whole, picked=picked), options, word, remaining(diff))
+        if found is not None:
             return replace(diff, fix=(found.command,))
     fresh = _without(question, whole, picked) if question.right is None else ()
     return replace(diff, fix=fresh, notes=diff.notes if fresh else (*diff.notes, UNMENDED))

@@ -67,10 +67,11 @@ def sentences(left: Checkpoint, before: Diff, after: Diff) -> tuple[str, ...]:
 
 
 def _by_cause(diff: Diff) -> Iterator[tuple[str, Sequence[Entry]]]:
-    for cause in (*_SAID, *MENDED_BY):
-        entries = [entry for entry in diff.entries if _cause(entry) == cause]
-        if entries:
-            yield cause, entries
+    found: dict[str, list[Entry]] = {}
+    for entry in diff.entries:
+        if entry.status != "same":
+            found.setdefault(_cause(entry), []).append(entry)
+    yield from ((cause, found[cause]) for cause in (*_SAID, *MENDED_BY) if cause in found)
 
 
 def _cause(entry: Entry) -> str:

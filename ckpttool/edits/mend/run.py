@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpttool.edits.mend import ways
 from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
-from ckpttool.edits.rules.mend import INFERRED, PART, needs_file, with_rules
+from ckpttool.edits.rules.mend import INFERRED, PART, Suggested, needs_file
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.queries.diff.result import Diff
 
@@ -20,18 +19,24 @@ OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it th
 
 def answered(question: Question, diff: Diff) -> Diff:
     """`diff`, the answer, with commands that mend it. Suggested rules in a file mend what nothing else mends whole."""
-    done = mended(question, diff)
-    if question.left is None or question.right is None or diff.inferred is None:
+    if question.left is None or question.right is None:
+        return mended(question, diff)
+    suggested = Suggested(diff, question.left, question.right)
+    done = mended(question, diff, suggested)
+    if diff.inferred is None:
         return done
-    ruled = with_rules(diff, question.left, question.right, question.options.comparison is not None)
+    ruled = suggested.told(values=question.options.comparison is not None)
     if needs_file(ruled) and (not done.fix or PART in done.notes):
         return replace(ruled, notes=(*ruled.notes, *([INFERRED] if diff.inferred.pairs else [])))
     more = tuple(note for note in ruled.notes if note not in done.notes)
     return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
 
 
-def mended(question: Question, diff: Diff) -> Diff:
-    """`diff` with commands that mend it, each tried, and a sentence for what none of them mends."""
+def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -> Diff:
+    """`diff` with commands that mend it, each tried, and a sentence for what none of them mends.
+
+    `suggested` are the rules that two checkpoints suggest.
+    """
     if diff.identical or diff.fix:
         return diff
     if diff.remedy is not None:
@@ -47,7 +52,7 @@ def mended(question: Question, diff: Diff) -> Diff:
     swaps, notes = _swaps(question)
     if swaps and swaps[0].after.identical:
         return replace(diff, fix=(swaps[0].command,))
-    best = _best(question, diff)
+    best = _best(question, diff, suggested)
     best = None if swaps and best and best.drops else best  # the program takes what only a remap would drop
     found = [*swaps, *([best] if best else [])]
     swappable = bool(best and best.infers) and is_about_a_program(question)  # the program's own model knows better
@@ -61,7 +66,7 @@ def mended(question: Question, diff: Diff) -> Diff:
     return replace(diff, fix=(*unknown, *(attempt.command for attempt in found)), notes=(*diff.notes, *notes))
 
 
-def _best(question: Question, diff: Diff) -> Attempt | None:
+def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Attempt | None:
     """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
     differing = {entry.status for entry in diff.entries} - {"same"}
     if question.left is not None and one_rank(question.left):
@@ -70,27 +75,15 @@ def _best(question: Question, diff: Diff) -> Attempt | None:
     not_by_names = _NOT_BY_NAMES if question.right is not None else _NOT_BY_NAMES - {"value"}
     if differing and differing <= not_by_names and not of_ranks:
         return None
-    worth = ways.to_load if question.right is None else ways.to_compare
-    return _first_or_best(
-        remaining(diff), (try_remap(question, options, word) for word, options in worth(question, diff))
-    )
-
-
-def _first_or_best(before: int, attempts: Iterable[Attempt | None]) -> Attempt | None:
-    best: Attempt | None = None
-    for attempt in attempts:
-        if attempt is None:
-            continue
-        if attempt.after.identical:
+    worth = ways.to_load(question, diff) if suggested is None else ways.to_compare(question, diff, suggested)
+    best, least = None, remaining(diff)
+    for word, options in worth:
+        attempt = try_remap(question, options, word, least)
+        if attempt is not None and attempt.after.identical:
             return attempt
-        if attempt.left_to_do < (before if best is None else best.left_to_do) and not _loses(attempt):
-            best = attempt
+        if attempt is not None:
+            best, least = attempt, attempt.left_to_do
     return best
-
-
-def _loses(attempt: Attempt) -> bool:
-    """Whether it leaves out tensors while others are missing: these may be the same under other names."""
-    return attempt.drops and any(entry.status == "missing" for entry in attempt.after.entries)
 
 
 def _swaps(question: Question) -> tuple[list[Attempt], list[str]]:

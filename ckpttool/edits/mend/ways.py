@@ -9,7 +9,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.mend.attempt import Question
 from ckpttool.edits.mend.patterns import common_way, drops
 from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.rules.mend import renames
+from ckpttool.edits.rules.mend import Suggested
 from ckpttool.errors import CkptError
 from ckpttool.keys import dotted
 from ckpttool.naming.forms import read
@@ -23,6 +23,7 @@ from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.run import run
 
+_AS_THEY_ARE = frozenset({"safetensors", "torch_zip"})  # formats of which a remap of nothing writes the same again
 Way = tuple[str, RemapOptions]  # the word for the output's name, and what is asked for
 
 
@@ -40,10 +41,10 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     for names in (tables.serialized_names, tables.runtime_names):
         yield from _part(question.left, set(names.values()), by_model, RemapOptions(to="serialized"))
     right = saved_by(question.names)
-    yield from _by_inference(question.left, right, run(question.left, right, DiffOptions()))
+    yield from _by_inference(Suggested(run(question.left, right, DiffOptions()), question.left, right))
 
 
-def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
+def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator[Way]:
     """For a checkpoint that is to have another one's keys."""
     left, right = question.left, question.right
     assert left is not None
@@ -54,19 +55,26 @@ def to_compare(question: Question, diff: Diff) -> Iterator[Way]:
         if question.model is not None and as_read(question.model, model_section(right), right.source).pretrained:
             form = str(ModelForm.PRETRAINED)
         base += [_by_model(question, to) for to in dict.fromkeys((form, "serialized", "runtime", "exported"))]
+    idle = not base and _takes_over_nothing(question, diff)
     if right.format != "memory":
         base.append(RemapOptions(like=right.source))
-    for options in base:
+    for options in () if idle else base:
         yield options.to or "renamed", options
-    for options in (*base, RemapOptions()):
-        yield from _without(left, diff, options)
+    yield from _without(left, diff, *base, *([] if idle and base else [RemapOptions()]))
     yield from _part(left, set(model_section(right).by_key()), *base[-1:])
-    yield from _by_inference(left, right, diff)
+    yield from _by_inference(suggested)
 
 
-def _by_inference(left: Checkpoint, right: Checkpoint, diff: Diff) -> Iterator[Way]:
+def _takes_over_nothing(question: Question, diff: Diff) -> bool:
+    """Whether the names of the other checkpoint change none: the two have names in common, and no tensor has two."""
+    both = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
+    plain = question.left is not None and question.left.format in _AS_THEY_ARE
+    return plain and question.options.comparison is None and bool(both) and all(both)
+
+
+def _by_inference(suggested: Suggested) -> Iterator[Way]:
     """Rules for names that are likely the same tensors', by their order, their trees and their shapes."""
-    found = renames(diff, left, right)
+    found = suggested.renames()
     if found is not None:
         rules, patterns = found
         yield "renamed", RemapOptions(rule=rules, drop=patterns or None)
@@ -118,6 +126,7 @@ def _part(source: Checkpoint, wanted: set[str], *rest: RemapOptions) -> Iterator
             yield way.rpartition(".")[2], replace(options, select=way)
     below = {key: name.removeprefix(way + ".") for key, name in keys.items() if name.startswith(way + ".")}
     others = [key for key in keys if key not in below]
-    strange = [key for key, name in below.items() if name not in set(names.values())]
+    known = set(names.values())
+    strange = [key for key, name in below.items() if name not in known]
     for gone in (others, others + strange):
         yield from _dropping(source, gone, *(options for options in rest if options.model is not None))

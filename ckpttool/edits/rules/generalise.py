@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckpttool.edits.rules.patterns import InTurn, parse
@@ -9,7 +10,8 @@ from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError
 from ckpttool.values import dataclass
 
-_NUMBERS = "nmkj"  # names of the layer numbers, the outermost first
+_VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
 _TOO_MANY = 4000  # kinds of renames beyond which every key is named by itself
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end
@@ -73,15 +75,18 @@ def patterns(wanted: Sequence[str], others: Iterable[str]) -> tuple[str, ...]:
 
 def numbered(names: Sequence[str]) -> tuple[str, ...]:
     """The names with the layer numbers that all of them have in common as variables."""
-    numbers = [[part for part in name.split(".") if part.isdecimal()] for name in names]
+    split = [name.split(".") for name in names]
+    numbers = [[part for part in segments if part.isdecimal()] for segments in split]
     shared = 0
-    while all(len(own) > shared and own[shared] == numbers[0][shared] for own in numbers):
+    for alike in zip(*numbers):
+        if len(set(alike)) > 1:
+            break
         shared += 1
-    return tuple(".".join(_numbered(name.split("."), shared)) for name in names)
+    return tuple([".".join(_numbered(segments, shared)) for segments in split])
 
 
-def _numbered(segments: Sequence[str], count: int = len(_NUMBERS)) -> list[str]:
-    variables = iter([f"{{{name}}}" for name in _NUMBERS[:count]])
+def _numbered(segments: Sequence[str], count: int = len(_VARIABLES)) -> list[str]:
+    variables = iter(_VARIABLES[:count])
     return [next(variables, part) if part.isdecimal() else part for part in segments]
 
 
@@ -99,10 +104,23 @@ def _shortened(segments: Sequence[str]) -> Iterator[str]:
 
 def _samples(names: Mapping[str, str]) -> dict[str, str]:
     """A few keys of each kind: those that differ in layer numbers only."""
-    kinds: dict[tuple[str, ...], list[str]] = {}
+    first: dict[tuple[str, ...], list[str]] = {}
+    last: dict[tuple[str, ...], str] = {}
     for key, name in names.items():
-        kinds.setdefault(numbered((key, name)), []).append(key)
-    return {key: names[key] for keys in kinds.values() for key in (*keys[: _SAMPLES - 1], keys[-1])}
+        kind = _kind(key, name)
+        last[kind] = key
+        own = first.setdefault(kind, [])
+        if len(own) < _SAMPLES - 1:
+            own.append(key)
+    return {key: names[key] for kind, keys in first.items() for key in (*keys, last[kind])}
+
+
+def _kind(key: str, name: str) -> tuple[str, ...]:
+    """Equal for renames of which `numbered` makes one."""
+    own, new = _NUMBER.split(key), _NUMBER.split(name)
+    if own[1::2] != new[1::2] or len(own[1::2]) > len(_VARIABLES):
+        return numbered((key, name))
+    return (*own[::2], "=>", *new[::2])  # what stands around the numbers
 
 
 def _candidates(wanted: Mapping[str, str], samples: Mapping[str, str]) -> list[_Candidate]:

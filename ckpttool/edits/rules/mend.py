@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
@@ -24,30 +25,40 @@ INFERRED = (
 _FEW = 3  # rules that are shown as options; more of them go into a file
 
 
-def with_rules(diff: Diff, left: Checkpoint, right: Checkpoint, values: bool = False) -> Diff:
-    """The diff with the suggested rules, the commands that carry them out, and what they leave undone.
+class Suggested:
+    """The rules that the pairs of a diff suggest: looked for when one asks, and once."""
 
-    `values`: the diff compared values.
-    """
-    orders = _orders(diff, left, right) if values else {}
-    found = _suggestion(diff, left, right, orders)
-    if found is None:
-        return diff
-    undone = _undone(found, _other_dtypes(diff, left, right, orders))
-    diff = replace(diff, rules=found.text(), notes=(*diff.notes, *undone))
-    if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
-        return diff
-    options, mine, theirs = _options(found), *(operand(side.source, side.format) for side in (left, right))
-    fix = (_remap(mine, *options),) if options else _with_file(mine, theirs, values)
-    return replace(diff, fix=fix)
+    def __init__(self, diff: Diff, left: Checkpoint, right: Checkpoint) -> None:
+        self._diff, self._left, self._right = diff, left, right
 
+    @cached_property
+    def _by_names(self) -> Suggestion | None:
+        return _suggestion(self._diff, self._left, self._right)
 
-def renames(diff: Diff, left: Checkpoint, right: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """The suggested rules and the patterns that they drop, where these are few and say all of it."""
-    found = _suggestion(diff, left, right)
-    if found is None or not found.plain or len(found.plain) > _FEW:
-        return None
-    return found.plain, found.drops
+    def renames(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """The rules and the patterns that they drop, where these are few and say all of it."""
+        found = self._by_names
+        if found is None or not found.plain or len(found.plain) > _FEW:
+            return None
+        return found.plain, found.drops
+
+    def told(self, values: bool = False) -> Diff:
+        """The diff with the rules, the commands that carry them out, and what they leave undone.
+
+        `values`: it compared values.
+        """
+        diff, left, right = self._diff, self._left, self._right
+        orders = _orders(diff, left, right) if values else {}
+        found = _suggestion(diff, left, right, orders) if orders else self._by_names
+        if found is None:
+            return diff
+        undone = _undone(found, _other_dtypes(diff, left, right, orders))
+        diff = replace(diff, rules=found.text(), notes=(*diff.notes, *undone))
+        if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
+            return diff
+        options, mine, theirs = _options(found), *(operand(side.source, side.format) for side in (left, right))
+        fix = (_remap(mine, *options),) if options else _with_file(mine, theirs, values)
+        return replace(diff, fix=fix)
 
 
 def needs_file(diff: Diff) -> bool:
@@ -76,8 +87,11 @@ def _suggestion(
 
 def _same(diff: Diff, inferred: Inference) -> dict[str, str]:
     """Keys of the left -> keys of the right, known by name."""
-    paired = {key for pair in inferred.pairs for key in pair.left}
-    return {mine: theirs for mine, theirs in known(diff.entries).items() if mine not in paired}
+    same = known(diff.entries)
+    for pair in inferred.pairs:
+        for key in pair.left:
+            same.pop(key, None)
+    return same
 
 
 def _orders(diff: Diff, left: Checkpoint, right: Checkpoint) -> dict[str, Rotary]:

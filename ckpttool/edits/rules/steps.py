@@ -243,10 +243,11 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
 
 
 def _plan(state: State, dropped: dict[str, str], section: Section) -> Plan:
-    used = {key for value in state.values() for key in refs(value.source)}
-    renamed = {value.origin: key for key, value in state.items() if value.origin is not None and value.origin != key}
+    used = {key for value in state.values() for key in refs(value.source)} if dropped else set[str]()
+    entries = state.items() if section.modules else ()  # few formats keep the modules, and their renames are many
+    renamed = {value.origin: key for key, value in entries if value.origin is not None and value.origin != key}
     return Plan(
-        tuple(Output(section.path, key, value.source) for key, value in state.items()),
+        tuple([Output(section.path, key, value.source) for key, value in state.items()]),
         tuple(Dropped(section.path, key, reason) for key, reason in dropped.items() if key not in used),
         module_renames(section.path, section.modules or (), renamed),
     )

@@ -84,33 +84,44 @@ def suggest(
     `taken`: keys of the left that are not to be dropped, since they could be something of the right. `orders`:
     those whose rows the right has in another order. None where there is nothing to rewrite, or no rules express it.
     """
-    spared = set(taken)
     with suppress(CkptError):  # names that a rule cannot say
-        have, want = left.by_key(), right.by_key()
-        named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
-        fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
-        used = {key for pair in pairs for key in pair.left} | same.keys()
-        made = {key for pair in pairs for key in pair.right} | set(same.values())
-        aliases = right.aliases()
-        remaining = tuple(key for key in want if key not in made and key not in aliases)
-        spare = [key for key in have if key not in used]
-        dropped = () if remaining else tuple(key for key in spare if key not in spared)
-        kept = [key for key in spare if remaining or key in spared]
-        turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
-        tables = [
-            *_dropping(dropped, have),
-            *_transposing([key for pair in turned["left"] for key in pair.left], have),
-            *_ordering(orders, have),
-            *_fusing(fused, have, want),
-            *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
-            *_transposing([key for pair in turned["right"] for key in pair.right], want),
-        ]
-        found = Suggestion(tuple(tables), remaining, dropped, tuple(kept))
+        found = _found(pairs, same, left, right, set(taken), orders)
         expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
         expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
-        expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
-        return found if tables and _makes(found, left) == expected else None
+        expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in found.left_over}
+        return found if found.tables and _makes(found, left) == expected else None
     return None
+
+
+def _found(
+    pairs: Sequence[Pair],
+    same: Mapping[str, str],
+    left: Section,
+    right: Section,
+    taken: set[str],
+    orders: Mapping[str, Rotary],
+) -> Suggestion:
+    """The rules, before they are tried."""
+    have, want = left.by_key(), right.by_key()
+    named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
+    fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
+    used = {key for pair in pairs for key in pair.left} | same.keys()
+    made = {key for pair in pairs for key in pair.right} | set(same.values())
+    aliases = right.aliases()
+    remaining = tuple(key for key in want if key not in made and key not in aliases)
+    spare = [key for key in have if key not in used]
+    dropped = () if remaining else tuple(key for key in spare if key not in taken)
+    kept = [key for key in spare if remaining or key in taken]
+    turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
+    tables = [
+        *_dropping(dropped, have),
+        *_transposing([key for pair in turned["left"] for key in pair.left], have),
+        *_ordering(orders, have),
+        *_fusing(fused, have, want),
+        *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
+        *_transposing([key for pair in turned["right"] for key in pair.right], want),
+    ]
+    return Suggestion(tuple(tables), remaining, dropped, tuple(kept))
 
 
 def _makes(suggestion: Suggestion, left: Section) -> dict[str, tuple[str, ...]]:
@@ -206,13 +217,14 @@ def _renaming(named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pai
 def _why_renamed(texts: Sequence[str], wanted: Mapping[str, str], evidence: Mapping[str, str]) -> Iterator[str]:
     """What speaks for each rename, in the order of the rules, of which the first that matches a key renames it."""
     found: dict[str, dict[str, None]] = {text: {} for text in texts}
-    rules = InTurn([parse(text) for text in texts])
+    parsed = [parse(text) for text in texts]
+    rules, only = InTurn(parsed), parsed[0] if len(parsed) == 1 else None
     for key in wanted:
-        rule, _ = rules.first(key)
+        rule = only or rules.first(key)[0]
         if rule is not None:
             found[rule.text][evidence.get(key, "only wrappers' segments differ")] = None
-    for whys in map(list, found.values()):
-        yield whys[0] + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
+    for whys in map(list, found.values()):  # none for a key that reads like a pattern: what is written is tried
+        yield "".join(whys[:1]) + (f"; {plural(len(whys) - 1, 'other reason')}" if len(whys) > 1 else "")
 
 
 # The file

@@ -14,8 +14,7 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.swap.feed import Feed, canonical_names, chosen_constants, constants_of, feed_by_keys, feed_by_model
-from ckpttool.edits.swap.fit import fit_all
-from ckpttool.edits.swap.program import replaced
+from ckpttool.edits.swap.fit import fit_all, replaced
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import same_values

@@ -191,12 +191,13 @@ def _aligned(length: int) -> int:
 def _layout_afresh(tensors: Sequence[TensorEntry], metadata: Any) -> list[Piece]:
     coded = [(*_code_and_shape(entry), entry) for entry in tensors]
     coded.sort(key=lambda item: (-_RANK[item[0]], item[2].key))
-    infos: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    infos = [json_text.dumps({METADATA: dict(metadata)})[1:-1]] if metadata else []
     end = 0
-    for code, shape, entry in coded:
+    for code, shape, entry in coded:  # text at once: a million dicts would take more memory than all else
         begin, end = end, end + entry.nbytes
-        infos[entry.key] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    raw = _encoded(json_text.dumps(infos))
+        sizes, key = ",".join(map(str, shape)), json_text.quoted(entry.key)
+        infos.append(f'{key}:{{"dtype":"{code}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}')
+    raw = _encoded(f"{{{','.join(infos)}}}")
     return [_header(raw, _aligned(len(raw))), *_with_bytes(_data(entry) for _, _, entry in coded)]
 
 

@@ -6,18 +6,18 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
 from ckpttool.naming.inference import words
-from ckpttool.naming.inference.values import NUMBER, Group, Template, Tensor, groups
+from ckpttool.naming.inference.values import NUMBER, Group, Outlined, Template, groups
 
 
-def exchangeable(tensors: Iterable[Tensor]) -> tuple[tuple[str, ...], ...]:
+def exchangeable(tensors: Iterable[Outlined]) -> tuple[tuple[str, ...], ...]:
     """Keys of tensors that have one shape in the same layers, a tuple for each shape; biases go with their weights.
 
     Layers themselves could be exchanged too, in every model: of that nothing is said.
     """
     found: defaultdict[Hashable, list[Group]] = defaultdict(list)
     for group in groups(tensors):
-        if words.kind(group.template) in ("weight", "") and len(group.first.shape) > 0:
-            found[group.signature, _stack(group.template)].append(group)
+        if words.kind(group.path) in ("weight", "") and len(group.first.shape) > 0:
+            found[group.signature, _stack(group.path)].append(group)
     alike = (own for own in found.values() if len(own) > 1)
     return tuple(tuple(one.key for group in own for one in group.members.values()) for own in alike)
 

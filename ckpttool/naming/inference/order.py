@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
 from ckpttool.naming.inference import words
 from ckpttool.naming.inference.values import Group, Side, Template
 
+_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|\Z)")  # a segment that is a number
+
 
 class Order:
-    """The places of one side's tensors."""
+    """The places of one side's tensors; looked up when one is asked for."""
 
     def __init__(self, side: Side) -> None:
-        self._ordered = side.ordered
-        self._place = {tensor.key: at for at, tensor in enumerate(side.tensors)}
-        self._layers: dict[str, int] = {}  # module -> the place of the first layer below it
-        for key, at in self._place.items():
-            segments = key.split(".")
-            first = next((i for i, segment in enumerate(segments) if segment.isdecimal()), 0)
-            for depth in range(first):
-                self._layers.setdefault(".".join(segments[:depth]), at)
+        self._side = side
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """Key -> its place."""
+        return {tensor.key: at for at, tensor in enumerate(self._side.tensors)}
+
+    @cached_property
+    def _layers(self) -> dict[str, int]:
+        """Module -> the place of the first layer below it."""
+        first: dict[str, int] = {}  # what stands before the first number -> the place of the first key that has it
+        for key, at in self.place.items():
+            number = _LAYER.search(key)
+            if number is not None:
+                first.setdefault(key[: number.start()], at)
+        found: dict[str, int] = {}
+        for way, at in first.items():
+            segments = way.split(".")[:-1]
+            for depth in range(len(segments)):
+                found.setdefault(".".join(segments[:depth]), at)
+        return found
 
     def tells(self, groups: Sequence[Group]) -> bool:
         """Whether the order of the groups says anything: the file keeps it, or numbers in their names do."""
-        return self._ordered or _numbered([group.template for group in groups])
+        return self._side.ordered or _numbered([group.template for group in groups])
 
     def beside_layers(self, group: Group) -> str:
         """Whether a module outside of all layers is defined ``before`` or ``after`` them; empty where nobody knows.
@@ -32,13 +48,13 @@ class Order:
         Parameters of a module's own come first in a state dict, wherever they are used: their order says nothing.
         """
         path = group.first.key.split(".")
-        if not self._ordered or not words.kind(path) or any(segment.isdecimal() for segment in path):
+        if not self._side.ordered or not words.kind(path) or any(segment.isdecimal() for segment in path):
             return ""
         homes = (".".join(path[:depth]) for depth in range(len(path) - 1, -1, -1))
         layers = next((self._layers[home] for home in homes if home in self._layers), None)
         if layers is None:
             return ""
-        return "before" if self._place[group.first.key] < layers else "after"
+        return "before" if self.place[group.first.key] < layers else "after"
 
 
 def _numbered(templates: Sequence[Template]) -> bool:

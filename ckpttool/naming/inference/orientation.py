@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from ckpttool.naming.inference.values import Side, Tensor
+from ckpttool.naming.inference.values import Outlined, Side, Tensor
 
 
-def turned(tensors: Iterable[Tensor]) -> frozenset[str]:
+def turned(tensors: Iterable[Outlined]) -> frozenset[str]:
     """The weights that the biases beside them show to be stored as (in, out); none where a bias shows the other order.
 
     A square weight, which no bias can tell, is taken for one where all others under its module's name are.
     """
     shapes = {tensor.key: tensor.shape for tensor in tensors}
-    outs = {key: shapes.get(key.removesuffix("weight") + "bias", ()) for key in shapes if key.endswith(".weight")}
-    flat = {key: out[0] for key, out in outs.items() if len(out) == 1 and len(shapes[key]) == 2}
+    biases = {f"{key[:-4]}weight": shape[0] for key, shape in shapes.items() if len(shape) == 1 and key[-5:] == ".bias"}
+    flat = {key: out for key, out in biases.items() if len(shapes.get(key, ())) == 2}
     found = {key for key, out in flat.items() if shapes[key][1] == out != shapes[key][0]}
     if any(shapes[key][0] == out != shapes[key][1] for key, out in flat.items()):
         return frozenset()
@@ -26,8 +25,10 @@ def turned(tensors: Iterable[Tensor]) -> frozenset[str]:
 
 def straight(side: Side, keys: frozenset[str]) -> Side:
     """The side with the shapes of these tensors as (out, in)."""
-    shapes = (replace(one, shape=one.shape[::-1]) if one.key in keys else one for one in side.tensors)
-    return replace(side, tensors=tuple(shapes))
+    if not keys:
+        return side
+    straight = (Tensor(one.key, one.dtype, one.shape[::-1]) if one.key in keys else one for one in side.tensors)
+    return Side(tuple(straight), side.ordered, side.digest)
 
 
 def _own_name(key: str) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from ckpttool.naming.inference import words
+from ckpttool.naming.inference.unpaired import kind, part
 from ckpttool.naming.inference.values import Group, Template
 from ckpttool.values import dataclass
 
@@ -25,10 +26,11 @@ def fused(wholes: Sequence[Group], parts: Sequence[Group], may: May) -> Iterator
 
     `may` says whether what is known of the modules around them allows a whole and a part.
     """
+    rows = list(_rows(parts))
     kinds: defaultdict[Hashable, list[Group]] = defaultdict(list)
-    for whole in wholes:
-        kinds[words.kind(whole.template), frozenset((at, one.shape) for at, one in whole.members.items())].append(whole)
-    for names, row in _rows(parts):
+    for whole in wholes if rows else ():
+        kinds[kind(whole), frozenset((at, one.shape) for at, one in whole.members.items())].append(whole)
+    for names, row in rows:
         fits = [whole for whole in kinds.get(_sums(row), ()) if may(whole, row[0])]
         fits = [whole for whole in fits if words.is_fused(whole.template)] or fits
         if len(fits) == 1:
@@ -41,9 +43,9 @@ def _rows(parts: Sequence[Group]) -> Iterator[tuple[tuple[str, ...], tuple[Group
     """Groups beside each other that are, by name, the parts of something that layers may keep in one tensor."""
     homes: defaultdict[tuple[Template, str], dict[str, list[Group]]] = defaultdict(lambda: defaultdict(list))
     for group in parts:
-        name = words.part(group.template)
-        home = next((group.template[:at] for at in _part_at(group.template, name)), ())
-        homes[home, words.kind(group.template)][name].append(group)
+        path, name = group.template, part(group)
+        home = next((path[:at] for at in _part_at(path, name)), ()) if name else ()
+        homes[home, kind(group)][name].append(group)
     for by_name in homes.values():
         for names in words.FUSED:
             rows = [by_name.get(name, []) for name in names]
@@ -70,4 +72,4 @@ def _sums(row: Sequence[Group]) -> Hashable:
         if not all(part.shape for part in own):
             return None
         shapes.append((at, (sum(part.shape[0] for part in own), *one.shape[1:])))
-    return words.kind(first.template), frozenset(shapes)
+    return kind(first), frozenset(shapes)

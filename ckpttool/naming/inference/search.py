@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import permutations, product
 
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.naming.inference import words
-from ckpttool.naming.inference.links import Links
+from ckpttool.naming.inference.links import Modules, Stacks
 from ckpttool.naming.inference.order import Order
 from ckpttool.naming.inference.orientation import straight, turned
 from ckpttool.naming.inference.parts import Fused, fused
-from ckpttool.naming.inference.trees import fit, fits, inserted, ties
-from ckpttool.naming.inference.unpaired import COST, DEPTHS, Apart, Enough, Unpaired, certain, kind, only
+from ckpttool.naming.inference.trees import Trees, fit, hanging, inserted
+from ckpttool.naming.inference.unpaired import COST, DEPTHS, Apart, Enough, Unpaired, certain, kind, only, part
 from ckpttool.naming.inference.values import (
-    NUMBER,
     SAME_NAME,
     Ambiguous,
     Group,
     Inference,
+    Outlined,
     Pair,
     Side,
     Template,
-    Tensor,
+    shown,
     template,
 )
 
 _SAME_VALUES = "the same values"
-_LONGEST_PREFIX = 6  # segments that a tree may hang below
 
 
 def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> Inference:
@@ -59,31 +57,42 @@ class _Search:
         self, left: Side, right: Side, known: Mapping[str, str], ways: tuple[frozenset[str], frozenset[str]]
     ) -> None:
         self.sides, self.ways = (left, right), ways
-        self.open = Unpaired(left.tensors, right.tensors)
-        self.left, self.right = self.open.left, self.open.right
-        self.place = {tensor.key: at for at, tensor in enumerate(left.tensors)}
-        self.orders = Order(left), Order(right)
-        self.links = Links()
+        self.left, self.right, turned_too = self._not_known(known)
+        self.orders = orders = Order(left), Order(right)
+        count = len(left.tensors) + len(right.tensors)
+        self.open = Unpaired(self.left, self.right, count, lambda side, key: orders[side].place[key])
         self.pairs: list[Pair] = []
         self.weak: set[int] = set()  # those of the pairs that no name bears out
-        for mine, theirs in known.items():
-            self._know(mine, theirs)
+        self.stacks, self.modules = Stacks(known), Modules(known, self.pairs, self.left, self.right)
+        for mine, theirs in turned_too:
+            self._take((mine,), (theirs,), SAME_NAME)
 
-    def _know(self, mine: str, theirs: str) -> None:
-        """One tensor by name; it is still to be paired where its shape is another, or has to become another."""
-        if mine == theirs:
-            self.links.same_key(mine)
-        self.links.pair(mine, theirs)
-        if mine in self.left and theirs in self.right:
+    def _not_known(
+        self, known: Mapping[str, str]
+    ) -> tuple[dict[str, Outlined], dict[str, Outlined], list[tuple[str, str]]]:
+        """The tensors of each side without those that are one by name; and which of these have to be transposed.
+
+        One whose shape is another is still to be paired.
+        """
+        left, right = ({one.key: one for one in side.tensors} for side in self.sides)
+        turned_too, gone, others = list[tuple[str, str]](), set[str](), set[str]()
+        for mine, theirs in known.items():
+            one, other = left.get(mine), right.get(theirs)
+            if one is None or other is None:
+                continue
             if self._transposed((mine,), (theirs,)):
-                self._take(Pair((mine,), (theirs,), SAME_NAME))
-            elif self.left[mine].shape == self.right[theirs].shape:
-                del self.left[mine], self.right[theirs]
+                turned_too.append((mine, theirs))
+            elif one.shape == other.shape:
+                gone.add(mine)
+                others.add(theirs)
+        open_left = {key: one for key, one in left.items() if key not in gone}
+        return open_left, {key: one for key, one in right.items() if key not in others}, turned_too
 
     def step(self, way: Callable[[], bool]) -> bool:
         """One step. Raises `Enough` where all has cost too much."""
         self.open.spend(len(self.left) + len(self.right))
-        return way()
+        self.modules.begin()
+        return bool(self.left and self.right) and way()
 
     # Steps
 
@@ -94,11 +103,11 @@ class _Search:
         mine, theirs = self._by_digest(self.left, self.right, 0), self._by_digest(self.right, self.left, 1)
         hits = [(mine[at][0], theirs[at][0]) for at in mine if len(mine[at]) == len(theirs.get(at, ())) == 1]
         for left, right in hits:
-            self._take(Pair((left,), (right,), _SAME_VALUES))
+            self._take((left,), (right,), _SAME_VALUES)
         return bool(hits)
 
     def _by_digest(
-        self, mine: dict[str, Tensor], theirs: dict[str, Tensor], side: int
+        self, mine: dict[str, Outlined], theirs: dict[str, Outlined], side: int
     ) -> defaultdict[Hashable, list[str]]:
         shapes = {(one.dtype, one.shape) for one in theirs.values()}
         found: defaultdict[Hashable, list[str]] = defaultdict(list)
@@ -114,51 +123,48 @@ class _Search:
 
     def by_tree(self) -> bool:
         """The same tree below another module: the two prefixes that explain most keys."""
-        mine, theirs = self.open.groups(0), self.open.groups(1)
-        below = defaultdict[Template, list[tuple[Template, Group]]](list)
-        for group in theirs:
-            for depth in range(min(len(group.template), _LONGEST_PREFIX)):
-                below[group.template[depth:]].append((group.template[:depth], group))
-        roots = {group.template: [((), group)] for group in theirs}
-        found: defaultdict[tuple[Template, Template], list[tuple[Group, Group]]] = defaultdict(list)
-        for group in mine:
-            for depth in range(min(len(group.template), _LONGEST_PREFIX)):
-                own, rest = group.template[:depth], group.template[depth:]
-                for prefix, other in (below if len(rest) > 1 or not own else roots).get(rest, ()):
-                    self.open.spend(COST)
-                    contradict = self.links.contradict(group.template, other.template)
-                    if not contradict and self._hangs(own, prefix, len(rest)):
-                        found[own, prefix].append((group, other))
-        ranked = sorted(found, key=lambda at: (-fits(found[at]), len(at[0]) + len(at[1])))
-        if not ranked or not fits(found[ranked[0]]) or ties(ranked, found):
-            return False
-        return self._hang(*ranked[0], found[ranked[0]])
+        trees = Trees()
+        for left, right, mine, theirs in hanging(self.open.groups(0), self.open.groups(1)):
+            self.open.spend(COST)
+            rest = len(mine.path) - len(left)
+            if not self.stacks.contradict(mine.path, theirs.path) and self._hangs(left, right, rest):
+                trees.add(left, right, mine, theirs)
+        best = trees.best()
+        return best is not None and self._hang(*best, trees.found[best])
 
     def _hangs(self, left: Template, right: Template, rest: int) -> bool:
         """Whether a tree may hang below these two: names of one segment say too little, and a module that both sides
         have is no other.
         """
         return (rest > 1 or not left or not right) and not (
-            (left and self.links.is_same(left)) or (right and self.links.is_same(right))
+            (left and self.stacks.is_same(left)) or (right and self.stacks.is_same(right))
         )
 
     def _hang(self, left: Template, right: Template, trees: list[tuple[Group, Group]]) -> bool:
-        below = " and ".join(f"`{'.'.join(path).replace(NUMBER, '{n}')}`" for path in (left, right) if path)
+        below = " and ".join(f"`{shown(path)}`" for path in (left, right) if path)
+        evidence = f"{SAME_NAME} below {below}" if below else SAME_NAME
         for mine, theirs in trees:
-            for at in mine.members.keys() & theirs.members.keys():
-                one, other = mine.members[at], theirs.members[at]
-                if fit(one, other) and one.key in self.left and other.key in self.right:
-                    way = "left" if one.shape != other.shape else ""
-                    evidence = f"{SAME_NAME} below {below}" if below else SAME_NAME
-                    self._take(Pair((one.key,), (other.key,), evidence, way))
+            both = ((one, theirs.members[at]) for at, one in mine.members.items() if at in theirs.members)
+            found = [
+                Pair((one.key,), (other.key,), evidence, self._way(one, other))
+                for one, other in both
+                if fit(one, other) and one.key in self.left and other.key in self.right
+            ]
+            if found:
+                self._found(found)
+                self.stacks.pair(mine.path, theirs.path)
         if len(trees) > 1:
-            self.links.tree(left, right)
+            self.stacks.tree(left, right)
         return True
+
+    def _way(self, left: Outlined, right: Outlined) -> str:
+        """Which of two that fit is stored transposed."""
+        return "left" if left.shape != right.shape else self._transposed((left.key,), (right.key,))
 
     def by_name(self) -> bool:
         """Names that differ by one segment: a module that holds another, or a hook that hides it."""
         return self._unique(
-            lambda a, b: bool(inserted(a.template, b.template)),
+            lambda a, b: abs(len(a.path) - len(b.path)) == 1 and bool(inserted(a.template, b.template)),
             lambda a, b: f"{SAME_NAME} but for the segment `{inserted(a.template, b.template)}`",
             sure=True,  # also where other layers have the shorter name on both sides
         )
@@ -170,10 +176,7 @@ class _Search:
     def by_module(self) -> bool:
         """A weight and a bias go together."""
         return self._unique(
-            lambda a, b: (
-                self.links.shares_module(a.first.key, b.first.key)
-                and words.kind(a.template) == words.kind(b.template) != ""
-            ),
+            lambda a, b: self.modules.share(a.first.key, b.first.key) and kind(a) == kind(b) != "",
             lambda a, b: "other tensors of its module are paired",
         )
 
@@ -181,7 +184,7 @@ class _Search:
         """Tensors of one shape that all have a part of their own by name, the same parts on both sides."""
         taken = False
         for lefts, rights in self.open.classes(kind):
-            mine, theirs = ({words.part(group.template): group for group in side} for side in (lefts, rights))
+            mine, theirs = ({part(group): group for group in side} for side in (lefts, rights))
             if "" in mine or mine.keys() != theirs.keys() or len(mine) < len(lefts) or len(theirs) < len(rights):
                 continue
             for name, group in mine.items():
@@ -191,7 +194,7 @@ class _Search:
     def by_segment(self) -> bool:
         """Tensors of one shape whose modules have the same name of their own."""
         return self._unique(
-            lambda a, b: len(a.template) > 1,
+            lambda a, b: len(a.path) > 1,
             lambda a, b: "the same last segments and shape",
             apart=lambda a: (kind(a), a.template[-2:]),
         )
@@ -208,7 +211,7 @@ class _Search:
         """As `by_shape`, where a name does not say what kind of tensor it is."""
 
         def linked(left: Group, right: Group) -> bool:
-            return not (words.kind(left.template) and words.kind(right.template)) and len(left.first.shape) > 1
+            return not (kind(left) and kind(right)) and len(left.first.shape) > 1
 
         return self._unique(
             linked, lambda a, b: f"the only ones of shape {list(a.first.shape)}", weak=True, apart=lambda a: None
@@ -243,11 +246,15 @@ class _Search:
         """Several tensors that are one on the other side: query, key and value; gate and up."""
         taken = False
         for depth in DEPTHS:
-            for hit in fused(self.open.groups(0, depth), self.open.groups(1, depth), self._may):
+            for hit in fused(*self._two(depth), self._may):
                 taken |= self._take_fused(hit, 0)
-            for hit in fused(self.open.groups(1, depth), self.open.groups(0, depth), lambda a, b: self._may(b, a)):
+            for hit in fused(*self._two(depth)[::-1], lambda a, b: self._may(b, a)):
                 taken |= self._take_fused(hit, 1)
         return taken
+
+    def _two(self, depth: int) -> tuple[list[Group], list[Group]]:
+        left, right = ([group for _, group in self.open.at_depth(side, depth)] for side in (0, 1))
+        return left, right
 
     # What steps have in common
 
@@ -277,15 +284,14 @@ class _Search:
         outside of the tree in which all else is.
         """
         self.open.spend(COST)
-        mine, theirs = template(left.first.key)[0], template(right.first.key)[0]
-        if self.links.contradict(mine, theirs):
-            return words.part(mine) == words.part(theirs) == words.HEAD
-        kinds = words.kind(mine) and words.kind(theirs)  # else they stand in other modules than what they belong to
-        return not (kinds and self.links.parts_modules(left.first.key, right.first.key))
+        if self.stacks.contradict(left.path, right.path):
+            return part(left) == part(right) == words.HEAD
+        kinds = kind(left) and kind(right)  # else they stand in other modules than what they belong to
+        return not (kinds and self.modules.part(left.first.key, right.first.key))
 
     def _agree(self, left: Group, right: Group) -> bool:
         """As `_may`, and nothing in the names or in their places speaks against it either."""
-        parts = words.part(left.template), words.part(right.template)
+        parts = part(left), part(right)
         places = [side.beside_layers(group) for side, group in zip(self.orders, (left, right))]
         return self._may(left, right) and all(not all(two) or two[0] == two[1] for two in (parts, places))
 
@@ -296,8 +302,14 @@ class _Search:
         """Pairs two groups, layer by layer; no pair where an earlier one has taken a tensor of theirs."""
         if not (self._is_left(left) and self._is_left(right)):
             return False
-        for at, tensor in left.members.items():
-            self._take(Pair((tensor.key,), (right.members[at].key,), evidence), weak)
+        pairs = [
+            Pair((one.key,), (other.key,), evidence, self._transposed((one.key,), (other.key,)))
+            for one, other in ((one, right.members[at]) for at, one in left.members.items())
+        ]
+        if weak:
+            self.weak.update(range(len(self.pairs), len(self.pairs) + len(pairs)))
+        self._found(pairs)
+        self.stacks.pair(left.path, right.path)
         return True
 
     def _take_fused(self, hit: Fused, side: int) -> bool:
@@ -307,7 +319,7 @@ class _Search:
         for whole, parts in hit.pairs:
             evidence, parts = self._told(whole, parts, side, hit.evidence)
             left, right = ((whole,), parts) if side == 0 else (parts, (whole,))
-            self._take(Pair(left, right, evidence))
+            self._take(left, right, evidence)
         return True
 
     def _told(self, whole: str, parts: tuple[str, ...], side: int, evidence: str) -> tuple[str, tuple[str, ...]]:
@@ -331,19 +343,21 @@ class _Search:
         """Of which side they are; parts of one tensor all are where one of them shows it."""
         return "left" if not self.ways[0].isdisjoint(left) else "right" if not self.ways[1].isdisjoint(right) else ""
 
-    def _take(self, pair: Pair, weak: bool = False) -> None:
-        way = "" if pair.evidence == _SAME_VALUES else self._transposed(pair.left, pair.right)
-        pair = replace(pair, transposed=pair.transposed or way)
+    def _take(self, left: tuple[str, ...], right: tuple[str, ...], evidence: str) -> None:
+        """Pairs what stands alone, or has several on one side."""
+        way = "" if evidence == _SAME_VALUES else self._transposed(left, right)
+        self._found([Pair(left, right, evidence, way)])
+        for mine, theirs in product(left, right):
+            self.stacks.pair(template(mine)[0], template(theirs)[0])
+
+    def _found(self, pairs: Sequence[Pair]) -> None:
         self.open.changed()
-        for key in pair.left:
-            del self.left[key]
-        for key in pair.right:
-            del self.right[key]
-        if weak:
-            self.weak.add(len(self.pairs))
-        self.pairs.append(pair)
-        for left, right in product(pair.left, pair.right):
-            self.links.pair(left, right)
+        for pair in pairs:
+            for key in pair.left:
+                del self.left[key]
+            for key in pair.right:
+                del self.right[key]
+        self.pairs += pairs
 
     # The end
 
@@ -353,8 +367,10 @@ class _Search:
         """
         explained = len(self.pairs) > min(len(self.left), len(self.right))
         weak = set[int]() if explained else self.weak
-        told = (pair for at, pair in enumerate(self.pairs) if at not in weak)
-        pairs = tuple(sorted(told, key=lambda pair: self.place[pair.left[0]]))
+        pairs = tuple([pair for at, pair in enumerate(self.pairs) if at not in weak])
+        keys = (one.key for one in self.sides[0].tensors)
+        if not all(pair.left[0] in keys for pair in pairs):  # each looked for behind the one before it
+            pairs = tuple(sorted(pairs, key=lambda pair: self.orders[0].place[pair.left[0]]))
         doubted = tuple(
             Ambiguous(
                 self.pairs[at].left, self.pairs[at].right, "only their shapes agree, and most keys have no partner"

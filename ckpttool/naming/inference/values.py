@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import field
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from ckpttool.expression import Expression
 from ckpttool.values import dataclass
@@ -16,9 +16,25 @@ Template = tuple[str, ...]
 Digest = Callable[[Expression], "bytes | None"]  # of a value over one side's keys; None where it has none
 
 
+class Outlined(Protocol):
+    """All that an index says of a tensor; a `TensorEntry` is one."""
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name without ``torch.``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of one side: all that its index says of it."""
+    """A tensor of one side by itself."""
 
     key: str
     dtype: str
@@ -59,54 +75,112 @@ class Inference:
 class Side:
     """One side's tensors. `ordered`: the file keeps the order in which the model defines them."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: Sequence[Outlined]
     ordered: bool = True
     digest: Digest | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Tensors whose names differ in layer numbers only: the numbers -> the tensor."""
+    """Tensors whose names differ in layer numbers only, one at least. There may be one of these for each tensor.
 
-    template: Template
-    members: dict[tuple[str, ...], Tensor] = field(compare=False, hash=False)
+    `path` is their name with all layer numbers generalised, `fixed` are the last of these numbers where all of the
+    tensors have the same there, joined by dots. `many` are the tensors by their other numbers, joined by dots; None
+    where they have none, so that there is nothing but the `first`.
+    """
+
+    path: Template
+    fixed: str
+    first: Outlined
+    many: Mapping[str, Outlined] | None
 
     @property
-    def first(self) -> Tensor:
-        """One of the tensors."""
-        return next(iter(self.members.values()))
+    def members(self) -> Mapping[str, Outlined]:
+        """The numbers in which they differ, joined by dots -> the tensor."""
+        return {"": self.first} if self.many is None else self.many
 
     @property
-    def signature(self) -> frozenset[tuple[object, ...]]:
+    def template(self) -> Template:
+        """Their name, with the numbers generalised in which they differ."""
+        if not self.fixed:
+            return self.path
+        numbers, segments = self.fixed.split("."), list(self.path)
+        for at in range(len(segments) - 1, -1, -1):
+            if numbers and segments[at] == NUMBER:
+                segments[at] = numbers.pop()
+        return tuple(segments)
+
+    @property
+    def signature(self) -> Hashable:
         """Equal for groups that have tensors of the same shapes in the same layers. Any two floating-point dtypes are
         alike: checkpoints are cast.
         """
-        return frozenset((at, is_floating(one.dtype), one.shape) for at, one in self.members.items())
+        if self.many is None:
+            return likeness(self.first)
+        found: dict[Hashable, list[str]] = {}
+        for at, one in self.many.items():
+            found.setdefault(likeness(one), []).append(at)
+        return frozenset((like, frozenset(own)) for like, own in found.items())
+
+    def at_depth(self, depth: int) -> Iterator[Group]:
+        """The tensors with only the first `depth` of their numbers generalised; none where they have fewer."""
+        count = self.path.count(NUMBER)
+        if count == depth:
+            yield self
+        elif self.many is not None and not depth:
+            yield from (Group(self.path, numbers, one, None) for numbers, one in self.many.items())
+        elif self.many is not None and depth < count:
+            found: dict[str, dict[str, Outlined]] = {}
+            for at, one in self.many.items():
+                numbers = at.split(".")
+                found.setdefault(".".join(numbers[depth:]), {})[".".join(numbers[:depth])] = one
+            yield from (_group(self.path, fixed, own) for fixed, own in found.items())
+
+    def among(self, keys: Container[str]) -> Group | None:
+        """Those of the tensors that have one of the keys; None where none has."""
+        own = {at: one for at, one in self.members.items() if one.key in keys}
+        if len(own) == len(self.members):
+            return self
+        return _group(self.path, self.fixed, own) if own else None
 
 
-def is_floating(dtype: str) -> bool:
-    """Whether the dtype is one of floating-point numbers, by its name."""
-    return "float" in dtype
+def likeness(tensor: Outlined) -> Hashable:
+    """What tensors have in common that one could be the other, casts aside."""
+    return "float" in tensor.dtype, tensor.shape
 
 
-def template(key: str, depth: int | None = None) -> tuple[Template, tuple[str, ...]]:
-    """The key's segments with its first `depth` layer numbers (all, with None) generalised, and these numbers."""
+def template(key: str) -> tuple[Template, str]:
+    """The key's segments with its layer numbers generalised, and these numbers, joined by dots."""
     segments = key.split(".")
-    numbers: list[str] = []
-    for at, segment in enumerate(segments):
-        if segment == NUMBER:
-            segments[at] = "\\#"
-        elif segment.isdecimal() and (depth is None or len(numbers) < depth):
-            numbers.append(segment)
-            segments[at] = NUMBER
-    return tuple(segments), tuple(numbers)
+    numbers = [segment for segment in segments if segment.isdecimal()]
+    if NUMBER in key:  # a segment that reads like a generalised number is told from one
+        segments = [f"\\{one}" if _reads_like_number(one) else one for one in segments]
+    if not numbers:
+        return tuple(segments), ""
+    return tuple([NUMBER if one.isdecimal() else one for one in segments]), ".".join(numbers)
 
 
-def groups(tensors: Iterable[Tensor], depth: int | None = None) -> list[Group]:
-    """The tensors that have `depth` layer numbers or more, grouped; with None all of them."""
-    found: dict[Template, Group] = {}
+def shown(path: Template) -> str:
+    """The template as a name, with ``{n}`` for layer numbers."""
+    return ".".join("{n}" if one == NUMBER else one[1:] if _reads_like_number(one) else one for one in path)
+
+
+def _reads_like_number(segment: str) -> bool:
+    return segment.lstrip("\\") == NUMBER
+
+
+def groups(tensors: Iterable[Outlined]) -> list[Group]:
+    """The tensors, grouped with all of their layer numbers generalised; in the order of the first of each group."""
+    found: dict[Template, dict[str, Outlined]] = {}
     for tensor in tensors:
-        shape, numbers = template(tensor.key, depth)
-        if depth is None or len(numbers) == depth:
-            found.setdefault(shape, Group(shape, {})).members[numbers] = tensor
-    return list(found.values())
+        path, numbers = template(tensor.key)
+        own = found.get(path)
+        if own is None:
+            own = found[path] = {}
+        own[numbers] = tensor
+    return [_group(path, "", own) for path, own in found.items()]
+
+
+def _group(path: Template, fixed: str, members: dict[str, Outlined]) -> Group:
+    first = next(iter(members.values()))
+    return Group(path, fixed, first, None if members.keys() == {""} else members)

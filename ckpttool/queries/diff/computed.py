@@ -25,12 +25,15 @@ _SUFFIXES = (
     (("_orig", "_mask"), (), "pruning"),
     (("_orig", "_u"), ("_v",), "spectral norm"),
 )
+_ENDS = tuple(needed[0] for needed, _, _ in _SUFFIXES)
 
 
 def parts(keys: Collection[str]) -> dict[str, tuple[str, str]]:
     """Keys that are parts of a parameter -> its name, and what computes it from them."""
     found = {}
     for key in keys:
+        if _PARAMETRIZED not in key and not key.endswith(_ENDS):
+            continue
         segments = key.split(".")
         if _PARAMETRIZED in segments[:-2]:
             at = segments.index(_PARAMETRIZED)

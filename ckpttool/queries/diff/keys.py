@@ -5,7 +5,7 @@ Nothing is decided by the likeness of names: what no hook, wrapper or alias expl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import Hook
-from ckpttool.naming.alignment import align
+from ckpttool.naming.alignment import unlike
 from ckpttool.naming.call_variants import aliases
 from ckpttool.queries.diff.reasons import segment_reason
 from ckpttool.queries.diff.result import KIND, Entry
@@ -33,13 +33,16 @@ def compare(left: Section, right: Section, values: Values | None = None) -> tupl
     mine, theirs = [key for key in have if key not in want], [key for key in want if key not in have]
     if not mine and not theirs:
         return tuple(entries)
-    found = align(have, want)
-    for key in mine:
-        if key in found:
-            entries.append(renamed(have[key], want[found[key]], segment_reason(key, found[key]), values))
+    found = unlike(have, want, mine, theirs)
+    for old, new in found.items():
+        entries.append(renamed(have[old], want[new], segment_reason(old, new), values))
     taken = set(found.values())
-    entries += leftover("unexpected", left, [key for key in mine if key not in found], set(found))
-    entries += leftover("missing", right, [key for key in theirs if key not in taken], taken)
+    entries += leftover(
+        "unexpected", left, [key for key in mine if key not in found], {*want, *found} if found else want
+    )
+    entries += leftover(
+        "missing", right, [key for key in theirs if key not in taken], {*have, *taken} if found else have
+    )
     return tuple(entries)
 
 
@@ -96,21 +99,22 @@ def renamed(left: Any, right: Any, reason: str, values: Values | None = None, ho
     return replace(found, reason=f"{found.reason}, and renamed: {reason}", hook=hook)
 
 
-def leftover(status: str, section: Section, keys: Iterable[str], known: set[str]) -> list[Entry]:
+def leftover(status: str, section: Section, keys: Iterable[str], known: Collection[str]) -> list[Entry]:
     """Keys that only one side has; one that is a second name of a tensor that both have is an alias."""
     twice = aliases(section)
     names: dict[str, set[str]] = {}
     for key, first in twice.items():
         names.setdefault(first, {first}).add(key)
+    is_left = status == "unexpected"
+    reason = f"only {'left' if is_left else 'right'} has it"
     entries = []
     for key in keys:
-        others = names.get(twice.get(key, key), set()) & known
-        side: tuple[tuple[str, ...], tuple[str, ...]] = ((key,), ()) if status == "unexpected" else ((), (key,))
+        others = [name for name in names.get(twice.get(key, key), ()) if name in known] if names else ()
+        side: tuple[tuple[str, ...], tuple[str, ...]] = ((key,), ()) if is_left else ((), (key,))
         if others:
             entries.append(
                 Entry("alias", *side, "a second name of a tensor that both sides have", None, f"same as {min(others)}")
             )
         else:
-            where = "left" if status == "unexpected" else "right"
-            entries.append(Entry(status, *side, f"only {where} has it"))
+            entries.append(Entry(status, *side, reason))
     return entries

@@ -81,8 +81,10 @@ def hidden_segments(entries: Iterable[Entry]) -> tuple[str, ...]:
     unexpected = [entry.left[0] for entry in entries if entry.status == "unexpected"]
     found: Counter[tuple[str, str]] = Counter()
     for side, longer, shorter in (("left", missing, unexpected), ("right", unexpected, missing)):
-        known = set(shorter)
+        known, dots = set(shorter), {key.count(".") + 1 for key in shorter}
         for key in longer:
+            if key.count(".") not in dots:
+                continue
             parts = key.split(".")
             hits = {part for i, part in enumerate(parts) if ".".join(parts[:i] + parts[i + 1 :]) in known}
             if len(hits) == 1:

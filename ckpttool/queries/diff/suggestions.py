@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.evaluate.digests import Digests
 from ckpttool.formats.remarks import is_placeholder
 from ckpttool.naming.inference.search import infer
-from ckpttool.naming.inference.values import Inference, Side, Tensor
+from ckpttool.naming.inference.values import Inference, Side
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.queries.diff.computed import unpairable
 from ckpttool.queries.diff.result import KIND, Entry
@@ -35,9 +35,5 @@ def suggestions(left: Checkpoint, right: Checkpoint, entries: Sequence[Entry], v
 
 
 def _side(checkpoint: Checkpoint, section: Section, left_out: set[str], values: bool) -> Side:
-    tensors = tuple(
-        Tensor(entry.key, entry.dtype, entry.shape)
-        for entry in section.tensors
-        if isinstance(entry, TensorEntry) and entry.key not in left_out and not is_placeholder(entry)
-    )
+    tensors = [entry for entry in section.tensors if entry.key not in left_out and not is_placeholder(entry)]
     return Side(tensors, checkpoint.format in _DEFINED, Digests(section.by_key()) if values else None)

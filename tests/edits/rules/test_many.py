@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.edits.mend.patterns import _matching, _ways, drops
+from ckpttool.edits.mend.patterns import Keys, drops, ways
+from ckpttool.edits.rules import generalise
 from ckpttool.edits.rules.generalise import patterns, renames
 from ckpttool.edits.rules.patterns import InTurn, Naming, matches, parse, rename
+from ckpttool.edits.rules.suggest import suggest
+from ckpttool.live.section import section_of
 from ckpttool.naming.inference import unpaired
 from ckpttool.naming.inference.search import infer
-from ckpttool.naming.inference.values import Side, Tensor
+from ckpttool.naming.inference.values import Pair, Side, Tensor
 
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
 KEYS = st.lists(st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True)
@@ -19,8 +23,8 @@ TEXTS = ["a.b", "a.{x*}", "{x}.b", "0", "re:a.*", "*", "layers.{n}.{x*}", "{x*}.
 
 @given(KEYS, KEYS)
 def test_patterns_of_a_mend_match_what_they_are_said_to(mine, others):
-    for text in {text for key in mine for text in _ways(key)}:
-        assert [matches(text, key) for key in others] == [text in _matching(key) for key in others]
+    for text, named in (way for key in mine for way in ways(key)):
+        assert [key for key in others if matches(text, key)] == sorted(named(Keys(others)), key=others.index)
 
 
 @given(KEYS, KEYS)
@@ -54,6 +58,16 @@ def test_suggested_patterns_name_what_they_should(keys):
 def test_names_of_too_many_kinds_are_renamed_one_by_one():
     wanted = {f"a{n}.w": f"b{n * 7919 % 10007}.w" for n in range(9000)}
     assert rename(wanted, [parse(text) for text in renames(wanted, [])]) == wanted
+
+
+def test_no_rules_for_a_name_that_reads_like_a_regular_expression(monkeypatch):
+    """Renames one by one, of which one means another key than it is written for."""
+    monkeypatch.setattr(generalise, "_TOO_MANY", 0)
+    left = {"re:a.b": "c.d", "x.y": "z.w"}
+    mine, theirs = (section_of({key: torch.zeros(2) for key in keys}) for keys in (left, left.values()))
+    pairs = [Pair((old,), (new,), "said") for old, new in left.items()]
+    assert suggest(pairs, {}, mine, theirs) is None
+    assert suggest(pairs[1:], {}, mine, theirs) is not None
 
 
 def test_a_search_that_costs_too_much_says_so_and_pairs_nothing_more(monkeypatch):

@@ -162,6 +162,14 @@ def test_a_head_is_not_taken_for_a_pooler() -> None:
     assert len(pairs) == len(bert_model().state_dict())
 
 
+def test_a_segment_that_reads_like_a_number_in_a_template_is_told_from_one_and_shown_as_it_is() -> None:
+    left = zeros(**{f"layers__{n}__{odd}__w": (2, 3) for n in range(2) for odd in ("#", "\\#", "x#y")})
+    right = {f"net.#.{key}": value for key, value in left.items()}
+    found = inferred(left, right)
+    assert {(pair.left[0], pair.right[0]) for pair in found.pairs} == {(key, f"net.#.{key}") for key in left}
+    assert {pair.evidence for pair in found.pairs} == {"the same name below `net.#`"}
+
+
 def test_two_models_that_have_nothing_in_common() -> None:
     assert inferred(meta_llama().state_dict(), lightning().state_dict()).pairs == ()
 

@@ -67,14 +67,18 @@ def test_new_records_lie_where_torch_would_put_them(tmp_path: Path) -> None:
     assert (tmp_path / "out.pt").read_bytes() == Path(archive.path).read_bytes()
 
 
-def test_kept_records_move_as_torch_would_have_put_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [33, 97, 5000])
+def test_kept_records_move_as_torch_would_have_put_them(tmp_path: Path, more: int) -> None:
     """Every record rewritten one by one gives the file again, and so does every record moved there and back."""
     archive = save(tmp_path)
     first = archive.records[0]
     longer = check(
-        layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + 33)), *archive.records[1:]]),
+        layout_archive(archive, [NewRecord(first.name, bytes(first.nbytes + more)), *archive.records[1:]]),
         tmp_path / "longer.pt",
     )
+    again = layout_archive(None, [NewRecord(name, data) for name, data in contents(longer).items()])
+    write_pieces(again, tmp_path / "again.pt")
+    assert (tmp_path / "again.pt").read_bytes() == Path(longer.path).read_bytes()
     original = NewRecord(first.name, read_record(archive, first, 1 << 20))
     write_pieces(layout_archive(longer, [original, *longer.records[1:]]), tmp_path / "back.pt")
     assert (tmp_path / "back.pt").read_bytes() == Path(archive.path).read_bytes()

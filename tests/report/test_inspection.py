@@ -1,0 +1,22 @@
+"""What `inspect` shows: an answer is good news, in every format that tells it from bad news."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import Run
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [("markdown", "✅", "❌"), ("github", "::notice", "::error"), ("html", "verdict ok", "verdict bad")],
+)
+def test_an_answer_is_good_news(tmp_path: Path, run: Run, format: str, good: str, bad: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    done = run("inspect", tmp_path / "a.pt", "--format", format)
+    assert done.status == 0
+    assert good in done.out
+    assert bad not in done.out
