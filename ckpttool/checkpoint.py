@@ -47,6 +47,11 @@ class Lazy:
 Part = Union[bytes, memoryview, Span, Lazy]
 
 
+def length_of(part: Part) -> int:
+    """Bytes of the part."""
+    return part.length if isinstance(part, (Span, Lazy)) else len(part)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
     """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""

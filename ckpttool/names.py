@@ -105,8 +105,9 @@ class OptimizerParam:
 class Names:
     """All names of one model; the fields are those of the contract's `trace` object.
 
-    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none. `optimizer_groups` are
-    the hyperparameters of each param group, as far as they are plain values. `notes` say what was not looked at, or
+    `modules` are the module paths of the state dict's ``_metadata``, or None where it has none; `versions` those whose
+    loading may ask for their version, with it, where other versions are read otherwise, else None. `optimizer_groups`
+    are the hyperparameters of each param group, as far as they are plain values. `notes` say what was not looked at, or
     could not be told.
     """
 
@@ -124,6 +125,7 @@ class Names:
     optimizer_class: str | None = None
     optimizer_groups: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    versions: Mapping[str, Any] | None = None
 
     @property
     def ids(self) -> tuple[OptimizerParam, ...]:
@@ -185,6 +187,7 @@ NAMES = record(
         "optimizer_class": nullable(TEXT),
         "notes": TEXTS,
         "optimizer_groups": list_of(OBJECT),
+        "versions": nullable(OBJECT),
     },
     title=SCHEMA,
 )

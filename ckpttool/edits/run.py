@@ -15,18 +15,18 @@ from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
 from ckpttool.edits.write import Decided, Writer
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.expression import LOADED, SAVED
 from ckpttool.formats.containers import json_text
-from ckpttool.formats.fit import check_in_place, fit, losses
+from ckpttool.formats.fit import check_in_place, fit, loses_versions, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.formats.recognise_folder import locate
 from ckpttool.io.edit_in_place import Written, undo
 from ckpttool.io.files import is_dir, look_anew
 from ckpttool.io.together.job import only_first
-from ckpttool.names import RUNTIME, Names
+from ckpttool.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
@@ -58,6 +58,8 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     )
     if options.to_ranks and model is not None:
         return _write_ranks(source, options, writer, model.names(), done)
+    if target is not None:
+        _check_versions(done, target, options, _to_operand(options, model) or model)
     return done if target is None else _write(source, options, writer, target, done)
 
 
@@ -239,6 +241,22 @@ def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Ta
     if written is not None and written.way == "edited" and done.plan.dropped:
         notes = (*notes, "the file still holds the bytes of what was left out, until --in-place --compact")
     return replace(done, written=written, notes=notes)
+
+
+def _check_versions(done: Remap, target: Target, options: RemapOptions, model: ModelOperand | None) -> None:
+    """Raises `Refused` where `model`, which is to load the output, asks for versions that this has no place for."""
+    own = isinstance(options.form, ModelForm) and options.form.names != SERIALIZED  # goes through no loading of a model
+    if own or model is None or not loses_versions(done.result, target.format):
+        return
+    versions = model.names().versions
+    if versions is None:
+        return
+    raise Refused(
+        f"{model.title} loads other values where module versions (_metadata) are absent, and {target.format.title} has "
+        "no place for them",
+        hint="choose an output that ends in .pt",
+        problems=[Problem("saved with a version", path or "(root)") for path in versions],
+    )
 
 
 def _of_values(done: Remap) -> Decided | None:

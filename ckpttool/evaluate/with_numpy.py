@@ -169,9 +169,10 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
             raw = read(mine), read(yours)
             a, b = (values.astype(np.float64) for values in raw)
             equal = (a == b) | (np.isnan(a) & np.isnan(b)) if raw[0].dtype.kind == "f" else raw[0] == raw[1]
-            far = np.nan_to_num(np.abs(np.where(equal, 0.0, a - b)), nan=np.inf, posinf=np.inf)
-            within = np.abs(a - b) <= atol + np.abs(rtol * b)
-            close = equal | (np.isfinite(a - b) & within) if rtol or atol else equal
+            apart = _distance(*raw) if raw[0].dtype.kind in "iu" else np.abs(a - b)
+            far = np.nan_to_num(np.where(equal, 0.0, apart), nan=np.inf, posinf=np.inf)
+            within = apart <= atol + np.abs(rtol * b)
+            close = equal | (np.isfinite(apart) & within) if rtol or atol else equal
             count, total = count + int(np.count_nonzero(~close)), total + a.size
             farthest = max(farthest, float(far.max()))
             exponents += np.bincount(far.view(np.uint64).astype(np.int64).reshape(-1) >> 52, minlength=_EXPONENTS)
@@ -180,6 +181,14 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
         spread = tuple((int(at) - _BIAS, int(exponents[at])) for at in np.flatnonzero(exponents) if at)
         return Difference(f"{count:,} of {total:,} elements differ{distance}", spread)
     return None if rtol or atol else Difference(EQUAL)
+
+
+def _distance(left: Array, right: Array) -> Array:
+    """How far whole numbers are apart: float64 has no room for all of them, but for that (modulo 2^64)."""
+    import numpy as np
+
+    larger, smaller = np.maximum(left, right), np.minimum(left, right)
+    return (larger.astype(np.uint64) - smaller.astype(np.uint64)).astype(np.float64)
 
 
 def in_step(left: Chunks, right: Chunks, size: int) -> Iterator[tuple[bytes, bytes]]:

@@ -125,19 +125,22 @@ def difference(left: torch.Tensor, right: torch.Tensor, rtol: float, atol: float
     equal = (a == b) | (a.isnan() & b.isnan())
     if not (left.is_floating_point() or left.is_complex()):  # float64 has no room for all of int64
         equal &= (_bits(left) == _bits(right)).reshape(*left.shape, left.element_size()).all(-1)
-    close = equal | torch.isclose(a, b, rtol=rtol, atol=atol) if rtol or atol else equal
+    apart = _distance(left, right) if left.dtype in (torch.int64, torch.uint64) else (a - b).abs()
+    close = equal | (apart.isfinite() & (apart <= atol + (rtol * b).abs())) if rtol or atol else equal
     count = int((~close).sum())
     if count:
-        far = (
-            torch.where(equal, torch.zeros_like(a), a - b)
-            .abs()
-            .nan_to_num(nan=float("inf"), posinf=float("inf"))
-            .max()
-            .item()
-        )
+        infinite = float("inf")
+        far = torch.where(equal, 0.0, apart).nan_to_num(nan=infinite, posinf=infinite).max().item()
         distance = f", by {far:.3g} at most" if far else ""
         return f"{count:,} of {left.numel():,} elements differ{distance}"
     return None if rtol or atol else "the values are equal, their bytes are not (-0.0, or another kind of NaN)"
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """How far numbers of 64 bits are apart: float64 has no room for all of them, but for that (modulo 2^64)."""
+    x, y = (t.contiguous().view(torch.int64) ^ (0 if t.dtype == torch.int64 else -(1 << 63)) for t in (left, right))
+    found = torch.where(x > y, x - y, y - x)
+    return found.double() + (found < 0) * 2.0**64
 
 
 def to_bytes(tensor: torch.Tensor) -> memoryview:

@@ -4,7 +4,6 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from shlex import quote
 
@@ -15,6 +14,8 @@ from ckpttool.formats.form_mark import write_form
 from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.table import FORMATS, Format
 from ckpttool.keys import dotted
+
+_WRITTEN_BY = "format"  # in ``__metadata__``: whose tensors these are, as in ``pt``
 
 
 def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
@@ -93,13 +94,11 @@ def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
         return checkpoint
     (section,) = checkpoint.sections
     have = {entry.key: entry for entry in section.tensors}
-    again = [replace(have[first], key=key) for key, first in _recorded_aliases(checkpoint, have).items()]
-    metadata = {name: value for name, value in checkpoint.metadata.items() if value not in have or name in have}
+    names = {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
+    names.pop(_WRITTEN_BY, None)
+    again = [replace(have[first], key=key) for key, first in names.items()]
+    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in names}
     return replace(checkpoint, sections=(replace(section, tensors=(*section.tensors, *again)),), metadata=metadata)
-
-
-def _recorded_aliases(checkpoint: Checkpoint, have: Collection[str]) -> dict[str, str]:
-    return {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
 
 
 def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
@@ -136,6 +135,12 @@ def _hint_without_state_dict(checkpoint: Checkpoint) -> str:
     return "choose an output that ends in .pt"
 
 
+def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
+    """Whether there are module versions (``_metadata``), and the format has no place for them."""
+    versions = any(section.modules is not None for section in checkpoint.sections)
+    return versions and (target.tensors_only or target.name == "dcp")
+
+
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
     notes = []
@@ -143,8 +148,7 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
         notes.append("written in the format of torch 1.6 and later")
     if checkpoint.format == "torchscript":
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
-    versions = any(section.modules is not None for section in checkpoint.sections)
-    if versions and (target.tensors_only or target.name == "dcp"):
+    if loses_versions(checkpoint, target):
         notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
     if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")

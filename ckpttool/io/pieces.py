@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
 
-from ckpttool.checkpoint import Lazy, Span
+from ckpttool.checkpoint import Lazy, Span, length_of
 from ckpttool.values import dataclass
 
 
@@ -35,7 +35,7 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes of the piece in the file."""
-        return len(self.data) if isinstance(self.data, bytes) else self.data.length
+        return length_of(self.data)
 
 
 Pieces = Sequence[Piece]

@@ -87,7 +87,7 @@ def _misfits(section: Section, reading: Reading, likeness: Mapping[str, Likeness
 def move(tables: NameTables, section: Section, reading: Reading, to: str, tie: bool = True) -> FormPlan:
     """The plan that brings `section` from the form it was read in to the form `to` (``serialized`` or ``runtime``).
 
-    `tie`: what the model saves under several keys gets all of them, also where the checkpoint has one name alone.
+    `tie`: what has several names in that form gets all of them, also where the checkpoint has one of them alone.
     """
     made = _Made(section.path, {name: key for key, name in reading.match.names.items()}, [], [], [], [])
     made.problems.extend(Problem("no name of this model", key) for key in reading.match.unmatched)
@@ -95,7 +95,7 @@ def move(tables: NameTables, section: Section, reading: Reading, to: str, tie: b
     if reading.form == to:
         made.outputs.extend(Output(section.path, name, Ref(key)) for name, key in made.keys.items())
     elif to == RUNTIME:
-        _to_runtime(tables, made)
+        _to_runtime(tables, made, tie)
     else:
         _to_serialized(tables, made)
     if tie and to == SERIALIZED:
@@ -161,8 +161,12 @@ class _Made:
             self.copies.append((self.keys[name], self.keys[twin]))
 
 
-def _to_runtime(tables: NameTables, made: _Made) -> None:
+def _to_runtime(tables: NameTables, made: _Made, tie: bool) -> None:
     values = tables.runtime_values(made.keys)
+    known = {tables.first[fqn]: source for fqn, source in reversed(values.items())}
+    for tensor in tables.names.runtime if tie else ():  # strict loading of a program wants its second names too
+        if tensor.persistent and tensor.alias_of in known:
+            values.setdefault(tensor.fqn, known[tensor.alias_of])
     made.outputs.extend(Output(made.section, fqn, with_keys(source, made.keys)) for fqn, source in values.items())
     used = {key for source in values.values() for key in ex.refs(source)}
     kept = {tables.first[fqn]: source for fqn, source in reversed(values.items())}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import combinations
 
 from ckpttool.errors import Problem
 from ckpttool.naming.call_variants import base_names
-from ckpttool.naming.wrappers.chain import recognise
+from ckpttool.naming.wrappers.chain import infer, recognise
 from ckpttool.naming.wrappers.table import SEGMENTS, strip
 from ckpttool.values import dataclass
 
@@ -52,8 +52,27 @@ class Match:
 def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str] = ()) -> Match:
     """Matches `keys` with the model's names; `names` maps each name to its canonical name.
 
-    `optional` are names that may be absent without being missing (aliases, non-persistent buffers).
+    `optional` are names that may be absent without being missing (aliases, non-persistent buffers). Where that leaves
+    something open, and all keys together are the names inside of wrappers around the whole model, they are those.
     """
+    found = _key_by_key(keys, names, optional)
+    root = () if found.complete else infer(keys).root
+    if not root:
+        return found
+    inner = {key: strip(key, root) for key in keys}
+    whole = _key_by_key(list(inner.values()), names, optional)
+    if not whole.complete or len(set(inner.values())) < len(keys):
+        return found
+    segments = Counter(path.rpartition(".")[2] for path in root for _ in keys)
+    return replace(
+        whole,
+        names={key: whole.names[name] for key, name in inner.items() if name in whole.names},
+        wrapped=Counter(whole.wrapped) + segments,
+        variants={key: whole.variants[name] for key, name in inner.items() if name in whole.variants},
+    )
+
+
+def _key_by_key(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]) -> Match:
     count = Counter(names.values())
     by_canonical = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
     by_canonical.update((name, name) for name in names)

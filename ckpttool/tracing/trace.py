@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from ckpttool.tracing.roundtrip import problems, settled
 from ckpttool.tracing.runtime import check_memory, copied_state, is_cheap, metadata_of, nbytes, on_meta_or_real
 from ckpttool.tracing.saving import Saved, run_once, save, without_constants
 from ckpttool.tracing.tried import brought_back, tried
+from ckpttool.tracing.versions import versions_asked_for
 
 _PART = "part"  # of another model; any name will do
 _ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too"
@@ -30,7 +32,7 @@ def trace(model: LoadedModel) -> Names:
     """All names of the model's tensors, both ways. Raises `CkptError` where its own code fails."""
     model, notes = beside_real(model)
     saved = _with_hidden(model, _saved(model))
-    verdict = on_meta_or_real(model, lambda real: _load(model, saved, real))
+    verdict, versions = on_meta_or_real(model, lambda real: _load(model, saved, real))
     sources = {s.key: s.source for s in saved.serialized}
     found = [*_lost(model, saved), *_given_back(model, saved, verdict)]
     if saved.unstable:
@@ -48,6 +50,7 @@ def trace(model: LoadedModel) -> Names:
         roundtrips=not wrong,
         roundtrip_problems=tuple(wrong),
         modules=None if metadata is None else tuple(metadata),
+        versions=versions,
         notes=(
             *notes,
             *(str(problem) for problem in found if problem.kind == "unknown"),
@@ -149,11 +152,14 @@ def _saved(model: LoadedModel) -> Saved:
     return replace(saved, serialized=without_constants(saved.serialized))
 
 
-def _load(model: LoadedModel, saved: Saved, real: bool) -> Verdict:
-    """Loads fresh tensors of the serialized keys into a fresh instance."""
+def _load(model: LoadedModel, saved: Saved, real: bool) -> tuple[Verdict, dict[str, Any] | None]:
+    """Loads fresh tensors of the serialized keys into a fresh instance; with the versions, where these matter."""
     source = saved if saved.real == real else save(model, real)
     verdict = loaded(model.build(real), copied_state(source.state), real)
-    return replace(verdict, reads=reads_of_any(model, source.state, verdict)) if verdict.by_values else verdict
+    versions = versions_asked_for(model, source.state, verdict, real)
+    if verdict.by_values:
+        verdict = replace(verdict, reads=reads_of_any(model, source.state, verdict))
+    return verdict, versions
 
 
 def _by_own_name(fqn: str, value: Expression | None, sources: Mapping[str, Expression | None]) -> Expression | None:

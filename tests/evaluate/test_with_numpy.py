@@ -87,6 +87,27 @@ def test_differences_are_said_as_torch_says_them(dtype: str) -> None:
     agree()
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int8", "uint8", "int32"])
+def test_whole_numbers_are_within_a_tolerance_as_python_counts(dtype: str) -> None:
+    """float64 has no room for all of them."""
+
+    @settings(max_examples=60, deadline=None)
+    @given(patterns(dtype), st.integers(-3, 3), st.sampled_from([0.5, 1.0, 2.0]))
+    def agree(pattern: bytes, step: int, atol: float) -> None:
+        signed = not dtype.startswith("u")
+        one = int.from_bytes(pattern, "little", signed=signed)
+        info = torch.iinfo(getattr(torch, dtype))
+        other = min(max(one + step, info.min), info.max)
+        near = other.to_bytes(len(pattern), "little", signed=signed)
+        for found in (
+            with_numpy.difference(dtype, [pattern], [near], 0.0, atol),
+            with_torch.difference(tensor(pattern, dtype), tensor(near, dtype), 0.0, atol),
+        ):
+            assert (found is None) == (abs(one - other) <= atol)
+
+    agree()
+
+
 def cut(data: bytes) -> list[bytes]:
     """The bytes in chunks that end anywhere."""
     ends = sorted(random.Random(data).choices(range(len(data) + 1), k=2))

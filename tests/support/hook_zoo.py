@@ -379,6 +379,28 @@ def fused_qkv() -> nn.Module:
 
 
 @pattern
+def fused_twice() -> nn.Module:
+    """A module under two paths, each of whose keys a hook computes."""
+    fused = FusedQKV()
+    return nn.Sequential(fused, nn.Linear(4, 4), fused)
+
+
+@pattern
+def saves_a_tie_once() -> nn.Module:
+    model = tied()
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        del sd[prefix + "head.weight"]
+
+    def restore(sd: dict, prefix: str, *args: object) -> None:
+        sd[prefix + "head.weight"] = sd[prefix + "embed.weight"]
+
+    model._register_state_dict_hook(save)
+    model._register_load_state_dict_pre_hook(restore)
+    return model
+
+
+@pattern
 def split_by_slices() -> nn.Module:
     model = nn.Linear(3, 6)
 

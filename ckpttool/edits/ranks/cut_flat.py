@@ -14,7 +14,7 @@ from ckpttool.checkpoint import Part, Section, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import across, concatenated, row_major, window
+from ckpttool.evaluate.parts import across, concatenated, in_own_storage, row_major
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
 from ckpttool.keys import FLAT_PARAM
@@ -203,8 +203,7 @@ def _same(left: Any, right: Any) -> bool:
 def _on_rank(value: Any, ranks: FlatCut, rank: int) -> Any:
     """What a rank holds of a value: of a flat one its chunk, the last ones filled up with zeros."""
     if isinstance(value, TensorEntry):
-        storage = concatenated([window(row_major(value), 0, value.numel)])
-        return replace(value, storage=storage, offset=0, payload=None)
+        return in_own_storage(value)
     if not isinstance(value, _Flat):
         return value
     numel = sum(entry.numel for entry in value.entries)

@@ -12,7 +12,7 @@ from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, resolved
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
-from ckpttool.evaluate.parts import concatenated, window
+from ckpttool.evaluate.parts import in_own_storage
 from ckpttool.formats.ranks.parts import is_of_ranks, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.names import Names, OptimizerParam, RuntimeTensor
@@ -145,12 +145,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
         shapes = ", ".join(str(list(part.shape)) for part in have)
         problems.append(Problem(f"is {shapes} on the ranks, {unit.key} is [{chunk}] on each", value.key))
         return [value] * len(unit.slots)
-    return [_own(have[0]) for _ in unit.slots]  # a step counter: each parameter has one of its own
-
-
-def _own(entry: TensorEntry) -> TensorEntry:
-    """The same values in a storage of their own: torch.load would tie what shares one, and ``step += 1`` add up."""
-    return replace(entry, storage=concatenated([window(entry, 0, entry.numel)]), offset=0, payload=None)
+    return [in_own_storage(have[0]) for _ in unit.slots]  # a step counter: each parameter has one of its own
 
 
 # State with the shapes of slices

@@ -18,6 +18,7 @@ from ckpttool.naming.call_variants import collapse, expand, settle
 from ckpttool.naming.forms import FormPlan, Reading, left_to_code, move, read
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.versions import check_versions
 from ckpttool.naming.wrappers import chain
 from ckpttool.operands.model import ModelOperand
 from ckpttool.plan import Dropped, Output, Plan, compose
@@ -32,7 +33,7 @@ class ByModel:
     """From the keys that are there to the form `to` of the model that saved them.
 
     `source_form` says which form the keys are in, where it is not to be recognised. With `trainable_only` what is made
-    of frozen parameters only is left out. `tie`: a tensor that the model saves under several keys gets all of them.
+    of frozen parameters only is left out. `tie`: a tensor that has several names there gets all of them.
     `code` is the model itself, which computes what its names do not say.
     """
 
@@ -45,10 +46,13 @@ class ByModel:
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused` where the keys are not this model's."""
-        counters = [key for key in _counters(draft.section) if key not in self.tables.serialized_names]
-        tensors = tuple(entry for entry in draft.section.tensors if entry.key not in counters)
-        section = replace(draft.section, tensors=tensors)
-        reading = read(self.tables, section, None if self.source_form is None else self.source_form.names)
+        form = None if self.source_form is None else self.source_form.names
+        section, reading = draft.section, read(self.tables, draft.section, form)
+        counted = chain.counters([entry.key for entry in section.tensors])
+        counters = [key for key in counted if key in reading.match.unmatched]
+        if counters:
+            section = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
+            reading = read(self.tables, section, form)
         plan = self._move(section, reading).plan
         return replace(
             draft,
@@ -71,6 +75,8 @@ class ByModel:
                 else f"{adapter.title} without its model: --to-model NEW says what it is to be put on, and so do rules",
                 problems=[Problem("no name of this model", key) for key in section.by_key()],
             )
+        if reading.form != self.to.names:
+            check_versions(names, section, reading)
         moved = move(self.tables, section, reading, self.to.names, self.tie)
         moved = self._respelled(_by_code(moved, self.tables, section, reading, self.code), section, reading)
         problems = [*moved.problems, *_lost(section, moved.copies)]
@@ -187,10 +193,6 @@ def _by_code(
 
 def _with_runner(runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None) -> Mapping[str, Runner]:
     return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
-
-
-def _counters(section: Section) -> list[str]:
-    return chain.counters([entry.key for entry in section.tensors])
 
 
 def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:

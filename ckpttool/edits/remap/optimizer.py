@@ -33,7 +33,7 @@ from ckpttool.naming.optimizers.moves import (
 )
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.operands.checkpoint import saved_state_dicts, split
-from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, renamed
 from ckpttool.plan import OptimizerMove
 from ckpttool.values import dataclass
 from ckpttool.words import plural, shell, some
@@ -121,7 +121,7 @@ def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[
     sources = _sources(named, wanted, to) if ruled is None else ruled
     placed_by = wanted if ruled is None else replace(wanted, names=None)
     groups = new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
-    held = _in(groups, sources)
+    held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
     shapes = _shapes(named, wanted)
     move = move_of(section, state, to, groups, held, shapes)
     try:
@@ -284,10 +284,6 @@ def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[s
 
 def _by_rules(name: str, rules: Sequence[Renaming]) -> str:
     return next((found for found in (rule.apply(name) for rule in rules) if found is not None), name)
-
-
-def _in(groups: Sequence[ParamGroup], sources: Mapping[str, Expression]) -> dict[str, Expression]:
-    return {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
 
 
 def _notes(

@@ -104,7 +104,8 @@ def _orders(diff: Diff, left: Checkpoint, right: Checkpoint) -> dict[str, Rotary
     named |= {
         p.left[0]: p.right[0] for p in diff.inferred.pairs if len(p.left) == len(p.right) == 1 and not p.transposed
     }
-    found = {old: rotary(have[old], want[new]) for old, new in named.items()}
+    pairs = {old: (have[old], want[new]) for old, new in named.items() if old in have and new in want}
+    found = {old: rotary(*pair) for old, pair in pairs.items()}
     return {old: order for old, order in found.items() if order is not None}
 
 

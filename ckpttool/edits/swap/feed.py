@@ -14,6 +14,7 @@ from ckpttool.names import RUNTIME, Names
 from ckpttool.naming.forms import Reading, left_to_code, read, with_keys
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.versions import check_versions
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import ModelRun, Output, Plan
@@ -96,6 +97,8 @@ def feed_by_model(
     """
     tables = NameTables(names)
     reading = read(tables, weights, form)
+    if reading.form != RUNTIME:
+        check_versions(names, weights, reading)
     keys = {name: key for key, name in reading.match.names.items()}
     values: dict[str, Expression]
     if reading.form == RUNTIME:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field
 from functools import partial
 
-from ckpttool.checkpoint import Lazy, Span
+from ckpttool.checkpoint import Lazy, Span, length_of
 from ckpttool.formats.containers import zip_archive as za
 from ckpttool.formats.containers.zip_archive import Archive, Record
 from ckpttool.formats.containers.zip_place import ALIGNMENT, U32, is_wide
@@ -33,7 +33,7 @@ class NewRecord:
     @property
     def nbytes(self) -> int:
         """Bytes of the record's content."""
-        return len(self.data) if isinstance(self.data, bytes) else self.data.length
+        return length_of(self.data)
 
 
 def layout_archive(

@@ -354,7 +354,7 @@ def _trimmed(entry: TensorEntry) -> TensorEntry:
     if isinstance(data, Lazy) and entry.nbytes == data.length:
         return entry
     size = dtypes.itemsize(entry.dtype)
-    last = sum((count - 1) * step for count, step in zip(entry.shape, entry.stride)) + 1 if entry.numel else 0
+    last = entry.end - entry.offset if entry.numel else 0
     if isinstance(data, Span):
         span = Span(data.path, data.offset + entry.offset * size, last * size)
         return replace(entry, offset=0, storage=Storage(span))

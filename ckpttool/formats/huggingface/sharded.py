@@ -236,7 +236,8 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
     for entry in checkpoint.sections[0].by_key().values():
         name = home.get(_origin(entry), name)
         content[name].append(entry)
-    new = {key: value for key, value in checkpoint.metadata.items() if key not in _common_of(source)}
+    common = _common([shard.metadata for shard in source.shards.values()])
+    new = {key: value for key, value in checkpoint.metadata.items() if key not in common}
     return {
         name: replace(_shard(source.shards[name], entries), metadata={**source.shards[name].metadata, **new})
         for name, entries in content.items()
@@ -247,10 +248,6 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
 def _origin(entry: TensorEntry | ExtraEntry) -> int:
     storage = entry.storage if isinstance(entry, TensorEntry) else None
     return id(entry.payload if storage is None else storage)
-
-
-def _common_of(source: Shards) -> dict[str, str]:
-    return _common([shard.metadata for shard in source.shards.values()])
 
 
 def _shard(whole: Checkpoint, entries: Iterable[TensorEntry | ExtraEntry]) -> Checkpoint:
@@ -278,7 +275,7 @@ def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -
     """The text of the index, in the style of the source's; what it says beside sizes and places is kept."""
     old: Mapping[str, Any] = source.index if source is not None else {}
     metadata = dict(old.get("metadata", {}))
-    if source is None or total_size != _source_size(source) or _size_notes(old, _tensors(source)):
+    if source is None or total_size != _total_size(_tensors(source)) or _size_notes(old, _tensors(source)):
         metadata.pop("total_parameters", None)
         metadata["total_size"] = total_size
     else:
@@ -289,10 +286,6 @@ def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -
     index = {**({} if "metadata" in old else {"metadata": metadata}), **old}
     index |= {"metadata": metadata, "weight_map": weight_map}
     return _spelled(index, source).encode()
-
-
-def _source_size(source: Shards) -> int:
-    return _total_size(_tensors(source))
 
 
 def _tensors(source: Shards) -> list[TensorEntry]:

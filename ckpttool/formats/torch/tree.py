@@ -45,8 +45,8 @@ class Tree:
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
-    state_dicts: set[int] = field(default_factory=set)  # ids of the nodes of sections
-    again_left: int = 100_000  # entries of state dicts that stand at further places, in all
+    added: dict[int, tuple[Callable[..., None], int]] = field(default_factory=dict)  # by id of a section's node
+    again_left: int = 100_000  # entries of sections that stand at further places, in all
     listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
     of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
@@ -98,6 +98,8 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     add = _recognised(tree, node, ".".join(path), foreign)
     if add is not None:
         add(tree, node, path, steps)
+        section = next(reversed(tree.places.values())).section
+        tree.added[id(node)] = add, len(section.tensors) + len(section.extras)
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
     rest: list[tuple[tuple[str, ...], Steps]] = []
@@ -111,6 +113,22 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
         for child_path, child_steps in rest:
             tree.others[_free(".".join(child_path), tree.others)] = child_steps
     return found
+
+
+def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+    """What is a section at another place is one here too; False for all else, whose tensors are in the first."""
+    add, count = tree.added.get(id(node), (None, 0))
+    if add is None or (foreign and metadata_of(node) is None):
+        return False
+    left = tree.again_left
+    tree.again_left -= count
+    if tree.again_left < 0:
+        if left >= 0:
+            note = f"from {'.'.join(path)} on, sections that stand at several places are looked at in one of them"
+            tree.notes.append(note)
+        return False
+    add(tree, node, path, steps)
+    return True
 
 
 def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Callable[..., None] | None:
@@ -230,22 +248,6 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
     modules = metadata_of(node)
     section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
     tree.places[name] = Place(section, steps, node)
-    tree.state_dicts.add(id(node))
-
-
-def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
-    """A state dict that stands at a further place is a section there too; False for all else, which is in the first."""
-    if id(node) not in tree.state_dicts or (foreign and metadata_of(node) is None):
-        return False
-    left = tree.again_left
-    tree.again_left -= len(pairs_of(node) or ())
-    if tree.again_left < 0:
-        if left >= 0:
-            note = f"from {'.'.join(path)} on, state dicts that stand at several places are looked at in one of them"
-            tree.notes.append(note)
-        return False
-    _add_state_dict(tree, node, path, steps)
-    return True
 
 
 def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...], seen: set[int]) -> None:
@@ -300,7 +302,7 @@ def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
 
 
 def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
-    inner = Tree(tree.storages, seen=tree.seen)
+    inner = Tree(tree.storages, seen=set() if id(node) in tree.added else tree.seen)
     for child_path, child_steps, child in _named_children(node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
     name = _free(".".join(path), tree.places)

@@ -279,15 +279,11 @@ def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
     entries: list[Record | NewRecord] = [
         NewRecord(_FOLDER + "data.pkl", data),
         *(NewRecord(_FOLDER + name, note) for name, note in notes.items()),
-        *(_record(_FOLDER, key, rebuilder) for key in keys),
+        *(NewRecord(f"{_FOLDER}data/{key}", rebuilder.storages[key].data) for key in keys),
         NewRecord(_FOLDER + "version", b"3\n"),
         NewRecord(_FOLDER + ".data/serialization_id", b"%040d" % serialization_id),
     ]
     return layout_archive(None, _without_version(entries, _FOLDER, keys, entries))
-
-
-def _record(folder: str, key: str, rebuilder: Rebuilder) -> NewRecord:
-    return NewRecord(f"{folder}data/{key}", rebuilder.storages[key].data)
 
 
 def with_records(archive: Archive, folder: str, data: Mapping[str, bytes | Span | Lazy]) -> Pieces:

@@ -65,15 +65,11 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
     with failing(out), _begun(job, units, plan, out, home, asked) as (staging, known):
         task = _Task(job, units, staging, plan, asked, known)
         job.tell(f"made/{job.rank}", task.run())
-        everything = [record for records in _all(job) for record in records]
+        everything = [record for records in job.heard_of_all("made") for record in records] if job.is_first else []
         job.only_first()
         task.finish([*known.values(), *everything])
         yield {**files, **task.ready()}
         remove(staging)
-
-
-def _all(job: Job) -> list[list[Record]]:
-    return job.heard_of_all("made") if job.is_first else []
 
 
 @contextmanager

@@ -11,12 +11,15 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import is_opaque
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.torch.tensors import is_dense, kind
-from ckpttool.names import AS_A_PART, Names
+from ckpttool.names import AS_A_PART, SERIALIZED, Names
+from ckpttool.naming.forms import read
 from ckpttool.naming.inference.alike import exchangeable
 from ckpttool.naming.inference.values import Tensor
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import saved_order
+from ckpttool.naming.versions import other_versions
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.operands.sections import same_model
@@ -66,6 +69,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     entries = computed.explained(compare_load(names, section, verdict))
     if verdict is None and loads(entries):
         _of_known_kinds(model, checkpoint, section)
+        _of_known_versions(model, names, section)
     fits = loads(entries) if verdict is None else verdict.ok
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
     lost = any(entry.status == "value" for entry in entries)
@@ -127,6 +131,18 @@ def _of_known_kinds(model: ModelOperand, checkpoint: Checkpoint, section: Sectio
             f"whether {model.title} loads it depends on {plural(len(strange), 'tensor')} that names do not tell of",
             hint="; ".join(one_rank(checkpoint)) or "its code can tell: --model package.module:attr, or file.py:attr",
             problems=strange,
+        )
+
+
+def _of_known_versions(model: ModelOperand, names: Names, section: Section) -> None:
+    """The same for versions of modules, of which names tell the model's own only."""
+    others = other_versions(names, section, read(NameTables(names), section, SERIALIZED))
+    if others:
+        raise CkptError(
+            f"whether {model.title} loads it depends on versions of {plural(len(others), 'module')}, and names tell of "
+            "other ones",
+            hint="its code can tell: --model package.module:attr, or file.py:attr",
+            problems=others,
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Union
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
+from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
@@ -15,6 +16,7 @@ from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, Seri
 from ckpttool.naming.call_variants import aliases, base_name
 from ckpttool.naming.forms import read, with_keys
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.versions import other_versions
 from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
 from ckpttool.queries.diff.reasons import FLAT, segment_change, segment_reason
 from ckpttool.queries.diff.result import ONLY_LEFT, ONLY_RIGHT, TIED, Entry, only_left, only_right
@@ -263,6 +265,7 @@ def loads(entries: Iterable[Entry]) -> bool:
 def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:
     """Two checkpoints of one model, each in whatever form its keys are: both are read as its runtime tensors."""
     tables = NameTables(names)
+    _check_versions(tables, left, right)
     mine, theirs = _tensors(tables, left), _tensors(tables, right)
     have, want = left.by_key(), right.by_key()
     entries: list[Entry] = []
@@ -285,6 +288,20 @@ def compare_through(names: Names, left: Section, right: Section, values: Values 
     entries += leftover("unexpected", left, [key for key in have if key not in named_left], named_left)
     entries += leftover("missing", right, [key for key in want if key not in named_right], named_right)
     return tuple(entries)
+
+
+def _check_versions(tables: NameTables, *sections: Section) -> None:
+    """Raises `CkptError` where the two have modules of different versions, which loading reads otherwise."""
+    if tables.names.versions is None:
+        return
+    saved = [(section, reading) for section in sections if (reading := read(tables, section)).form == SERIALIZED]
+    others = [other_versions(tables.names, section, reading) for section, reading in saved]
+    if any(others) and (len(saved) < len(sections) or others[0] != others[1]):
+        raise CkptError(
+            f"{tables.names.model} reads other versions of its modules otherwise, and the two have not the same",
+            hint="let it load both, and save them anew: what is then in them can be compared",
+            problems=[problem for own in others for problem in own],
+        )
 
 
 def _tensors(tables: NameTables, section: Section) -> dict[str, Expression]:

@@ -377,13 +377,30 @@ def test_a_state_dict_at_two_places_is_a_section_at_each(tmp_path: Path, run: Ru
     assert list(load(str(there))) == ["model", "list", "epoch"]
 
 
+def test_an_optimizer_and_a_module_at_two_places_are_sections_at_each(tmp_path: Path, run: Run) -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    own = optimizer.state_dict()
+    path = saved(tmp_path, {"module": model, "ema": model, "optimizer": own, "best": own})
+    kinds = [(section.path, section.kind, len(section.tensors)) for section in read(path).sections]
+    assert kinds == [
+        ("module", "state_dict", 2), ("ema", "state_dict", 2), ("optimizer", "optimizer", 2), ("best", "optimizer", 2)
+    ]  # fmt: skip
+    assert run("remap", path, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt", "--verify").status == 0
+    found = load(str(tmp_path / "out.pt"))
+    assert list(found["optimizer"]["state"]) == list(found["best"]["state"]) == ["weight", "bias"]
+    assert torch.equal(found["ema"].weight, model.weight)
+
+
 def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_path: Path) -> None:
     shared = {f"k{number}": torch.ones(1) for number in range(100)}
     checkpoint = read(saved(tmp_path, {"list": [shared] * 2000}))
     assert [section.path for section in checkpoint.sections] == [f"list.{number}" for number in range(1001)]
     assert len(checkpoint.others) == 999
     assert checkpoint.notes == (
-        "from list.1001 on, state dicts that stand at several places are looked at in one of them",
+        "from list.1001 on, sections that stand at several places are looked at in one of them",
     )
 
 

@@ -1,0 +1,93 @@
+"""Modules whose loading asks for the version that a state dict was saved under, each with its like in `ZOO`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+ZOO: dict[str, Callable[[], nn.Module]] = {}
+
+
+def pattern(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    ZOO[build.__name__] = build
+    return build
+
+
+class Transposed(nn.Module):
+    """Had its weight the other way round, under the same key and of the same shape."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+
+    def _load_from_state_dict(self, sd: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            sd[f"{prefix}weight"] = sd[f"{prefix}weight"].t()
+        super()._load_from_state_dict(sd, prefix, local_metadata, *args)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Strict(nn.Linear):
+    """Refuses what is not of its version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, sd: dict, prefix: str, local_metadata: dict, *args: Any) -> None:
+        if local_metadata.get("version") != 2:
+            args[-1].append(f"saved by version {local_metadata.get('version')}")
+        super()._load_from_state_dict(sd, prefix, local_metadata, *args)
+
+
+class Halved(nn.Module):
+    """A hook of the parent says what its child was; newer files than its own are read as its own."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_load_state_dict_pre_hook(self._load)
+        self._register_state_dict_hook(self._save)
+
+    @staticmethod
+    def _save(module: nn.Module, sd: dict, prefix: str, metadata: Any) -> None:
+        for name in ("weight", "bias"):
+            sd[f"{prefix}{name}"] = sd.pop(f"{prefix}inner.{name}")
+
+    @staticmethod
+    def _load(module: nn.Module, sd: dict, prefix: str, local_metadata: dict, *_: Any) -> None:
+        for name in ("weight", "bias"):
+            value = sd.pop(f"{prefix}{name}")
+            sd[f"{prefix}inner.{name}"] = value / 2 if local_metadata.get("version") in (1, 2) else value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pattern
+def transposed() -> nn.Module:
+    return nn.Sequential(Transposed(), nn.ReLU(), Transposed())
+
+
+@pattern
+def strict() -> nn.Module:
+    return nn.Sequential(Strict(4, 4), nn.Linear(4, 2))
+
+
+@pattern
+def halved() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), Halved())
+
+
+@pattern
+def asks_in_vain() -> nn.Module:
+    """Asks for versions, and reads all of them alike where the counter is there."""
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
