@@ -14,7 +14,7 @@ from ckpttool.edits.rules.suggest import suggest
 from ckpttool.live.section import section_of
 from ckpttool.naming.inference import unpaired
 from ckpttool.naming.inference.search import infer
-from ckpttool.naming.inference.values import Pair, Side, Tensor
+from ckpttool.naming.inference.values import Pair, Side, Tensor, groups
 
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
 KEYS = st.lists(st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True)
@@ -53,6 +53,18 @@ def test_suggested_patterns_name_what_they_should(keys):
     wanted, others = keys[::2], keys[1::2]
     texts = patterns(wanted, others)
     assert [key for key in keys if any(matches(text, key) for text in texts)] == [k for k in keys if k in wanted]
+
+
+@given(KEYS, st.integers(0, 3), st.data())
+def test_groups_that_lost_tensors_are_those_of_what_is_left(keys, depth, data):
+    tensors = {key: Tensor(key, "float32", (2,)) for key in keys}
+    left = {key: tensors[key] for key in data.draw(st.lists(st.sampled_from(keys), unique=True))}
+    found = [part.among(left) for one in groups(tensors.values()) for part in one.at_depth(depth)]
+    wanted = [part for one in groups(left.values()) for part in one.at_depth(depth)]
+    assert {(one.template, *one.members) for one in filter(None, found)} == {(w.template, *w.members) for w in wanted}
+    assert {m.key for one in wanted for m in one.members.values()} == {
+        key for key in left if sum(part.isdecimal() for part in key.split(".")) >= depth
+    }
 
 
 def test_names_of_too_many_kinds_are_renamed_one_by_one():
