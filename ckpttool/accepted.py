@@ -7,7 +7,7 @@ before, and never makes two things the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpttool.edits.rules.patterns import matches
 from ckpttool.errors import CkptError, Problem
@@ -15,6 +15,7 @@ from ckpttool.io.files import opened
 from ckpttool.limits import limits
 from ckpttool.queries.diff.options import DiffOptions, statuses_in
 from ckpttool.queries.diff.result import Diff, Entry
+from ckpttool.values import dataclass
 
 _SYNTAX = "as in 'missing,shape head.* # the head is trained anew'"
 

@@ -6,15 +6,15 @@ Every reader in `formats/` returns a `Checkpoint`, every writer takes one; nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.dtypes import itemsize
-from ckpttool.many import value
+from ckpttool.values import dataclass
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """`length` contiguous bytes of the file `path`, from byte `offset` on."""
 
@@ -47,7 +47,12 @@ class Lazy:
 Part = Union[bytes, memoryview, Span, Lazy]
 
 
-@value(frozen=True, slots=True, eq=False)
+def length_of(part: Part) -> int:
+    """Bytes of the part."""
+    return part.length if isinstance(part, (Span, Lazy)) else len(part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Storage:
     """The bytes behind one or more tensors. Tensors that share a storage hold the same `Storage` object."""
 
@@ -64,7 +69,7 @@ class Storage:
         return self.data.length
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One named tensor: its geometry and its storage.
 
@@ -135,6 +140,13 @@ class TensorEntry:
         if self.storage is None:
             return (id(self.payload),) if self.payload is not None else (self.key,)
         return (id(self.storage), self.offset, self.shape, self.stride, self.dtype)
+
+
+def in_row_major(
+    key: str, dtype: str, shape: tuple[int, ...], storage: Storage | None, payload: object = None
+) -> TensorEntry:
+    """The entry of a tensor whose elements begin with the storage, in row-major order without gaps."""
+    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=payload)
 
 
 @runtime_checkable
@@ -212,16 +224,19 @@ class Unreached:
     is_referred: bool = True
 
 
+KINDS = ("state_dict", "optimizer", "other")
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
 
-    `kind` is ``state_dict``, ``optimizer`` or ``other`` (tensors that stand outside every state dict). `modules` are
+    `kind` is one of `KINDS`: ``other`` are tensors that stand outside every state dict. `modules` are
     the module paths of the state dict's ``_metadata`` with their payloads (versions), in file order, or None where it
     has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
     optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
     `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
-    is recorded in the file, because the names alone do not tell it (`naming.mark`).
+    is recorded in the file, because the names alone do not tell it (`formats.form_mark`).
     """
 
     path: str
@@ -231,6 +246,11 @@ class Section:
     modules: Mapping[str, object] | None = None
     mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
     form: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The path as reports and errors have it."""
+        return self.path or "(root)"
 
     @property
     def nbytes(self) -> int:
@@ -293,7 +313,7 @@ class Readings:
 class Checkpoint:
     """The index of one checkpoint.
 
-    `source` is what the user named, `format` the format's name in `formats.FORMATS`, `nbytes` the size of the file.
+    `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
@@ -316,6 +336,16 @@ class Checkpoint:
     unreached: tuple[Unreached, ...] = ()
     beside: tuple[str, ...] = ()
     readings: Readings | None = field(default=None, compare=False)
+
+    @property
+    def state_dicts(self) -> tuple[Section, ...]:
+        """The sections that hold models."""
+        return tuple(section for section in self.sections if section.kind == "state_dict")
+
+    @property
+    def optimizers(self) -> tuple[Section, ...]:
+        """The sections that hold optimizers."""
+        return tuple(section for section in self.sections if section.kind == "optimizer")
 
     def read_as(self, paths: Iterable[str]) -> Checkpoint:
         """The same file with the dicts at `paths` read as state dicts; itself where all are, or none is to be had."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,16 +10,16 @@ from ckpttool.edits.mend import contract
 from ckpttool.edits.rules import file as rules
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
-from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record
+from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import operand_of
 from ckpttool.operands.names_file import is_names_file, read_names
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.values import dataclass
 from ckpttool.words import shell
 
-SCHEMA = "ckpttool.check/1"
 _CALLED = "a class or function that a pickle calls for when it is loaded"
 _NOT_COMPARED = (
     "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)"
@@ -51,14 +50,14 @@ class Checks:
 
     def to_json(self) -> dict[str, Any]:
         """The `check` object of the contract."""
-        return {"schema": SCHEMA, **CHECKS.write(self)}
+        return dict(CHECKS.write(self))
 
 
-_HINT = replace(TEXT, write=lambda hint: hint or None)
 _CHECKED = record(
-    Checked, {"path": TEXT, "kind": TEXT, "problems": list_of(PROBLEM), "hint": nullable(_HINT), "notes": TEXTS}
+    Checked,
+    {"path": TEXT, "kind": TEXT, "problems": list_of(PROBLEM), "hint": nullable(unless_empty(TEXT)), "notes": TEXTS},
 )
-CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)})
+CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)}, title="ckpttool.check/1")
 
 
 def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ()) -> Checks:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ Everything ckpttool raises on purpose is a `CkptError`; only `cli/app.py` turns 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from ckpttool.values import dataclass
 
 # What a problem is, for code that chooses what to advise; what nobody asks about is ``other``.
 Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "other"]

@@ -6,16 +6,16 @@ Expressions are data: they are saved as JSON (see CONTRACT in docs/) and evaluat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite
 from typing import Any, Union, overload
 
 from ckpttool.errors import Problem
 from ckpttool.json_schema import Kind
-from ckpttool.many import value
+from ckpttool.values import dataclass
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ref:
     """The tensor that stands under `key`."""
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
+from operator import attrgetter
+from typing import Any, Union
 
 from ckpttool.dtypes import BY_NAME
 from ckpttool.errors import CkptError, Problem
+from ckpttool.values import dataclass
 
+LEFT_OUT = object()  # in the place of the value of a member that is not written
 _MOST = 100  # problems that are listed
 _PLAIN = re.compile(r"[A-Za-z_]\w*")
 
@@ -31,7 +34,7 @@ class Kind:
 
     `problems(value, path)` says in words what is wrong with a value that does not fit, and where in the file.
     `schema(closed)` is the same as JSON Schema 2020-12; where it is closed, objects have no other members than those
-    that they name.
+    that they name. `title` is what the member ``schema`` of an object says that it is, and in which version.
     """
 
     fits: Callable[[Any], bool]
@@ -39,9 +42,11 @@ class Kind:
     schema: Callable[[bool], dict[str, Any]]
     read: Callable[[Any], Any] = _itself
     write: Callable[[Any], Any] = _itself
+    title: str = ""
 
 
 Members = Mapping[str, Kind]
+Source = Union[str, Callable[[Any], Any]]  # of a member: the field, also of a field (``a.b``), or what says it
 
 
 def plain(said: str, fits: Callable[[Any], bool], keywords: Mapping[str, Any]) -> Kind:
@@ -63,6 +68,11 @@ def nullable(kind: Kind) -> Kind:
         lambda value: None if value is None else kind.read(value),
         lambda made: None if made is None else kind.write(made),
     )
+
+
+def unless_empty(kind: Kind) -> Kind:
+    """The kind; what is empty is written as null, or left out where it may be."""
+    return replace(kind, write=lambda made: kind.write(made) or None)
 
 
 def list_of(kind: Kind, unique: str = "") -> Kind:
@@ -167,23 +177,59 @@ def object_of(needs: Members, may: Members | None = None) -> Kind:
     return Kind(fits, problems, schema)
 
 
-def record(
-    of: Callable[..., Any], needs: Members, may: Members | None = None, called: Mapping[str, str] | None = None
-) -> Kind:
-    """An object that stands for a value of the class `of`: its members are the fields, or `called` the names of these.
-
-    What is left out has the field's default; a member of `may` is left out where its field is None and it cannot be.
-    """
-    fields = [(name, (called or {}).get(name, name), kind) for name, kind in {**needs, **(may or {})}.items()]
-
-    def read(value: Any) -> Any:
-        return of(**{field: kind.read(value[name]) for name, field, kind in fields if name in value})
+def row(needs: Members, may: Members | None = None) -> Kind:
+    """An object that is written from a tuple of its members in order; in the place of one may stand `LEFT_OUT`."""
+    members = {**needs, **(may or {})}
 
     def write(made: Any) -> dict[str, Any]:
-        found = ((name, kind, getattr(made, field)) for name, field, kind in fields)
-        return {n: kind.write(one) for n, kind, one in found if one is not None or n in needs or kind.fits(None)}
+        found = zip(members.items(), made, strict=True)
+        return {name: kind.write(one) for (name, kind), one in found if one is not LEFT_OUT}
 
-    return replace(object_of(needs, may), read=read, write=write)
+    return replace(object_of(needs, may), write=write)
+
+
+def record(
+    of: Callable[..., Any],
+    needs: Members,
+    may: Members | None = None,
+    called: Mapping[str, Source] | None = None,
+    title: str = "",
+) -> Kind:
+    """An object that stands for a value of the class `of`: its members are the fields, or what `called` says of these.
+
+    What is left out has the field's default. A member of `may` is left out where it is `LEFT_OUT`, or None and null is
+    no value of it. What is read has the names of fields only. With a `title` it says what it is.
+    """
+    members = {**needs, **(may or {})}
+    sources = {name: name for name in members} | dict(called or {})
+    getters = {name: attrgetter(one) if isinstance(one, str) else one for name, one in sources.items()}
+    nulls = {name for name, kind in members.items() if name in needs or kind.fits(None)}
+
+    def read(value: Any) -> Any:
+        return of(**{str(sources[name]): kind.read(value[name]) for name, kind in members.items() if name in value})
+
+    def write(made: Any) -> dict[str, Any]:
+        written = {}
+        for name, kind in members.items():
+            found = getters[name](made)
+            found = found if found is None or found is LEFT_OUT else kind.write(found)
+            if found is not LEFT_OUT and (found is not None or name in nulls):
+                written[name] = found
+        return written
+
+    kind = replace(object_of(needs, may), read=read, write=write)
+    return titled(title, kind) if title else kind
+
+
+def titled(title: str, kind: Kind) -> Kind:
+    """The object with the member ``schema`` before its others."""
+
+    def schema(closed: bool) -> dict[str, Any]:
+        found = kind.schema(closed)
+        members = {"schema": one_of(title).schema(closed), **found["properties"]}
+        return {**found, "properties": members, "required": ["schema", *found["required"]]}
+
+    return replace(kind, schema=schema, write=lambda made: {"schema": title, **kind.write(made)}, title=title)
 
 
 def either(one: Kind, other: Kind) -> Kind:
@@ -211,12 +257,11 @@ COUNT = plain(
 )
 SHAPE = list_of(COUNT)
 DTYPE = plain(
-    "a dtype that ckpttool knows",
-    lambda value: isinstance(value, str) and value in BY_NAME,
-    {"enum": sorted(BY_NAME)},
+    "a dtype that ckpttool knows", lambda value: isinstance(value, str) and value in BY_NAME, {"enum": sorted(BY_NAME)}
 )
 OBJECT = replace(plain("an object", lambda value: isinstance(value, dict), {"type": "object"}), read=dict, write=dict)
 PROBLEM = record(Problem, {"problem": TEXT, "key": TEXT})
+ERROR = titled("ckpttool.error/1", row({"status": COUNT, "error": TEXT, "problems": list_of(PROBLEM), "hint": TEXT}))
 
 
 def check(kind: Kind, value: Any, message: str, hint: str) -> None:
@@ -225,11 +270,12 @@ def check(kind: Kind, value: Any, message: str, hint: str) -> None:
         raise faults(kind.problems(value, "$"), message, hint)
 
 
-def check_schema(value: Any, schema: str, source: str, what: str, hint: str) -> None:
-    """Raises `CkptError` where the file `source` does not say that it is `what`, in this version."""
+def check_titled(kind: Kind, value: Any, source: str, what: str, hint: str) -> None:
+    """Raises `CkptError` where the file `source` is not `what`: does not say so, in this version, or is not."""
     found = value.get("schema") if isinstance(value, dict) else None
-    if found != schema:
-        raise CkptError(f"{source} is not {what}: schema is {_shown(found)}, not {schema!r}", hint=hint)
+    if found != kind.title:
+        raise CkptError(f"{source} is not {what}: schema is {_shown(found)}, not {kind.title!r}", hint=hint)
+    check(kind, value, f"{source} is not {what}", hint)
 
 
 def faults(problems: Iterator[Problem], message: str, hint: str) -> CkptError:

@@ -1,4 +1,4 @@
-"""The spelling of keys: which last segments are those of flat parameters."""
+"""The spelling of keys: their dots, and which last segments are those of flat parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import re
 
 FLAT_PARAM = "_flat_param"  # FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
 _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
+
+
+def dotted(*parts: str) -> str:
+    """The parts joined by dots, without those that are empty: the root of a file or a model has no name."""
+    return ".".join(filter(None, parts))
 
 
 def is_flat(key: str) -> bool:

@@ -6,7 +6,7 @@ Needs no torch: a names file written where the model's code lives is read where 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -21,14 +21,14 @@ from ckpttool.json_schema import (
     TEXT,
     TEXTS,
     Members,
-    check,
-    check_schema,
+    check_titled,
     faults,
     list_of,
     nullable,
     one_of,
     record,
 )
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
@@ -137,13 +137,12 @@ class Names:
 
     def to_json(self) -> dict[str, Any]:
         """The `trace` object of the contract, and the content of a names file."""
-        return {"schema": SCHEMA, **NAMES.write(replace(self, optimizer=self.ids))}
+        return dict(NAMES.write(replace(self, optimizer=self.ids)))
 
     @staticmethod
     def from_json(value: Any, source: str) -> Names:
         """Reads what `to_json` wrote; `source` names the file in the error. Raises `CkptError` on anything else."""
-        check_schema(value, SCHEMA, source, "a names file", _HINT)
-        check(NAMES, value, f"{source} is not a names file", _HINT)
+        check_titled(NAMES, value, source, "a names file", _HINT)
         if next(_unknown_names(value), None) is not None:
             raise faults(_unknown_names(value), f"{source} is not a names file", _HINT)
         found: Names = NAMES.read(value)
@@ -190,6 +189,7 @@ NAMES = record(
         "optimizer_groups": list_of(OBJECT),
         "versions": nullable(OBJECT),
     },
+    title=SCHEMA,
 )
 
 

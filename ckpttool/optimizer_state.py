@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Union
 
 from ckpttool.checkpoint import TensorEntry
+from ckpttool.values import dataclass
 
 ID, FQN, FLAT = "id", "fqn", "flat"
 FORMS = (ID, FQN, FLAT)
@@ -60,6 +61,11 @@ class OptimizerState:
         return tuple(param for group in self.groups for param in group.params)
 
     @property
+    def nonempty_groups(self) -> list[ParamGroup]:
+        """The groups that hold parameters."""
+        return [group for group in self.groups if group.params]
+
+    @property
     def is_stateless(self) -> bool:
         """Whether no parameter has any state, as after no step, or of SGD without momentum: nothing can be mixed up."""
         return all(value is None for own in self.state.values() for value in own.values())
@@ -95,7 +101,7 @@ def numbered(state: OptimizerState) -> OptimizerState:
 def looks_flat(keys: Sequence[object]) -> bool:
     """Whether a dict with these keys is a flattened optimizer state dict."""
     own = [key for key in keys if isinstance(key, str) and key.startswith((f"{STATE}.", f"{GROUPS}."))]
-    return bool(keys) and len(own) == len(keys) and any(key.startswith(f"{GROUPS}.") for key in own)
+    return len(own) == len(keys) and any(key.startswith(f"{GROUPS}.") for key in own)
 
 
 def kept(mapping: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:

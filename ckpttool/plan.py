@@ -6,7 +6,7 @@ A plan is checked against the index of its source before a byte is written, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -20,22 +20,23 @@ from ckpttool.json_schema import (
     TEXT,
     TEXTS,
     Members,
-    check,
-    check_schema,
+    check_titled,
     list_of,
     map_of,
     nullable,
     object_of,
     one_of,
     record,
+    unless_empty,
 )
-from ckpttool.many import value
+from ckpttool.keys import dotted
+from ckpttool.values import dataclass
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Output:
     """One entry of the result: `key` in `section` is the value of `source` (a `Ref` for a rename)."""
 
@@ -124,9 +125,12 @@ class Plan:
 
     @property
     def reads(self) -> set[tuple[str, str]]:
-        """The section and the key of everything that it moves, computes with, or leaves out."""
+        """The section and the key of everything that it moves, computes with, or leaves out.
+
+        What is left out at the root may be a whole section, or be in none: that does not say what is a key there.
+        """
         moved = {(output.section, key) for output in self.outputs for key in ex.refs(output.source)}
-        return moved | {(gone.section, gone.key) for gone in self.dropped}
+        return moved | {(gone.section, gone.key) for gone in self.dropped if gone.section}
 
     @property
     def by_code(self) -> list[tuple[ModelRun, list[str]]]:
@@ -159,8 +163,7 @@ class Plan:
 
         ``modules`` is added where ``_metadata`` follows the renames, ``runs`` where a model's own code computes.
         """
-        written = PLAN.write(self)
-        return {"schema": SCHEMA, **{name: value for name, value in written.items() if value or name in _NEEDS}}
+        return dict(PLAN.write(self))
 
     @staticmethod
     def from_json(value: Any, source: str = "the plan") -> Plan:
@@ -168,8 +171,7 @@ class Plan:
 
         Raises `CkptError`, with every problem at its JSON path, on anything else.
         """
-        check_schema(value, SCHEMA, source, "a plan", _HINT)
-        check(PLAN, value, f"{source} is not a plan", _HINT)
+        check_titled(PLAN, value, source, "a plan", _HINT)
         made: Plan = PLAN.read(value)
         return made
 
@@ -191,18 +193,18 @@ _MOVE = record(
 _RUN = record(
     ModelRun, {"section": TEXT, "way": one_of(*ex.BY_CODE), "model": TEXT, "kwargs": OBJECT, "given": _SOURCES}
 )
-_NEEDS: Members = {
-    "outputs": list_of(record(Output, {**_PLACE, "from": EXPRESSION}, called={"from": "source"})),
-    "dropped": list_of(record(Dropped, {**_PLACE, "reason": TEXT})),
-}
 PLAN = record(
     Plan,
-    _NEEDS,
     {
-        "modules": list_of(record(ModuleRename, {"section": TEXT, "old": TEXT, "new": TEXT})),
-        "runs": list_of(_RUN),
-        "optimizers": list_of(_MOVE, unique="section"),
+        "outputs": list_of(record(Output, {**_PLACE, "from": EXPRESSION}, called={"from": "source"})),
+        "dropped": list_of(record(Dropped, {**_PLACE, "reason": TEXT})),
     },
+    {
+        "modules": unless_empty(list_of(record(ModuleRename, {"section": TEXT, "old": TEXT, "new": TEXT}))),
+        "runs": unless_empty(list_of(_RUN)),
+        "optimizers": unless_empty(list_of(_MOVE, unique="section")),
+    },
+    title=SCHEMA,
 )
 
 
@@ -228,8 +230,6 @@ def _check_section(path: str, outputs: list[Output], dropped: list[str], source:
 
 
 def _collisions(outputs: list[Output]) -> list[Problem]:
-    if len({output.key for output in outputs}) == len(outputs):
-        return []
     writers: dict[str, list[Expression]] = {}
     for output in outputs:
         writers.setdefault(output.key, []).append(output.source)
@@ -303,5 +303,5 @@ def _follow(path: str, moved: Mapping[str, tuple[int, str]]) -> str | None:
     for length in range(len(parts), -1, -1):
         known = moved.get(".".join(parts[:length]))
         if known is not None:
-            return ".".join(filter(None, [known[1], *parts[length:]]))
+            return dotted(known[1], *parts[length:])
     return None

@@ -58,6 +58,11 @@ def a(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; its class where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def human_bytes(n: int) -> str:
     """``1,000 bytes``, ``1.5 KiB``: binary units, rounded down to one decimal so that no size is overstated."""
     unit = min(max(n.bit_length() - 1, 0) // 10, len(_UNITS) - 1)

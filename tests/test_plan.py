@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.apply import apply
-from ckpttool.expression import Op, Ref
-from ckpttool.plan import SCHEMA, Dropped, ModuleRename, Output, Plan, module_renames
+from ckpttool.evaluate.with_torch import load
+from ckpttool.expression import BY_CODE, Expression, Op, Ref, refs
+from ckpttool.live.section import section_of
+from ckpttool.plan import SCHEMA, Dropped, ModelRun, ModuleRename, Output, Plan, compose, in_turn, module_renames
 
 
 def entry(key: str) -> TensorEntry:
@@ -77,6 +83,77 @@ PLAN = Plan(
 
 def test_json_there_and_back() -> None:
     assert Plan.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
+
+
+def test_what_a_plan_has_nothing_of_is_not_written() -> None:
+    assert Plan().to_json() == {"schema": SCHEMA, "outputs": [], "dropped": []}
+    assert PLAN.to_json().keys() == {"schema", "outputs", "dropped", "modules"}
+    assert Plan.from_json(Plan().to_json()) == Plan()
+
+
+def test_which_keys_a_run_of_code_computes() -> None:
+    """By its section and its way; what is only renamed is none."""
+    calls = {way: Op(way, ("w",)) for way in BY_CODE}
+    outputs = [Output(path, f"{path}.{way}", call) for path in "ab" for way, call in calls.items()]
+    mixed = Output("a", "mixed", Op("aten.cat.default", (tuple(calls.values()),)))
+    runs = {(path, way): ModelRun(path, way, "m.py:M", {}, {}) for path in "ab" for way in BY_CODE}
+    plan = Plan((Output("a", "plain", Ref("w")), *outputs, mixed), runs=tuple(runs.values()))
+    found = {(run.section, run.way): keys for run, keys in plan.by_code}
+    assert found == {(path, way): [f"{path}.{way}", *["mixed"] * (path == "a")] for path, way in runs}
+    for place, run in runs.items():
+        rest = replace(plan, runs=tuple(other for other in plan.runs if other is not run))
+        missing = [p.key for p in rest.check(checkpoint(path="a")) if "which model's code" in p.problem]
+        assert missing == found[place]
+
+
+# Two plans as one
+
+
+def drawn(chance: random.Random, keys: Sequence[str]) -> Plan:
+    """Each key under another name, joined with others, under two names, or dropped."""
+    outputs, dropped, at = [], [], 0
+    left = chance.sample(keys, len(keys))
+    while left:
+        parts = [left.pop() for _ in range(min(len(left), chance.choice([1, 1, 1, 2])))]
+        if chance.random() < 0.25:
+            dropped += [Dropped("", key, f"{key} is not wanted") for key in parts]
+        else:
+            made: Expression = Op("aten.cat.default", (tuple(map(Ref, parts)),)) if len(parts) > 1 else Ref(parts[0])
+            for _ in range(chance.choice([1, 1, 2])):
+                outputs.append(Output("", f"k{at}", made))
+                at += 1
+    return Plan(tuple(outputs), tuple(dropped))
+
+
+def test_one_plan_does_what_two_do_one_after_the_other() -> None:
+    for seed in range(200):
+        chance = random.Random(seed)
+        source = section_of({key: torch.arange(2) + 2 * at for at, key in enumerate("abcdef")})
+        whole = Checkpoint("no file", "torch_zip", 0, (source,))
+        first = drawn(chance, list("abcdef"))
+        between = apply(first, whole)
+        second = drawn(chance, between.section("").keys) if first.outputs else Plan()
+        both = compose(first, second)
+        assert both.check(whole) == [], seed
+        wanted, found = apply(second, between) if second.sections else between, apply(both, whole)
+        assert values(found) == values(wanted), seed
+        gone = {drop.key: drop.reason for drop in both.dropped}
+        used = {key for output in both.outputs for key in refs(output.source)}
+        assert used.isdisjoint(gone)
+        assert {drop.key: drop.reason for drop in first.dropped}.items() <= gone.items()
+
+
+def values(found: Checkpoint) -> dict[str, list[int]]:
+    return {entry.key: load(entry).tolist() for entry in found.section("").tensors}
+
+
+def test_modules_are_renamed_in_turn() -> None:
+    first = [ModuleRename("m", "a", "b"), ModuleRename("m", "c", "d"), ModuleRename("n", "a", "x")]
+    second = [ModuleRename("m", "b", "z"), ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f")]
+    assert in_turn(first, second) == (
+        ModuleRename("m", "a", "z"), ModuleRename("n", "a", "x"), ModuleRename("m", "b", "z"),
+        ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f"),
+    )  # fmt: skip
 
 
 def broken(**fields: Any) -> dict[str, Any]:

@@ -89,10 +89,7 @@ def loads(name: str, state: State) -> bool:
 
 def runtime(model: nn.Module) -> State:
     """Every parameter and buffer under every one of its names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def test_trace_gives_the_names_that_torch_gives(trained: Trained, answer: Answer) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import ckpttool
 import schemas
 from ckpttool.names import NAMES
 from ckpttool.plan import PLAN
@@ -74,6 +75,14 @@ def test_what_is_written_is_what_its_schema_says(folder: Path, run: Run, line: s
     assert schemas.check(run(*words, "--format", "json").data) == name
     if "--manifest" in words:
         assert schemas.check(json.loads(Path("m.json").read_text())) == "manifest"
+
+
+def test_results_say_in_python_what_the_commands_say(folder: Path, run: Run) -> None:
+    rule, model = "net.{x*} => {x*}", "model.py:plain"
+    said = run("remap", "b.pt", "--rule", rule, "--dry-run", "-o", "c.pt", "--format", "json").data
+    assert ckpttool.remap("b.pt", "c.pt", rule=[rule], dry_run=True).to_json() == said
+    said = run("swap-weights", "p.pt2", "a.pt", "--dry-run", "--model", model, "--format", "json").data
+    assert ckpttool.swap_weights("p.pt2", "a.pt", dry_run=True, model=model).to_json() == said
 
 
 @pytest.mark.parametrize("name", OBJECTS)

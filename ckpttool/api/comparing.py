@@ -38,7 +38,7 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
 def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
     """`diff`, with its options as a value."""
     from ckpttool.operands.model import ModelOperand, operand_of
-    from ckpttool.operands.settled import settled
+    from ckpttool.operands.sections import read_for_model
     from ckpttool.queries.diff.run import run
 
     if options.comparison is None:
@@ -52,7 +52,7 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
         return _judged(contract.run(str(left), other or operand_of(options), options), options)
     model = operand_of(options)
     opened = [None if ckpt is None else open_checkpoint(ckpt) for ckpt in (left, right)]
-    first, second = (None if ckpt is None else settled(ckpt, model) for ckpt in opened)
+    first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
     with options.comparing(first, second):
         found = run(first, second, options, model)
     if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from inspect import Parameter
 from typing import Any
 
@@ -18,6 +18,7 @@ from ckpttool.cli.parse import Unusual, value_of
 from ckpttool.cli.pyproject import PYPROJECT, table
 from ckpttool.errors import CkptError, Problem
 from ckpttool.options import Option
+from ckpttool.values import dataclass
 from ckpttool.words import shell, visible
 
 _PREFIX = "CKPTTOOL_"

@@ -7,15 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from signal import Signals
 from typing import Any
 
 from ckpttool.cli.streams import clipped, for_log
 from ckpttool.errors import CkptError, Problem
 from ckpttool.io.interrupts import Ended
+from ckpttool.json_schema import ERROR
 from ckpttool.report.collapse import collapse
 from ckpttool.report.renderers import json
+from ckpttool.values import dataclass
 from ckpttool.words import number, shell, visible
 
 _OS_HINTS = {
@@ -71,7 +72,11 @@ def say(failure: Failure, as_json: bool = False) -> int:
     with suppress(OSError):
         sys.stderr.writelines(f"{for_log(clipped(line), 'text')}\n" for line in lines)
         if as_json and failure.message:
-            sys.stdout.write(for_log(json.render(_error_json(failure)), "json"))
+            sys.stdout.write(
+                for_log(
+                    json.render(ERROR.write((failure.status, failure.message, failure.problems, failure.hint))), "json"
+                )
+            )
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()
@@ -91,16 +96,6 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     hidden = sum(len(group.keys) for _, group in groups[_MOST:])
     lines = [f"{text} @ {group.pattern}" for text, group in groups[:_MOST]]
     return [*lines, f"... and {number(hidden)} more (--format json)"] if hidden else lines
-
-
-def _error_json(failure: Failure) -> dict[str, Any]:
-    return {
-        "schema": "ckpttool.error/1",
-        "status": failure.status,
-        "error": failure.message,
-        "problems": [{"problem": problem.problem, "key": problem.key} for problem in failure.problems],
-        "hint": failure.hint,
-    }
 
 
 def _discard(descriptor: int) -> None:

@@ -5,113 +5,81 @@ What a command takes is written down once, in its signature; `parse` and `by_typ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from ckpttool.cli.streams import quiet
 from ckpttool.cli.summary import watched
 from ckpttool.limits import limited, raised
 from ckpttool.options import Argument, Option, option
-
-Options = TypeVar("Options")
-
-
-def with_options(
-    options: type[Options], without: Collection[str] = ()
-) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
-    """The function with the fields of the dataclass `options` as parameters of its own.
-
-    It is called with its own parameters by name, and with `options`, filled from the command line. `without` are fields
-    that it takes in another way.
-    """
-    hints: dict[str, Any] = get_type_hints(options, include_extras=True)
-    own_fields = [field for field in fields(options) if field.name not in without]  # type: ignore[arg-type]
-    names = [field.name for field in own_fields]
-    made = [_parameter(field, hints[field.name]) for field in own_fields]
-
-    def decorate(function: Callable[..., int | None]) -> Callable[..., int | None]:
-        own_hints = get_type_hints(function, include_extras=True)
-        own = Signature.from_callable(function).parameters
-        first = [own[name].replace(annotation=own_hints[name]) for name in own if own[name].default is Parameter.empty]
-        last = [
-            own[name].replace(annotation=own_hints[name]) for name in own if own[name].default is not Parameter.empty
-        ]
-        first = [parameter for parameter in first if parameter.name != "options"]
-
-        def command(**given: Any) -> int | None:
-            asked = options(**{name: given.pop(name) for name in names})
-            return function(options=asked, **given)
-
-        parameters = [*first, *made, *last]
-        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        command.__doc__ = function.__doc__
-        return command
-
-    return decorate
+from ckpttool.values import dataclass
 
 
-def with_common(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """The command with the options that all have: the limits that ``--limit`` raises, and whether it is ``--quiet``."""
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """The options that all commands have."""
 
-    def command(**given: Any) -> int | None:
-        given.pop("no_defaults", None)
-        limits, is_quiet, verbose = (given.pop(name, None) for name in ("limit", "quiet", "verbose"))
-        with limited(raised(limits or ())), quiet(bool(is_quiet)), watched(bool(verbose)):
-            return function(**given)
-
-    signature = Signature.from_callable(function)
-    own = [p.replace(annotation=hint) for p, hint in zip(signature.parameters.values(), _hints(function, signature))]
-    command.__signature__ = Signature([*own, *_COMMON])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *_COMMON)}
-    command.__doc__ = function.__doc__
-    return command
-
-
-def _hints(function: Callable[..., Any], signature: Signature) -> list[Any]:
-    hints = get_type_hints(function, include_extras=True)
-    return [hints[name] for name in signature.parameters]
-
-
-def _common(name: str, kind: Any, default: Any, mark: Option) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, mark])
-
-
-_COMMON = (
-    _common(
-        "limit",
-        list[str] | None,
-        None,
+    limit: Annotated[
+        Sequence[str] | None,
         option(
             "--limit",
             metavar="NAME=VALUE",
             help="Raise a limit that an error names; VALUE may end in K, M, G. Repeatable.",
         ),
-    ),
-    _common("quiet", bool, False, option("-q", "--quiet", help="Print errors only; the exit status is the answer.")),
-    _common(
-        "verbose",
-        bool,
-        False,
-        option("-v", "--verbose", help="Say on stderr what was read, moved, computed and fetched, and the time."),
-    ),
-    _common(
-        "no_defaults",
-        bool,
-        False,
-        option("--no-defaults", help="Take no option from CKPTTOOL_* variables and pyproject.toml."),
-    ),
-)
+    ] = None
+    quiet: Annotated[bool, option("-q", "--quiet", help="Print errors only; the exit status is the answer.")] = False
+    verbose: Annotated[
+        bool, option("-v", "--verbose", help="Say on stderr what was read, moved, computed and fetched, and the time.")
+    ] = False
+    no_defaults: Annotated[
+        bool, option("--no-defaults", help="Take no option from CKPTTOOL_* variables and pyproject.toml.")
+    ] = False
 
 
-def _parameter(field: Any, hint: Any) -> Parameter:
-    kind, mark = get_args(hint)
-    default = None if field.default is MISSING else field.default
-    return Parameter(
-        field.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[_plain(kind), mark]
-    )
+def with_common(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """The command as the command line calls it: by name, with each option by itself, and with those that all have.
+
+    A parameter of the function that is a dataclass of options has a parameter for each field in its place. What several
+    of them have, or the function itself, is given once, to each.
+    """
+    own = Signature.from_callable(function).parameters
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hints[name] for name in own if is_dataclass(hints[name])}
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in own.items():
+        made = _parameters(groups[name]) if name in groups else [parameter.replace(annotation=hints[name])]
+        parameters |= {one.name: one for one in made if one.name not in parameters}
+    parameters |= {one.name: one for one in _parameters(Common)}
+
+    def command(**given: Any) -> int | None:
+        common = _filled(Common, given)
+        asked = {name: _filled(groups[name], given) if name in groups else given[name] for name in own}
+        with limited(raised(common.limit or ())), quiet(common.quiet), watched(common.verbose):
+            return function(**asked)
+
+    command.__signature__ = Signature([*parameters.values()])  # type: ignore[attr-defined]
+    command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    command.__doc__ = function.__doc__
+    return command
+
+
+def _filled(options: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """The dataclass, of the values that it has fields for."""
+    return options(**{field.name: given[field.name] for field in fields(options) if field.name in given})  # type: ignore[arg-type]
+
+
+def _parameters(options: Any) -> list[Parameter]:
+    """A parameter for each field of the dataclass."""
+    hints, made = get_type_hints(options, include_extras=True), []
+    for field in fields(options):
+        kind, mark = get_args(hints[field.name])
+        annotation: Any = Annotated[_plain(kind), mark]
+        made.append(
+            Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default, annotation=annotation)
+        )
+    return made
 
 
 def _plain(kind: Any) -> Any:

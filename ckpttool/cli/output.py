@@ -18,9 +18,13 @@ from ckpttool.report import FORMATS, check_format, format_of, render
 from ckpttool.report.document import Document, warnings_apart
 from ckpttool.report.renderers import json
 from ckpttool.report.renderers.text import Terminal, lines
+from ckpttool.values import dataclass
 
-Force = Annotated[bool, option("--force", help="Overwrite files that exist.")]
 All = Annotated[bool, option("--all", help="List every key instead of one line for each cause.")]
+Manifest = Annotated[
+    str | None,
+    option("--manifest", metavar="FILE", help="Write digests of its files and tensors to FILE, an in-toto statement."),
+]
 
 
 def _check_reports(paths: list[str]) -> None:
@@ -28,69 +32,62 @@ def _check_reports(paths: list[str]) -> None:
         format_of(path)
 
 
-Format = Annotated[
-    str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
-]
-Manifest = Annotated[
-    str | None,
-    option("--manifest", metavar="FILE", help="Write digests of its files and tensors to FILE, an in-toto statement."),
-]
-Reports = Annotated[
-    list[str] | None,
-    option(
-        "--report",
-        metavar="FILE",
-        check=_check_reports,
-        help="Write the output to FILE too; its ending picks the format. Repeatable.",
-    ),
-]
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How a result is said: the format on stdout, the files that hold it too, and whether these may be there."""
 
+    force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
+    format: Annotated[
+        str, option("--format", metavar="|".join(FORMATS), check=check_format, help="The format of the output.")
+    ] = "text"
+    report: Annotated[
+        Sequence[str] | None,
+        option(
+            "--report",
+            metavar="FILE",
+            check=_check_reports,
+            help="Write the output to FILE too; its ending picks the format. Repeatable.",
+        ),
+    ] = None
 
-def emit(
-    document: Callable[[], Document],
-    data: Callable[[], Mapping[str, Any]],
-    format: str,
-    reports: Sequence[str] | None = None,
-    *,
-    force: bool = False,
-) -> None:
-    """Writes the report files, then prints the result to stdout: data and nothing else.
+    def check(self, read: Iterable[str], *others: str | None, out: str | None = None) -> None:
+        """Raises `CkptError`, before any work is done, where one of its files, or of the `others`, must not be written.
 
-    `document` and `data` make the two shapes of the result; each is called only where a format shows it. The files come
-    first, so that stdout stays empty where one of them cannot be written. Of a text
-    the warnings go to stderr, after it. Raises as `write_text`.
-    """
-    only_first()
-    for path in reports or ():
-        write_text(path, _rendered(format_of(path), document, data), force=force)
-    if is_quiet():
-        return
-    if format == "text":
-        shown, warnings = warnings_apart(document())
-        sys.stdout.write(for_log(render(format, shown, {}, _terminal()), format))
-        sys.stdout.flush()
-        sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block))
-    else:
-        sys.stdout.write(for_log(_rendered(format, document, data), format))
-        sys.stdout.flush()
+        It is among those that are `read`, or what else is written (`out`); or it exists and may not.
+        """
+        paths = [path for path in (*others, *(self.report or ())) if path is not None]
+        named = paths if out is None else [*paths, out]
+        for path in paths:
+            if sum(os.path.realpath(path) == os.path.realpath(other) for other in named) > 1:
+                raise CkptError(f"{path} is named for two outputs", hint="give each a name of its own")
+            _check_no_source(path, read)
+            if os.path.isfile(path) and not self.force:
+                raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
+
+    def emit(self, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> None:
+        """Writes the report files, then prints the result to stdout: data and nothing else.
+
+        `document` and `data` make the two shapes of the result; each is called only where a format shows it. The files
+        come first, so that stdout stays empty where one of them cannot be written. Of a text the warnings go to stderr,
+        after it. Raises as `write_text`.
+        """
+        only_first()
+        for path in self.report or ():
+            write_text(path, _rendered(format_of(path), document, data), force=self.force)
+        if is_quiet():
+            return
+        if self.format == "text":
+            shown, warnings = warnings_apart(document())
+            sys.stdout.write(for_log(render(self.format, shown, {}, _terminal()), self.format))
+            sys.stdout.flush()
+            sys.stderr.writelines(f"{line}\n" for block in warnings for line in lines(block))
+        else:
+            sys.stdout.write(for_log(_rendered(self.format, document, data), self.format))
+            sys.stdout.flush()
 
 
 def _rendered(format: str, document: Callable[[], Document], data: Callable[[], Mapping[str, Any]]) -> str:
     return json.render(data()) if format == "json" else render(format, document(), {})
-
-
-def check_texts(paths: Sequence[str | None], read: Iterable[str], *, force: bool, out: str | None = None) -> None:
-    """Raises `CkptError`, before any work is done, where one of these files must not be written.
-
-    It is among those that are `read`, or what else is written (`out`); or it exists and `force` is not set.
-    """
-    named = [path for path in (*paths, out) if path is not None]
-    for path in (path for path in paths if path is not None):
-        if sum(os.path.realpath(path) == os.path.realpath(other) for other in named) > 1:
-            raise CkptError(f"{path} is named for two outputs", hint="give each a name of its own")
-        _check_no_source(path, read)
-        if os.path.isfile(path) and not force:
-            raise CkptError(f"{path} exists", hint="pass --force to overwrite it, or name another file")
 
 
 def _check_no_source(path: str, read: Iterable[str]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpttool.checkpoint import Lazy, Span
-from ckpttool.io.pieces import Files, Link
+from ckpttool.io.pieces import Files, Link, nbytes_of
 from ckpttool.json_schema import COUNT, record
+from ckpttool.values import dataclass
 from ckpttool.words import human_bytes
 
 
@@ -43,9 +42,9 @@ VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
 
 def cost_of(files: Files) -> Cost:
     """What it takes to write the files, as they are laid out; what is linked takes nothing."""
-    data = [piece.data for content in files.values() if not isinstance(content, Link) for piece in content]
+    pieces = [piece for content in files.values() if not isinstance(content, Link) for piece in content]
+    data = [piece.data for piece in pieces]
     lazy = [one for one in data if isinstance(one, Lazy)]
     read = sum(one.length for one in data if isinstance(one, Span))
     read += sum(one.length if one.reads is None else one.reads for one in lazy)
-    written = sum(len(one) if isinstance(one, bytes) else one.length for one in data)
-    return Cost(read, written, max((one.held for one in lazy), default=0))
+    return Cost(read, nbytes_of(pieces), max((one.held for one in lazy), default=0))

@@ -10,7 +10,6 @@ from ckpttool.edits.cost import cost_of
 from ckpttool.edits.ranks.recognise import made_whole, put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
-from ckpttool.edits.remap.pretrained import ways
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
@@ -27,12 +26,12 @@ from ckpttool.formats.recognise_folder import locate
 from ckpttool.io.edit_in_place import Written, undo
 from ckpttool.io.files import is_dir, look_anew
 from ckpttool.io.together.job import only_first
-from ckpttool.names import SERIALIZED, Names
+from ckpttool.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
-from ckpttool.operands.model import ModelOperand, operand_of
+from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.output import Target, target_for
-from ckpttool.operands.settled import settled
+from ckpttool.operands.sections import of_one_model, read_for_model
 from ckpttool.plan import Plan
 from ckpttool.words import shell
 
@@ -47,16 +46,16 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     operand cannot be read or OUT not be written; then nothing is.
     """
     writer = Writer(
-        split(source.source)[0],
-        options.force,
-        options.in_place,
-        not options.no_fsync,
-        options.verify,
-        options.link,
+        split(source.source)[0], options.force, options.in_place, not options.no_fsync, options.verify, options.link
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
-    done = _made(source, options, model)
+    done = replace(
+        _made(source, options, model),
+        source=source.source,
+        output=options.target(source.source) or "",
+        dry_run=options.dry_run,
+    )
     if options.to_ranks and model is not None:
         return _write_ranks(source, options, writer, model.names(), done)
     if target is not None:
@@ -96,7 +95,7 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         return by_plan(source.read_for(plan.reads), plan, _runners(plan, model, _to_operand(options, model)))
-    source = made_whole(settled(source, model))
+    source = made_whole(read_for_model(source, model))
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
     if gathered is not None and options.save_plan is not None:
@@ -108,7 +107,7 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
         asked = replace(asked, names=None, to_names=None, code=None, to_code=None)
     elif model is not None:
         by_names = options.to_model is not None and not asked.rule_steps  # else the rules are the way there
-        read_as, leads_to = ways(whole, model, _to_operand(options, model) if by_names else None, options)
+        read_as, leads_to = _named_by(whole, model, _to_operand(options, model) if by_names else None, options)
         asked = replace(asked, names=read_as.names(), to_names=None if leads_to is None else leads_to.names())
         asked = replace(asked, code=_code(read_as), to_code=_code(leads_to))
     done = remap(whole, asked, options.drop or ())
@@ -119,6 +118,28 @@ def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None)
 
         done = with_gathered_optimizers(done, gathered, names)
     return with_optimizers(done, wanted)
+
+
+def _named_by(
+    source: Checkpoint, model: ModelOperand, loads: ModelOperand | None, options: RemapOptions
+) -> tuple[ModelOperand, ModelOperand | None]:
+    """The model under the names that the keys are read by, and where they lead to other names, what has these.
+
+    `loads` is another model that is to load the output. Raises `CkptError` where names of from_pretrained are asked
+    for, and the model has none.
+    """
+    saved = model
+    if options.source_form is ModelForm.PRETRAINED:
+        saved = model.by_pretrained
+    elif options.source_form is None:
+        saved = as_read(model, of_one_model(source, options.sections, model.names())[0], source.source)
+    to_pretrained, form = options.form is ModelForm.PRETRAINED, options.form
+    target = loads or model
+    if to_pretrained:
+        target = target.by_pretrained
+    as_they_are = (form is None and options.like is None) or (isinstance(form, ModelForm) and form.names == RUNTIME)
+    on_the_way = saved.pretrained == to_pretrained or (as_they_are and not to_pretrained)
+    return saved, None if loads is None and on_the_way else target
 
 
 def _code(model: ModelOperand | None) -> ModelOperand | None:
@@ -194,7 +215,7 @@ def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleSte
 
 def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: OptimizerRequest) -> bool:
     """Whether the model is named for its optimizer's sake only, and its own keys are to stay as they are."""
-    has_model = any(section.kind == "state_dict" for section in source.sections)
+    has_model = bool(source.state_dicts)
     about_keys = (options.to, options.from_, options.like, options.to_model if has_model else None, options.select)
     return wanted.changes and not options.trainable_only and all(option is None for option in about_keys)
 
@@ -248,7 +269,7 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
     only_first()
     look_anew(ckpt)
     undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
-    return replace(remap(open_operand(ckpt)), written=Written("undone"))
+    return replace(remap(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
 
 
 def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint) -> Written | None:
@@ -274,4 +295,4 @@ def _like(options: RemapOptions, model: ModelOperand | None) -> Section | None:
     if options.like is None:
         return None
     other = options.like if isinstance(options.like, Checkpoint) else open_operand(options.like)
-    return model_section(settled(other, model))
+    return model_section(read_for_model(other, model))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
@@ -23,12 +22,12 @@ from ckpttool.io.edit_in_place import Written
 from ckpttool.io.files import files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
-from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready
-from ckpttool.io.ranges import digest_on_disk, same_data
+from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
+from ckpttool.io.ranges import Digest, digest_on_disk, new_digest, same_data
 from ckpttool.io.together.job import Job, current, only_first
-from ckpttool.io.write_file import Digest
 from ckpttool.io.write_folder import Contents
 from ckpttool.operands.output import Target
+from ckpttool.values import dataclass
 
 # What decides the values of an output, as JSON: ranks tell by it whether they mean the same.
 Decided = Callable[[], object]
@@ -74,8 +73,8 @@ class Writer:
             with self._made(job, {place.name: pieces}, out, place.parent, decided) as files:
                 self._put(files[place.name], out)
             return
-        digest = hashlib.blake2b() if self.verify and not is_url(out) else None
-        with work.doing(out, sum(piece.nbytes for piece in pieces), "written"):
+        digest = new_digest() if self.verify and not is_url(out) else None
+        with work.doing(out, nbytes_of(pieces), "written"):
             write_file.write(
                 pieces,
                 out,

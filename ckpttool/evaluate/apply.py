@@ -141,7 +141,7 @@ def _evaluate(outputs: list[Output], have: Entries, aliases: Mapping[str, str]) 
             entry = computed.get(same)
             if entry is None:
                 entry = without_torch.entry_of(output.key, output.source, have) or _compute(output, have)
-                if next(iter(ex.refs(same)), None) is not None:  # constants that are equal are not tied
+                if not ex.is_constant(same):  # constants that are equal are not tied
                     computed[same] = entry
             entries.append(replace(entry, key=output.key))
         except Refused as error:

@@ -6,12 +6,12 @@ However large the tensor is, a part of it is in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 from ckpttool.checkpoint import Part, Span
 from ckpttool.io.ranges import read_span
+from ckpttool.values import dataclass
 
 SLAB = 1 << 24  # bytes that are put together before they are handed on
 

@@ -23,9 +23,10 @@ from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.io import ranges
 from ckpttool.io.pieces import Piece
 from ckpttool.io.ranges import stream
+from ckpttool.keys import dotted
 
 if TYPE_CHECKING:
-    from ckpttool.io.write_file import Digest
+    from ckpttool.io.ranges import Digest
 
 
 Same = Callable[[Span | Lazy, Span | Lazy], bool]  # whether these bytes are the same
@@ -48,10 +49,11 @@ def same_values(
         return _same_digest(left, right)
     if _meaning(left) != _meaning(right):
         return False
+    if left.storage is None or right.storage is None:
+        known = left.payload is not None and left.payload is right.payload
+        return known or _same_content(left.payload, right.payload) or _is_empty(left, right)
     if left.identity == right.identity:
         return True
-    if left.storage is None or right.storage is None:
-        return _same_content(left.payload, right.payload) or _is_empty(left, right)
     mine, yours = _in_order(left), _in_order(right)
     if mine is not None and yours is not None:
         return same_data(mine, yours)
@@ -121,10 +123,9 @@ def _is_empty(left: TensorEntry, right: TensorEntry) -> bool:
 
 def _in_order(entry: TensorEntry) -> Span | Lazy | None:
     """The tensor's elements in row-major order, or None where they have to be gathered."""
-    if entry.span is not None or entry.storage is None:
-        return entry.span
+    assert entry.storage is not None
     whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
-    return entry.storage.data if whole else None
+    return entry.span or (entry.storage.data if whole else None)
 
 
 def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> Difference | None:
@@ -161,7 +162,7 @@ def fingerprint(entry: TensorEntry | ExtraEntry) -> tuple[object, ...]:
     if entry.storage is None:
         content = b"" if _is_empty(entry, entry) else _content(entry.payload)
         return entry.dtype, entry.shape, entry.layout, content
-    return entry.dtype, entry.shape, entry.layout, digest(entry)
+    return entry.dtype, entry.shape, entry.layout, _meaning(entry), digest(entry)
 
 
 def content_of_storage(storage: Storage) -> bytes:
@@ -218,10 +219,6 @@ def verify(
         differ = [
             at for at, entry in expected.items() if at in have and (None in entry or fingerprint(have[at]) != entry)
         ]
-    problems = [Problem("not in the output", _place(*at)) for at in want if at not in have]
-    problems += [Problem("in the output, and not planned", _place(*at)) for at in have if at not in want]
-    return problems + [Problem("other bytes in the output", _place(*at)) for at in differ]
-
-
-def _place(section: str, key: str) -> str:
-    return ".".join(filter(None, (section, key)))
+    problems = [Problem("not in the output", dotted(*at)) for at in want if at not in have]
+    problems += [Problem("in the output, and not planned", dotted(*at)) for at in have if at not in want]
+    return problems + [Problem("other bytes in the output", dotted(*at)) for at in differ]

@@ -18,7 +18,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.operators import GETITEM, OPERATORS, is_integer, problem, sizes, unfit
 from ckpttool.expression import Argument, Expression, Op, Ref, Special, parts, refs
 from ckpttool.limits import limits
-from ckpttool.words import a, human_bytes
+from ckpttool.words import a, first_line, human_bytes
 
 Load = Callable[[str], torch.Tensor]
 
@@ -111,15 +111,11 @@ def _apply(name: str, args: list[Any], kwargs: dict[str, Any], device: torch.dev
         return call(*args, **kwargs)
     except Exception as error:  # whatever an operator raises, it says that its arguments do not fit
         values = isinstance(error, NotImplementedError) and device.type == "meta"
-        raise _unfit(name, _first_line(error), NeedsValues if values else Refused) from error
+        raise _unfit(name, first_line(error), NeedsValues if values else Refused) from error
 
 
 def _unfit(name: str, said: str, kind: type[Refused] = Refused) -> Refused:
     return kind(f"{name} does not fit: {said}", hint="the checkpoint's shapes or dtypes are not the model's")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _item(args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -139,9 +135,9 @@ def _size(name: str, call: Any, args: list[Any], kwargs: dict[str, Any], given: 
         most = OPERATORS[name].most
         if most is not None:
             return most(given)
-        raise _unfit(name, _first_line(error)) from error
+        raise _unfit(name, first_line(error)) from error
     except Exception as error:
-        raise _unfit(name, _first_line(error)) from error
+        raise _unfit(name, first_line(error)) from error
 
 
 def _without_data(arg: Any) -> Any:

@@ -10,12 +10,12 @@ Needs no torch: a check is given tensors, and asks them what they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from math import isfinite
 from typing import Any
 
 from ckpttool.limits import limits
+from ckpttool.values import dataclass
 
 Arguments = Mapping[str, Any]  # by their names in torch's schema; what is left out is not there
 Check = Callable[[Arguments], "str | None"]  # what is wrong with them, or None
@@ -97,19 +97,16 @@ def _fits(part: Any, bits: int) -> bool:
     return str(part.dtype) == f"torch.int{bits + 1}"
 
 
-def _indices_inside(*, negative: bool) -> Check:
-    """The values of `index` lie inside of the dimension `dim` (with `negative` also counted from the end)."""
-
-    def check(given: Arguments) -> str | None:
-        shape, dim = given["self"].shape, given["dim"]
-        if not -max(len(shape), 1) <= dim < max(len(shape), 1):
-            return f"there is no dimension {dim}"
-        return _outside(given["index"], shape[dim] if shape else 1, negative)
-
-    return check
+def _indices_inside(given: Arguments) -> str | None:
+    """The values of `index` lie inside of the dimension `dim`."""
+    shape, dim = given["self"].shape, given["dim"]
+    if not -max(len(shape), 1) <= dim < max(len(shape), 1):
+        return f"there is no dimension {dim}"
+    return _outside(given["index"], shape[dim] if shape else 1, negative=False)
 
 
-def _outside(index: Any, length: int, negative: bool) -> str | None:
+def _outside(index: Any, length: int, *, negative: bool) -> str | None:
+    """With `negative` indices count from the end, too."""
     if str(index.dtype) not in ("torch.int64", "torch.int32"):
         return f"an index of dtype {index.dtype}"
     if index.is_meta or not index.numel():
@@ -243,8 +240,8 @@ _ROWS: tuple[tuple[list[str], Operator], ...] = (
     (_each("as_strided as_strided_scatter"), Operator(_inside)),
     (_each("split.Tensor unbind.int chunk unsafe_split.Tensor unsafe_chunk"), Operator(_few_parts)),
     (_each("split_with_sizes unsafe_split_with_sizes"), Operator()),
-    (_each("index_select gather scatter.src scatter.value scatter_add"), Operator(_indices_inside(negative=False))),
-    (_each("index_copy index_add index_fill.int_Scalar"), Operator(_indices_inside(negative=False))),
+    (_each("index_select gather scatter.src scatter.value scatter_add"), Operator(_indices_inside)),
+    (_each("index_copy index_add index_fill.int_Scalar"), Operator(_indices_inside)),
     (_each("index.Tensor"), Operator(_all_indices_inside, _as_many_as_it)),
     (_each("index_put"), Operator(_all_indices_inside)),
     (_each("masked_select"), Operator(most=_as_many_as_both)),

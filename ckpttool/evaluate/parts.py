@@ -1,11 +1,11 @@
-"""Storages made of several pieces of others, one after another. Between the index and `execute`: no byte moves yet."""
+"""Storages made of several pieces of others, one after another. No byte moves yet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry, contiguous_stride, length_of
 from ckpttool.dtypes import itemsize
 from ckpttool.evaluate import with_numpy
 
@@ -43,11 +43,15 @@ def concatenated(parts: Sequence[Part]) -> Storage:
     if len(parts) == 1 and isinstance(parts[0], (Span, Lazy)):
         return Storage(parts[0])
     memory = max((part.held for part in parts if isinstance(part, Lazy)), default=0)
-    return Storage(Lazy(sum(map(_nbytes, parts)), lambda: parts, memory=memory))
+    return Storage(Lazy(sum(map(length_of, parts)), lambda: parts, memory=memory))
 
 
-def _nbytes(part: Part) -> int:
-    return part.length if isinstance(part, (Span, Lazy)) else len(part)
+def in_own_storage(entry: TensorEntry) -> TensorEntry:
+    """The same values in a storage of their own: torch.load would tie what shares one, and ``step += 1`` add up."""
+    if entry.storage is None:
+        return entry
+    whole = row_major(entry)
+    return replace(whole, storage=concatenated([window(whole, 0, whole.numel)]), offset=0, payload=None)
 
 
 def _within(part: Part, start: int, nbytes: int) -> Part:
@@ -62,7 +66,7 @@ def _within(part: Part, start: int, nbytes: int) -> Part:
 def _cut(parts: Iterable[Part], start: int, nbytes: int) -> Iterator[Part]:
     """Bytes `start` to `start + nbytes` of the parts, of which those before them are not read."""
     for part in parts:
-        length = _nbytes(part)
+        length = length_of(part)
         count = min(length - start, nbytes)
         if count > 0:
             yield _within(part, start, count)

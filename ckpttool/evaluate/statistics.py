@@ -5,13 +5,13 @@ numpy is imported when a tensor needs it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checkpoint import TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.evaluate.compare import elements
 from ckpttool.evaluate.with_numpy import reader, whole_elements
+from ckpttool.values import dataclass
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,11 +32,6 @@ class Statistics:
     nan: int | None
     inf: int | None
     sha256: str
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the contract."""
-        found = asdict(self)
-        return {"min": found.pop("minimum"), "max": found.pop("maximum"), **found}
 
 
 def statistics(entry: TensorEntry) -> Statistics:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checkpoint import Lazy, Span, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.io.ranges import read_all, read_span, read_spans
+from ckpttool.values import dataclass
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.interpret import Held, NeedsValues, evaluate
 from ckpttool.expression import Expression, refs
@@ -42,7 +42,7 @@ def entry_of(key: str, source: Expression, have: Mapping[str, TensorEntry | Extr
         reads + held.peak + copied + max((entry.storage.held for entry in read.values() if entry.storage), default=0)
     )
     lazy = Lazy(nbytes, lambda: [to_bytes(compute())], reads=reads, memory=memory)
-    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(lazy))
+    return in_row_major(key, dtype, shape, Storage(lazy))
 
 
 def _offset(result: torch.Tensor, leaf: torch.Tensor, entry: TensorEntry) -> int | None:

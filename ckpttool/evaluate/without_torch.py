@@ -1,6 +1,6 @@
 """Expressions that only put bytes elsewhere, evaluated on the index: such outputs are copied, and torch is not needed.
 
-`apply` asks here first; what is not answered is computed by `compute`.
+`apply` asks here first; what is not answered is computed `with_torch`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import ExtraEntry, Lazy, Storage, TensorEntry, contiguous_stride, in_row_major
 from ckpttool.dtypes import itemsize
 from ckpttool.evaluate import with_numpy
 from ckpttool.evaluate.compare import elements
@@ -85,7 +85,7 @@ def _narrow(entry: TensorEntry | None, dim: int, start: int, length: int) -> Ten
 
 
 def _slice(entry: TensorEntry | None, dim: int, start: int, end: int) -> TensorEntry | None:
-    if entry is None or not 0 <= dim < len(entry.shape) or start < 0 or end < start:
+    if entry is None or not 0 <= dim < len(entry.shape):
         return None
     length = entry.shape[dim]
     return _narrow(entry, dim, min(start, length), min(end, length) - min(start, length))
@@ -173,7 +173,7 @@ def _cast(entry: TensorEntry | None, dtype: str) -> TensorEntry | None:
     chunks = partial(with_numpy.whole_elements, size=itemsize(entry.dtype))
     held = 0 if entry.storage is None else entry.storage.held
     lazy = Lazy(entry.numel * itemsize(dtype), lambda: map(made, chunks(elements(entry))), None, entry.nbytes, held)
-    return TensorEntry(entry.key, dtype, entry.shape, contiguous_stride(entry.shape), 0, Storage(lazy))
+    return in_row_major(entry.key, dtype, entry.shape, Storage(lazy))
 
 
 def _cat(entries: list[TensorEntry | None], dim: int) -> TensorEntry | None:

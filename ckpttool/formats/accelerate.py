@@ -62,4 +62,4 @@ def _odd(section: str, part: Checkpoint) -> Iterable[Problem]:
 
 
 def _listed(sections: Iterable[Section]) -> str:
-    return ", ".join(f"{found.path or '(root)'} ({found.kind})" for found in sections) or "no state dict"
+    return ", ".join(f"{found.title} ({found.kind})" for found in sections) or "no state dict"

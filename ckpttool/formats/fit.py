@@ -4,7 +4,6 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from shlex import quote
 
@@ -14,6 +13,9 @@ from ckpttool.evaluate.parts import row_major
 from ckpttool.formats.form_mark import write_form
 from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.table import FORMATS, Format
+from ckpttool.keys import dotted
+
+_WRITTEN_BY = "format"  # in ``__metadata__``: whose tensors these are, as in ``pt``
 
 
 def check_in_place(checkpoint: Checkpoint, target: Format) -> None:
@@ -92,24 +94,20 @@ def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
         return checkpoint
     (section,) = checkpoint.sections
     have = {entry.key: entry for entry in section.tensors}
-    again = [replace(have[first], key=key) for key, first in _recorded_aliases(checkpoint, have).items()]
-    metadata = {name: value for name, value in checkpoint.metadata.items() if value not in have or name in have}
+    names = {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
+    names.pop(_WRITTEN_BY, None)
+    again = [replace(have[first], key=key) for key, first in names.items()]
+    metadata = {name: value for name, value in checkpoint.metadata.items() if name not in names}
     return replace(checkpoint, sections=(replace(section, tensors=(*section.tensors, *again)),), metadata=metadata)
-
-
-def _recorded_aliases(checkpoint: Checkpoint, have: Collection[str]) -> dict[str, str]:
-    return {key: first for key, first in checkpoint.metadata.items() if first in have and key not in have}
 
 
 def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
     """What of the checkpoint is no tensor of its one state dict."""
-    main = next((s for s in checkpoint.sections if s.kind == "state_dict"), None)
-    problems = [
-        Problem(f"a second section ({s.kind})", s.path or "(root)") for s in checkpoint.sections if s is not main
-    ]
+    main = next(iter(checkpoint.state_dicts), None)
+    problems = [Problem(f"a second section ({s.kind})", s.title) for s in checkpoint.sections if s is not main]
     problems += [Problem("not a tensor", path) for path in checkpoint.others]
     if main is not None:
-        problems += [Problem("not a tensor", ".".join(filter(None, (main.path, e.key)))) for e in main.extras]
+        problems += [Problem("not a tensor", dotted(main.path, e.key)) for e in main.extras]
     else:
         problems += [Problem("no state dict", checkpoint.source)]
     return problems
@@ -117,9 +115,9 @@ def _not_flat(checkpoint: Checkpoint) -> list[Problem]:
 
 def _narrower(checkpoint: Checkpoint) -> str:
     """The hint that names the shortest way to a checkpoint that fits."""
-    if not any(section.kind == "state_dict" for section in checkpoint.sections):
+    if not checkpoint.state_dicts:
         return _hint_without_state_dict(checkpoint)
-    main = [s for s in checkpoint.sections if s.kind == "state_dict" and s.path]
+    main = [s for s in checkpoint.state_dicts if s.path]
     others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
     if main and others and "::" not in checkpoint.source:
         return f"take the section alone: {checkpoint.source}::{main[0].path}, or leave the rest out with --drop PATTERN"
@@ -132,7 +130,7 @@ _NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys
 def _hint_without_state_dict(checkpoint: Checkpoint) -> str:
     if [entry.key for section in checkpoint.sections for entry in section.tensors] == [""]:
         return f'it is one tensor without a name; give it one: python -c "{_NAMED}" {quote(checkpoint.source)} OUT.pt'
-    if any(section.kind == "optimizer" for section in checkpoint.sections):
+    if checkpoint.optimizers:
         return "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"
     return "choose an output that ends in .pt"
 

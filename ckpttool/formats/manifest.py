@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from ckpttool.checkpoint import (
+    KINDS,
     Checkpoint,
     Digested,
     ExtraEntry,
@@ -32,21 +33,9 @@ from ckpttool.formats.containers import json_text
 from ckpttool.formats.torch.tensors import kind
 from ckpttool.io import files, paths
 from ckpttool.io.together.deal import Question, answers
-from ckpttool.json_schema import (
-    COUNT,
-    DTYPE,
-    SHAPE,
-    TEXT,
-    TEXTS,
-    check,
-    list_of,
-    nullable,
-    object_of,
-    one_of,
-    plain,
-)
+from ckpttool.json_schema import COUNT, DTYPE, SHAPE, TEXT, TEXTS, check, list_of, nullable, object_of, one_of, plain
 
-STATEMENT = "https://in-toto.io/Statement/v1"
+_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:ckpttool:manifest:1"
 _AGAIN = "write it again: ckpttool inspect CKPT --manifest FILE"
 _DENSE = "strided"
@@ -66,25 +55,28 @@ _EXTRA = object_of({"key": TEXT, "sha256": nullable(_SHA256)})
 _SECTION = object_of(
     {
         "path": TEXT,
-        "kind": one_of("state_dict", "optimizer", "other"),
+        "kind": one_of(*KINDS),
         "tensors": list_of(_TENSOR, unique="key"),
         "extras": list_of(_EXTRA, unique="key"),
     }
 )
-MANIFEST_KIND = object_of(
-    {
-        "_type": one_of(STATEMENT),
-        "subject": list_of(object_of({"name": TEXT, "digest": object_of({"sha256": _SHA256})}), unique="name"),
-        "predicateType": one_of(PREDICATE),
-        "predicate": object_of(
-            {
-                "format": TEXT,
-                "sections": list_of(_SECTION, unique="path"),
-                "others": TEXTS,
-                "unreached": list_of(object_of({"path": TEXT, "bytes": COUNT, "sha256": _SHA256}), unique="path"),
-            }
-        ),
-    }
+STATEMENT = replace(
+    object_of(
+        {
+            "_type": one_of(_TYPE),
+            "subject": list_of(object_of({"name": TEXT, "digest": object_of({"sha256": _SHA256})}), unique="name"),
+            "predicateType": one_of(PREDICATE),
+            "predicate": object_of(
+                {
+                    "format": TEXT,
+                    "sections": list_of(_SECTION, unique="path"),
+                    "others": TEXTS,
+                    "unreached": list_of(object_of({"path": TEXT, "bytes": COUNT, "sha256": _SHA256}), unique="path"),
+                }
+            ),
+        }
+    ),
+    title=_TYPE,
 )
 
 
@@ -104,7 +96,7 @@ def statement(checkpoint: Checkpoint, path: str, leave_out: Iterable[str] = ()) 
     names = {name: file for name, file in _files(path).items() if os.path.realpath(file) not in without}
     digests = answers(f"hashing {path}", dict(_digests(checkpoint, names)))
     return {
-        "_type": STATEMENT,
+        "_type": _TYPE,
         "subject": [{"name": name, "digest": {"sha256": digests[_FILE, name]}} for name in names],
         "predicateType": PREDICATE,
         "predicate": {
@@ -204,7 +196,7 @@ def read(path: str) -> Checkpoint:
     Raises `CkptError`, every fault at its JSON path, for what is no such manifest.
     """
     data = json_text.read_file(path, _AGAIN)
-    check(MANIFEST_KIND, data, f"{path} is no manifest of a checkpoint", _AGAIN)
+    check(STATEMENT, data, f"{path} is no manifest of a checkpoint", _AGAIN)
     own, subjects = data["predicate"], {file["name"]: file["digest"]["sha256"] for file in data["subject"]}
     return Checkpoint(
         source=path,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
@@ -16,6 +15,7 @@ from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.safetensors.header import MAX_HEADER
 from ckpttool.io import files, paths
 from ckpttool.io.files import opened
+from ckpttool.values import dataclass
 
 LEGACY_START = re.compile(rb"\x80[\2-\5](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)  # the first pickle
 

@@ -28,7 +28,7 @@ def remarks(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append(_unreached(checkpoint.unreached))
     if _DEEPSPEED & set(checkpoint.others):
         found.append(_deepspeed(checkpoint.others))
-    states = [s for s in checkpoint.sections if s.kind == "state_dict" and not _is_of_fsdp(checkpoint, s)]
+    states = [section for section in checkpoint.state_dicts if not _is_of_fsdp(checkpoint, section)]
     floating = [entry for section in states for entry in section.tensors if "float" in entry.dtype]
     hollow = sum(map(is_placeholder, floating))
     is_deepspeed = bool(_DEEPSPEED & set(checkpoint.others))

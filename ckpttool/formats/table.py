@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.io.pieces import Edited, Files, Pieces
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
@@ -19,11 +19,12 @@ from ckpttool.checkpoint import Span
 from ckpttool.io import work
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Piece, Pieces
+from ckpttool.io.pieces import Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import check_assumed, filesystem, stat
 from ckpttool.io.sources import note_streamed
+from ckpttool.values import dataclass
 
 LEAST = 5 << 20  # bytes of any part but the last
 _SENT = 1 << 24  # bytes of a part that is sent; about two are in memory
@@ -77,7 +78,7 @@ def lengths(nbytes: int, total: int, *, ends: bool = False) -> list[int]:
 
 def sent(pieces: Pieces, total: int, *, ends: bool = False) -> Iterator[bytes]:
     """The bytes of the pieces in parts of these lengths. Raises `CkptError` where a source cannot be read."""
-    wanted = iter(lengths(sum(piece.nbytes for piece in pieces), total, ends=ends))
+    wanted = iter(lengths(nbytes_of(pieces), total, ends=ends))
     size, part = next(wanted), bytearray()
     for data in stream(pieces):
         part += data
@@ -94,7 +95,7 @@ def plan(pieces: Pieces, out: str) -> Plan | None:
     What precedes a copied span is at least as long as a part has to be: bytes of the span itself are sent along.
     """
     fs, _ = filesystem(out)
-    if not hasattr(fs, "call_s3") or sum(piece.nbytes for piece in pieces) <= LEAST:
+    if not hasattr(fs, "call_s3") or nbytes_of(pieces) <= LEAST:
         return None
     made = Plan(_runs(_joined(pieces), {path for path in _paths(pieces) if filesystem(path)[0] is fs}))
     return made if len(made.runs) < _MOST_RUNS else Plan([pieces])

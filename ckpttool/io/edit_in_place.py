@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +18,7 @@ from ckpttool.io.patch import hashed, of_pieces
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Edited
 from ckpttool.io.write_file import failing
+from ckpttool.values import dataclass
 
 _LINKED = "it has a second name (a hard link), which keeps the old content"
 _SHARED = "its shards are links to files that other folders may share"
@@ -35,10 +35,6 @@ class Written:
     way: Literal["edited", "undone", "copied"]
     nbytes: int = 0
     reason: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """The object of the contract."""
-        return {"way": self.way, "bytes": self.nbytes, "reason": self.reason or None}
 
     def __str__(self) -> str:
         return _WORDS[self.way].format(own=self) if self.nbytes or self.way != "edited" else _UNCHANGED

@@ -13,7 +13,6 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.errors import CkptError
@@ -24,6 +23,7 @@ from ckpttool.io.patch import Patch
 from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.temporary import EDIT, PATIENCE, is_edit, staged_file
+from ckpttool.values import dataclass
 
 _SCHEMA = "ckpttool.edit/1"
 _AGAIN = "run it again; what a killed run began is undone by any command of the same user on that file"
@@ -277,7 +277,9 @@ def _parse(data: bytes, place: Path) -> list[_Entry]:
         value = json.loads(line)
         for row in value["files"]:
             head, tail = rest[: row["head"]], rest[row["head"] : row["head"] + row["tail"]]
-            rest = rest[row["head"] + row["tail"] :]
+            if (len(head), len(tail)) != (row["head"], row["tail"]):
+                raise ValueError("it is cut off")
+            rest = rest[len(head) + len(tail) :]
             patch = Patch(**{field: int(row[field]) for field in _NUMBERS}, head=head, tail=tail)
             before, index, sample, content = map(bytes.fromhex, row["hashes"])
             entries.append(_Entry(row["name"], Change(patch, before, index), sample, content))

@@ -11,7 +11,6 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpttool.errors import CkptError
@@ -20,6 +19,7 @@ from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import sync_folder
 from ckpttool.io.temporary import JOURNAL, PATIENCE
+from ckpttool.values import dataclass
 
 NEW, OLD = "new", "old"
 

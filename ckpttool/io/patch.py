@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
 
 from ckpttool.checkpoint import Span
 from ckpttool.io import kernel
 from ckpttool.io.pieces import Pieces
+from ckpttool.values import dataclass
 
 _MOST = 1 << 28  # bytes that a patch writes; a file of which more changes is written anew
 _SAMPLE = 4096  # bytes at each end of those that stay, by which a file is known
@@ -55,22 +55,25 @@ def of_pieces(pieces: Pieces, path: str, before: int) -> Patch | None:
     """The patch by which the file at `path`, of `before` bytes, becomes the pieces; None where that takes a copy."""
     kept = [(at, piece.data) for at, piece in enumerate(pieces) if not isinstance(piece.data, bytes)]
     if not kept:  # a small file, an index: all of it is other bytes
-        return Patch(before, 0, 0, 0, b"", b"".join(piece.data for piece in pieces if isinstance(piece.data, bytes)))
+        return Patch(before, 0, 0, 0, b"", _literal(pieces))
     if len(kept) != 1 or not isinstance(span := kept[0][1], Span) or os.path.realpath(span.path) != path:
         return None
     at = kept[0][0]
-    head = b"".join(piece.data for piece in pieces[:at] if isinstance(piece.data, bytes))
-    tail = b"".join(piece.data for piece in pieces[at + 1 :] if isinstance(piece.data, bytes))
+    head, tail = _literal(pieces[:at]), _literal(pieces[at:])
     found = Patch(before, span.offset, span.length, len(head) - span.offset, head, tail)
     moved = found.shift and (tail or span.offset + span.length != before)
     return None if moved or found.nbytes > _MOST else found
+
+
+def _literal(pieces: Pieces) -> bytes:
+    return b"".join(piece.data for piece in pieces if isinstance(piece.data, bytes))
 
 
 def inverse(descriptor: int, patch: Patch) -> Patch:
     """The way back, read from the file as it is before `patch`. Raises OSError."""
     kept = patch.start + patch.length
     head, tail = _read(descriptor, 0, patch.start), _read(descriptor, kept, patch.before - kept)
-    dense = patch.shift > 0 and _hole_at(descriptor, 0)[0] == patch.before
+    dense = patch.shift > 0 and _hole(descriptor)[0] == patch.before
     return Patch(patch.after, patch.start + patch.shift, patch.length, -patch.shift, head, tail, dense)
 
 
@@ -161,15 +164,15 @@ def _torn_at(descriptor: int, length: int) -> int:
 
     File systems move extent by extent, the last one first; a machine that dies meanwhile leaves them further on.
     """
-    start, end = _hole_at(descriptor, 0)
+    start, end = _hole(descriptor)
     return start if end - start == length else 0  # a part of it is left of one that is being written
 
 
-def _hole_at(descriptor: int, offset: int) -> tuple[int, int]:
-    """Where the next hole begins and ends; both are the end of the file where there is none, or nobody knows."""
+def _hole(descriptor: int) -> tuple[int, int]:
+    """Where the first hole begins and ends; both are the end of the file where there is none, or nobody knows."""
     size = os.fstat(descriptor).st_size
     try:
-        start = os.lseek(descriptor, offset, os.SEEK_HOLE)
+        start = os.lseek(descriptor, 0, os.SEEK_HOLE)
         return start, size if start >= size else os.lseek(descriptor, start, os.SEEK_DATA)
     except (OSError, AttributeError):  # nothing but a hole follows, or the platform has no such call
         return size, size

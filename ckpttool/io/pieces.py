@@ -1,4 +1,4 @@
-"""Pieces: what a format's writer hands to `execute`, in file order; for a folder, the pieces of each of its files.
+"""Pieces: what a format's writer hands to `write_file`, in file order; for a folder, the pieces of each of its files.
 
 The writer decides every byte's place; no byte of tensor data has been read yet.
 """
@@ -6,11 +6,12 @@ The writer decides every byte's place; no byte of tensor data has been read yet.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
 from itertools import accumulate
 
-from ckpttool.checkpoint import Lazy, Span
+from ckpttool.checkpoint import Lazy, Span, length_of
+from ckpttool.values import dataclass
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes of the piece in the file."""
-        return len(self.data) if isinstance(self.data, bytes) else self.data.length
+        return length_of(self.data)
 
 
 Pieces = Sequence[Piece]
@@ -55,7 +56,6 @@ class Ready:
     """A file that is made already, on the disk of its place, of what was `read`: it only has to be moved there."""
 
     path: str
-    nbytes: int
     read: tuple[str, ...]
 
 
@@ -71,6 +71,11 @@ class Edited:
 
 # The files of a folder by their names in it. They are written in this order; the last one makes the folder complete.
 Files = Mapping[str, Pieces | Link]
+
+
+def nbytes_of(pieces: Iterable[Piece]) -> int:
+    """Bytes of the pieces in the file."""
+    return sum(piece.nbytes for piece in pieces)
 
 
 def amounts(pieces: Pieces) -> tuple[int, int]:

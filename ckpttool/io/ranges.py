@@ -1,11 +1,10 @@
-"""Reads the bytes of spans and of pieces: whole, in chunks, or side by side. Between the formats and `execute`."""
+"""Reads the bytes of spans and of pieces: whole, in chunks, or side by side. Between the formats and the writers."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.checkpoint import Lazy, Part, Span
 from ckpttool.errors import CkptError
@@ -19,6 +18,16 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 18  # bytes a read, which a processor's cache holds until they are written, hashed or compared
 _GAP = 1 << 16  # bytes between two spans of a remote file that are fetched along rather than asked for apart
+
+
+class Digest(Protocol):
+    """A running hash, as hashlib makes them."""
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        """Takes the next bytes."""
+
+    def digest(self) -> bytes:
+        """The hash of all that came."""
 
 
 class SpanReader:
@@ -124,9 +133,16 @@ def read_all(data: Span | Lazy) -> bytearray:
     return whole
 
 
+def new_digest() -> Digest:
+    """A running BLAKE2b: of what is written, and of what is then read back."""
+    import hashlib  # loads OpenSSL
+
+    return hashlib.blake2b()
+
+
 def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> bytes:
     """BLAKE2b of the local file or a part of it, asked from the disk again where the platform can. Raises OSError."""
-    digest = hashlib.blake2b()
+    digest = new_digest()
     with open(path, "rb", buffering=0) as file:
         work.has_opened(path)
         if hasattr(os, "posix_fadvise"):  # what is not flushed yet stays in memory

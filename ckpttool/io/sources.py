@@ -10,10 +10,11 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 _TICK = 20_000_000  # nanoseconds; kernels before 6.13 give all writes within one tick of their clock the same time
 _PATIENCE = 5  # ticks

@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckpttool.errors import CkptError
@@ -20,6 +20,7 @@ from ckpttool.io.journal import NEW, Journal
 from ckpttool.io.kernel import NOT_HERE
 from ckpttool.io.switch import confirm, exchange, sync_folder
 from ckpttool.io.temporary import staged_folder
+from ckpttool.values import dataclass
 
 _STAYS = NOT_HERE | {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EROFS}
 

@@ -7,16 +7,17 @@ started): ``.model.pt.HOST-BOOT-SPACE-PID-STARTED-RANDOM.ckpttool.tmp``.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ckpttool.io.interrupts import uninterrupted
+from ckpttool.values import dataclass
 
 JOURNAL = "journal"  # in a staging folder: its files are being moved to their places, see `journal`
 PATIENCE = 60  # seconds; what a journal lists is done in far less
@@ -73,14 +74,12 @@ def me() -> Owner:
 
 @cache
 def _owner(pid: int) -> Owner:
-    import socket  # of use to who writes, and to who finds what another process left
-
     boot = _text("/proc/sys/kernel/random/boot_id")
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         space = 0
-    return Owner(_short(socket.gethostname()), _short(boot), space, pid, _started(pid) or 0)
+    return Owner(_short(platform.node()), _short(boot), space, pid, _started(pid) or 0)
 
 
 def _short(text: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, Union
+
+from ckpttool.values import dataclass
 
 # Told of each long piece of work: its title and its bytes, None where nobody knows them; then of bytes that are done.
 Progress = Callable[[str, Union[int, None]], AbstractContextManager[Callable[[int], object]]]

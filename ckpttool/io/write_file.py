@@ -8,7 +8,6 @@ import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from ckpttool.errors import CkptError
 from ckpttool.io import kernel, modes, sources, work
@@ -17,8 +16,8 @@ from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import LEAST, Held, Pieces, Ready, amounts
-from ckpttool.io.ranges import stream
+from ckpttool.io.pieces import LEAST, Held, Pieces, Ready, amounts, nbytes_of
+from ckpttool.io.ranges import Digest, stream
 from ckpttool.io.share import share
 from ckpttool.io.switch import confirm, put
 from ckpttool.io.temporary import staged_file
@@ -28,16 +27,6 @@ from ckpttool.io.temporary import staged_file
 # or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
 FLUSHED = 1 << 23  # bytes that are written before the disk is asked to begin with them
-
-
-class Digest(Protocol):
-    """A running hash, as hashlib makes them."""
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Takes the next bytes."""
-
-    def digest(self) -> bytes:
-        """The hash of all that came."""
 
 
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
@@ -103,8 +92,8 @@ def write(
     fsync: bool = True,
     digest: Digest | None = None,
     held: Held | None = None,
-) -> int:
-    """Writes `pieces` to `out`, which appears complete or not at all; returns its size in bytes.
+) -> None:
+    """Writes `pieces` to `out`, which appears complete or not at all.
 
     An existing `out` is replaced atomically, so readers that have it mapped keep the old bytes; without `replace` it is
     left alone, also where it comes into being meanwhile, and without `in_place` so is a source. Who may not read
@@ -115,11 +104,11 @@ def write(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write(pieces, out, replace=replace, held=held)
+        write_remote.write(pieces, out, replace=replace, held=held)
+        return
     path = Path(os.path.realpath(out))
-    nbytes = _nbytes(pieces)
     with failing(out):
-        check_space(out, path.parent, nbytes)
+        check_space(out, path.parent, nbytes_of(pieces))
         settle(path.parent)
         with staged_file(path) as (descriptor, staged):
             fill(descriptor, pieces, digest, flush=fsync)
@@ -131,7 +120,6 @@ def write(
                 os.fsync(descriptor)
             _put(staged, path, out, replace=replace)
     _forget(path, out, fsync=fsync)
-    return nbytes
 
 
 def put_ready(
@@ -192,12 +180,12 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
     With `flush` the disk writes meanwhile, so that an `os.fsync` that follows has little to wait for. A `digest` is of
     bytes that were read. Raises OSError, and `CkptError` on a source that changed meanwhile.
     """
-    size = _nbytes(pieces)
+    size = nbytes_of(pieces)
     with sources_stay():
         segments = share(descriptor, pieces, at) if digest is None else [(at, pieces)]
-        work.has_written(size - sum(_nbytes(own) for _, own in segments))
+        work.has_written(size - sum(nbytes_of(own) for _, own in segments))
         for offset, own in segments:
-            blocks = _Blocks(descriptor, offset, _nbytes(own), flush)
+            blocks = _Blocks(descriptor, offset, nbytes_of(own), flush)
             for data in stream(own):
                 blocks.write(data)
                 if digest is not None:
@@ -208,10 +196,6 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
     work.has_made(*amounts(pieces))
     if os.fstat(descriptor).st_size < at + size:  # nothing follows what was shared last
         os.ftruncate(descriptor, at + size)
-
-
-def _nbytes(pieces: Pieces) -> int:
-    return sum(piece.nbytes for piece in pieces)
 
 
 class _Blocks:

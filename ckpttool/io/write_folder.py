@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckpttool.checkpoint import Span
@@ -15,11 +14,13 @@ from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready
+from ckpttool.io.pieces import Held, Link, Piece, Pieces, Ready, nbytes_of
+from ckpttool.io.ranges import Digest, new_digest
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
-from ckpttool.io.write_file import Digest, check_space, failing, fill
+from ckpttool.io.write_file import check_space, failing, fill
+from ckpttool.values import dataclass
 
 Contents = Mapping[str, Pieces | Link | Ready]
 
@@ -70,8 +71,8 @@ def write_folder(
     fsync: bool = True,
     digests: MutableMapping[str, Digest] | None = None,
     held: Held | None = None,
-) -> int:
-    """Writes `files` into the folder `out`, all of them or none, and returns their size in bytes.
+) -> None:
+    """Writes `files` into the folder `out`, all of them or none.
 
     In a folder that exists, `files` take the place of those of their names and of those named `stale`, and all else
     stays. Where the platform can, the whole folder changes places with a new one in one call; elsewhere, and where
@@ -86,14 +87,15 @@ def write_folder(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        return write_remote.write_folder(_to_be_made(files), out, stale, link, held)
+        whole_files = {name: content for name, content in files.items() if not isinstance(content, Ready)}
+        write_remote.write_folder(whole_files, out, stale, link, held)
+        return
     folder = Path(os.path.realpath(out))
     with failing(out):
         for place in {folder.parent, folder}:
             settle(place)
         _check_files_space(files, out, folder if folder.is_dir() else folder.parent, link)
-        here = {name for name, content in files.items() if isinstance(content, Link) and _is_at(content, folder / name)}
-        new = {name: content for name, content in files.items() if name not in here}
+        new = {name: content for name, content in files.items() if not _is_at(content, folder / name)}
         change = Change(out, folder, tuple(new), tuple({*stale}.difference(files)), whole)
         if not replace:
             _check_absent(change)
@@ -102,7 +104,6 @@ def write_folder(
     _forget(folder, change)
     if fsync:
         confirm(out, folder.parent)
-    return writer.nbytes + sum(size(str(folder / name)) for name in here)
 
 
 def _forget(folder: Path, change: Change) -> None:
@@ -110,10 +111,6 @@ def _forget(folder: Path, change: Change) -> None:
     sources.forget(str(folder))
     for name in (*change.put, *change.remove):
         forget_undo(folder / name)
-
-
-def _to_be_made(files: Contents) -> Files:
-    return {name: content for name, content in files.items() if not isinstance(content, Ready)}
 
 
 def _change(change: Change, files: Contents, writer: _Writer) -> None:
@@ -130,7 +127,7 @@ def _check_files_space(files: Contents, out: str, place: Path, link: str) -> Non
         if isinstance(content, Ready):
             continue
         if not isinstance(content, Link):
-            needed += sum(piece.nbytes for piece in content)
+            needed += nbytes_of(content)
         elif link == "copy":
             needed += size(content.path)
     check_space(out, place, needed)
@@ -146,9 +143,11 @@ def _check_absent(change: Change) -> None:
         )
 
 
-def _is_at(content: Link, place: Path) -> bool:
-    """Whether the file is in its place already."""
-    return not is_url(content.path) and place.exists() and os.path.samefile(content.path, place)
+def _is_at(content: Pieces | Link | Ready, place: Path) -> bool:
+    """Whether it is the file that is in its place already."""
+    if not isinstance(content, Link) or is_url(content.path):
+        return False
+    return place.exists() and os.path.samefile(content.path, place)
 
 
 @dataclass(slots=True)
@@ -160,7 +159,6 @@ class _Writer:
     readers_of: tuple[str, ...]
     digests: MutableMapping[str, Digest] | None
     read: set[str] = field(default_factory=set)
-    nbytes: int = 0
 
     def add(self, name: str, content: Pieces | Link | Ready, new: Path, folder: Path) -> None:
         """Makes the file of that name in `new`, which is to be moved to `folder`. Raises OSError and `CkptError`."""
@@ -171,7 +169,7 @@ class _Writer:
             return
         digest = None
         if self.digests is not None and (self.link == "copy" or not isinstance(content, Link)):
-            digest = self.digests[name] = hashlib.blake2b()
+            digest = self.digests[name] = new_digest()
         if not isinstance(content, Link):
             self._write(content, place, replaced, digest)
             return
@@ -179,16 +177,14 @@ class _Writer:
         nbytes = size(path)
         if self.link == "copy":
             self._write([Piece(Span(path, 0, nbytes))], place, replaced, digest)
-            return
-        _take_over(content, path, place, self.link)
-        work.has_made(nbytes, 0)
-        self.nbytes += nbytes
+        else:
+            _take_over(content, path, place, self.link)
+            work.has_made(nbytes, 0)
 
     def _take(self, content: Ready, place: Path, replaced: Path) -> None:
         os.rename(content.path, place)
         self.read |= {*content.read}
         modes.settle_path(place, replaced, (*self.readers_of, *content.read))
-        self.nbytes += content.nbytes
 
     def _write(self, pieces: Pieces, place: Path, replaced: Path, digest: Digest | None) -> None:
         descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
@@ -202,7 +198,6 @@ class _Writer:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self.nbytes += sum(piece.nbytes for piece in pieces)
 
     def finish(self, folder: Path) -> None:
         """Gives the folder its bits, and flushes it and its subfolders. Raises OSError."""
@@ -218,16 +213,12 @@ def _take_over(content: Link, path: str, place: Path, link: str) -> None:
     try:
         if is_url(path):
             raise OSError("it is no file of this machine")
-        _hard_link(path, place) if link == "hard" else _reflink(path, place)
+        os.link(path, place) if link == "hard" else _reflink(path, place)
     except OSError as error:
         raise CkptError(
             f"{content.path} cannot be linked ({link}): {error.strerror or error}",
             hint="--link copy works on every file system, and across two",
         ) from error
-
-
-def _hard_link(source: str, target: Path) -> None:
-    os.link(source, target)
 
 
 def _reflink(source: str, target: Path) -> None:

@@ -1,6 +1,6 @@
 """The byte mover for URLs: objects appear complete or not at all, a folder's last file makes it complete.
 
-What `execute` and `execute_folder` do on this machine's disks. An object store shows an upload when it is closed;
+What `write_file` and `write_folder` do on this machine's disks. An object store shows an upload when it is closed;
 elsewhere (sftp, hdfs, …) the bytes go to a temporary sibling that is then renamed.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
-from ckpttool.io import compose, whole, work
+from ckpttool.io import compose, object_crc, work
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
-from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.journal import replace, settle
@@ -81,8 +81,8 @@ def _same(left: str, right: str) -> bool:
     return left.rstrip("/") == right.rstrip("/")
 
 
-def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None = None) -> int:
-    """Writes `pieces` to the URL, which appears complete or not at all; returns its size in bytes.
+def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None = None) -> None:
+    """Writes `pieces` to the URL, which appears complete or not at all.
 
     Without `replace`, what came there meanwhile stays. In `held` is noted what the store's checksums prove of it.
     Raises `CkptError` on a source that changed while it was read, and where the store refuses; `out` is then as it was.
@@ -94,17 +94,15 @@ def write(pieces: Pieces, out: str, *, replace: bool = True, held: Held | None =
     else:
         _send(pieces, out, replace=replace)
     forget(out)
-    nbytes = sum(piece.nbytes for piece in pieces)
     if made is not None and held is not None:
         with sources_stay():
-            if whole.is_copied(made.runs, out) or upload.is_proved(nbytes):
+            if object_crc.is_copied(made.runs, out) or upload.is_proved(nbytes_of(pieces)):
                 held.note(out, pieces)
     work.has_made(*amounts(pieces))
-    return nbytes
 
 
 def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
-    with _appearing(out, sum(piece.nbytes for piece in pieces), replace) as file:
+    with _appearing(out, nbytes_of(pieces), replace) as file:
         with sources_stay():
             for data in stream(pieces):
                 with answered(out), uninterrupted(insisting=True):
@@ -206,8 +204,8 @@ def _settling(files: Iterable[str], home: str, out: str, stale: Collection[str])
     forget(out)
 
 
-def write_folder(files: Files, out: str, stale: Collection[str], link: str, held: Held | None = None) -> int:
-    """Writes `files` into the folder `out`, a URL, the last one last, and returns their size in bytes.
+def write_folder(files: Files, out: str, stale: Collection[str], link: str, held: Held | None = None) -> None:
+    """Writes `files` into the folder `out`, a URL, the last one last.
 
     Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
     the one that makes it complete are removed, and the new ones moved in, under a journal. In `held` is noted what the
@@ -216,17 +214,17 @@ def write_folder(files: Files, out: str, stale: Collection[str], link: str, held
     """
     if link != "copy" and any(isinstance(content, Link) for content in files.values()):
         raise CkptError(f"{out}: nothing in it can be linked ({link})", hint="--link copy works everywhere")
-    home, nbytes = home_of(files, out, stale), 0
+    home = home_of(files, out, stale)
     with _settling(files, home, out, stale) as written:
         for own, content in files.items():
-            nbytes += _put(content, join(home, own), held if home == out else None)
+            _put(content, join(home, own), held if home == out else None)
             written.append(join(home, own))
-    return nbytes
 
 
-def _put(content: Pieces | Link, url: str, held: Held | None = None) -> int:
+def _put(content: Pieces | Link, url: str, held: Held | None = None) -> None:
     if not isinstance(content, Link):
-        return write(content, url, held=held)
+        write(content, url, held=held)
+        return
     nbytes = size(content.path)
     if is_url(content.path) and held is None:
         (fs, path), (target, place) = filesystem(content.path), filesystem(url)
@@ -235,8 +233,8 @@ def _put(content: Pieces | Link, url: str, held: Held | None = None) -> int:
                 fs.cp_file(path, place)
             work.has_written(nbytes)
             work.has_made(nbytes, 0)
-            return nbytes
-    return write([Piece(Span(content.path, 0, nbytes))], url, held=held)
+            return
+    write([Piece(Span(content.path, 0, nbytes))], url, held=held)
 
 
 def _remove(urls: Iterable[str]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.naming.call_variants import split
 from ckpttool.tracing.recorder.identity import Token, token
+from ckpttool.values import dataclass
 from ckpttool.words import a
 
 

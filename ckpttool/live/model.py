@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Union
 
 import torch
@@ -17,6 +17,7 @@ from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.model import ModelOperand
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.runtime import listed, wrapper_paths
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], nn.Module]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +12,7 @@ from ckpttool.errors import CkptError
 from ckpttool.evaluate import with_torch
 from ckpttool.tracing.recorder.identity import Token, components, token
 from ckpttool.tracing.runtime import dtype_name
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.words import first_line
 
 _FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"
 _FSDP2 = "torch.distributed.fsdp", "FSDPModule"
@@ -42,7 +43,7 @@ def at_rest(module: nn.Module) -> Iterator[None]:
         whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(module, writeback=True)
         whole.__enter__()
     except (AssertionError, RuntimeError, AttributeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise CkptError(
             f"FSDP does not give its parameters: {reason}", hint="swap between steps, outside of forward and backward"
         ) from error

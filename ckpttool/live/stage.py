@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import layout_of, parts, raw
 from ckpttool.live.sharded import local_part, placed
 from ckpttool.tracing.recorder.identity import address, token
-from ckpttool.words import plural
+from ckpttool.values import dataclass
+from ckpttool.words import first_line, plural
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +42,7 @@ class New:
 
 
 def stage(
-    tensors: Mapping[str, torch.Tensor],
-    sources: Mapping[str, Expression],
-    state: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Expression], state: Mapping[str, Any]
 ) -> list[New]:
     """A new value for every tensor object, of its dtype and shape and on its device.
 
@@ -182,4 +180,4 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return error.message if isinstance(error, CkptError) else (str(error).splitlines() or [type(error).__name__])[0]
+    return error.message if isinstance(error, CkptError) else first_line(error)

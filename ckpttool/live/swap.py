@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ckpttool.live.sharded import at_rest, check_replaceable
 from ckpttool.live.stage import check_in_place, laid_out, stage
 from ckpttool.live.tensors import put, replacements, write
 from ckpttool.operands.model import ModelOperand
+from ckpttool.values import dataclass
 from ckpttool.words import a
 
 _HINTS: dict[Advice, str] = {

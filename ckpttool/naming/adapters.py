@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from ckpttool.naming.wrappers.chain import ADAPTERS, PEFT_ROOT, canonical_keys
+from ckpttool.values import dataclass
 
 _KINDS = {prefix: prefix.rstrip("_").replace("lora", "LoRA").replace("ia3", "IA3") for prefix in ADAPTERS}
 _PAIRS = (("lora", "down"), ("lora", "up"))  # two segments, as in ``to_q.lora.down.weight``

@@ -7,7 +7,6 @@ nested modules that are flattened themselves left out. Such a module is called a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -17,6 +16,7 @@ from ckpttool.keys import is_flat
 from ckpttool.names import Names
 from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import strip
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

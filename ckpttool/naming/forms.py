@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from ckpttool import expression as ex
@@ -19,6 +19,7 @@ from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.match import Match, match
 from ckpttool.naming.name_tables import Likeness, NameTables
 from ckpttool.plan import Dropped, ModelRun, ModuleRename, Output, Plan, module_renames
+from ckpttool.values import dataclass
 
 T = TypeVar("T")
 

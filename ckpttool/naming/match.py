@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import combinations
 
 from ckpttool.errors import Problem
 from ckpttool.naming.call_variants import base_names
 from ckpttool.naming.wrappers.chain import infer, recognise
 from ckpttool.naming.wrappers.table import SEGMENTS, strip
+from ckpttool.values import dataclass
 
 _BY_EVIDENCE = ("base_model", "base_layer", "original_module")  # PEFT's, which are not tried one by one
 _WRAPPER = re.compile("|".join(map(re.escape, SEGMENTS)))  # in every key that has a wrapper's segment
@@ -150,8 +151,8 @@ def _by_evidence(key: str, paths: Collection[str], known: Mapping[str, str]) -> 
 
 def _common_prefix(keys: Sequence[str], known: Mapping[str, str]) -> str:
     """A first segment that every key has and no name begins with: an attribute that holds the whole model."""
-    heads = {key.split(".", 1)[0] for key in keys}
-    if len(heads) != 1 or any(name.split(".", 1)[0] in heads for name in known):
+    heads = {key.partition(".")[0] for key in keys}
+    if len(heads) != 1 or any(name.partition(".")[0] in heads for name in known):
         return ""
     return heads.pop()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from ckpttool import expression as ex
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import Hook, Names, RuntimeTensor
 from ckpttool.naming.wrappers.table import strip, stripped_paths
+from ckpttool.values import dataclass
 
 _COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default")
 Likeness = tuple[str, "tuple[int, ...] | None"]  # dtype and shape

@@ -34,7 +34,7 @@ def open_operand(operand: str) -> Checkpoint:
     try:
         section = checkpoint.section(picked)
     except KeyError:
-        have = ", ".join(s.path or "(root)" for s in checkpoint.sections) or "none"
+        have = ", ".join(s.title for s in checkpoint.sections) or "none"
         raise CkptError(f"{path} has no section {picked!r}", hint=f"its sections are: {have}") from None
     unreached = tuple(found for found in checkpoint.unreached if f"{found.path}.".startswith(f"{picked}."))
     return replace(
@@ -63,7 +63,7 @@ def model_section(checkpoint: Checkpoint) -> Section:
 
     Raises `CkptError`, with the sections to choose from, where several could be meant or there is none.
     """
-    found = [section for section in checkpoint.sections if section.kind == "state_dict"]
+    found = list(checkpoint.state_dicts)
     if len(found) > 1:
         usual = [section for section in found if section.path.rpartition(".")[2] in MODEL_SECTIONS]
         found = usual if len(usual) == 1 else found
@@ -71,10 +71,10 @@ def model_section(checkpoint: Checkpoint) -> Section:
         return found[0]
     if found:
         raise CkptError(
-            f"{checkpoint.source} holds several state dicts: {', '.join(s.path or '(root)' for s in found)}",
+            f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}",
             hint=f"pick one: {checkpoint.source}::{found[0].path}",
         )
-    have = [f"{s.path or '(root)'} ({s.kind})" for s in checkpoint.sections]
+    have = [f"{s.title} ({s.kind})" for s in checkpoint.sections]
     have += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
     what = ", ".join(have) or "; ".join(checkpoint.notes) or "no tensors at all"
     raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {what}")
@@ -90,4 +90,4 @@ def saved_state_dicts(checkpoint: Checkpoint) -> tuple[Section, ...]:
     kind = FORMATS.get(whole.format)
     if kind is None or not kind.pickled or kind.folder:
         return ()
-    return tuple(section for section in whole.sections if section.kind == "state_dict")
+    return whole.state_dicts

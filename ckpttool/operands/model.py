@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from ckpttool.operands.checkpoint import split
 from ckpttool.operands.names_file import read_names
 from ckpttool.options import ModelOptions, OptimizerOptions
 from ckpttool.plan import ModelRun
+from ckpttool.values import dataclass
 from ckpttool.words import shell
 
 if TYPE_CHECKING:

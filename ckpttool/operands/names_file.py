@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from math import prod
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, in_row_major
 from ckpttool.dtypes import itemsize
 from ckpttool.formats.containers import json_text
 from ckpttool.names import SCHEMA, Names
@@ -39,4 +39,4 @@ def saved_by(names: Names) -> Checkpoint:
 
 def _entry(key: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
     length = prod(shape) * itemsize(dtype)
-    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, Storage(Lazy(length, lambda: [bytes(length)])))
+    return in_row_major(key, dtype, shape, Storage(Lazy(length, lambda: [bytes(length)])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -17,6 +17,7 @@ from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Which sections of a file hold one model: its weights, and beside them averages of these, or another moment's."""
+"""Which dicts of a file are state dicts, and which of these hold one model: its weights, averages, another moment's.
+
+The content of a file alone may not tell: where a model is named, its names do.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,35 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.names import Names
 from ckpttool.naming.forms import holds
+from ckpttool.naming.match import match
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.operands.model import ModelOperand
 
+Fit = tuple[int, int]
 Likeness = Mapping[str, "tuple[int, ...] | None"]  # canonical name -> shape; None for what is no tensor
+
+
+def read_for_model(checkpoint: Checkpoint, model: ModelOperand | None) -> Checkpoint:
+    """`checkpoint` with every dict read as a state dict that has more of the model's keys than any inside or around it.
+
+    A dict that has none of them stays what the reader took it for.
+    """
+    if model is None or checkpoint.readings is None:
+        return checkpoint
+    tables = NameTables(model.names())
+    known = {*tables.serialized_names, *tables.runtime_names}
+    unsure = {path: keys for path, keys in checkpoint.readings.dicts.items() if not known.isdisjoint(keys)}
+    fits = {path: _fit(tables, keys) for path, keys in unsure.items()}
+    state_dicts = checkpoint.state_dicts if unsure else ()
+    others = fits | {section.path: _fit(tables, list(section.by_key())) for section in state_dicts}
+
+    def is_best(path: str) -> bool:
+        rivals = (fit for other, fit in others.items() if _is_inside(other, path) or _is_inside(path, other))
+        return all(fits[path] > fit for fit in rivals)
+
+    return checkpoint.read_as([path for path in unsure if is_best(path)])
 
 
 def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names | None = None) -> tuple[Section, ...]:
@@ -25,7 +52,7 @@ def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names 
     """
     if named is not None:
         return _named(checkpoint, [path.strip() for path in named.split(",")])
-    found = _state_dicts(checkpoint)
+    found = checkpoint.state_dicts
     more = same_model(checkpoint, found[0], names) if len(found) > 1 else ()
     try:
         first = model_section(checkpoint)
@@ -41,7 +68,7 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
 
     Where the model's `names` are known, also those that are the whole model in another of its forms.
     """
-    others = [other for other in _state_dicts(checkpoint) if other.path != section.path]
+    others = [other for other in checkpoint.state_dicts if other.path != section.path]
     if not others:
         return ()
     lightning, tables = is_lightning(checkpoint), None if names is None else NameTables(names)
@@ -56,7 +83,7 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
 def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
     """Sentences on state dicts that are not among the `changed` ones, and have half of the names of one of them."""
     lightning, paths = is_lightning(checkpoint), [section.path for section in changed]
-    others = [section for section in _state_dicts(checkpoint) if section.path not in paths]
+    others = [section for section in checkpoint.state_dicts if section.path not in paths]
     own = set(_likeness(changed[0], lightning)) if others else set()
     notes = []
     for other in others:
@@ -65,7 +92,7 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
             continue
         both = ",".join((*paths, other.path))
         notes.append(
-            f"{other.path or '(root)'} has {len(names & own)} of the {len(own)} names of "
+            f"{other.title} has {len(names & own)} of the {len(own)} names of "
             f"{paths[0] or '(root)'} and stays as it is (--sections '{both}' takes it too)"
         )
     return notes
@@ -76,12 +103,8 @@ def is_lightning(checkpoint: Checkpoint) -> bool:
     return any(chain.is_lightning(checkpoint.others, section.path) for section in checkpoint.sections)
 
 
-def _state_dicts(checkpoint: Checkpoint) -> list[Section]:
-    return [section for section in checkpoint.sections if section.kind == "state_dict"]
-
-
 def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
-    have = {section.path: section for section in _state_dicts(checkpoint)}
+    have = {section.path: section for section in checkpoint.state_dicts}
     strange = [path for path in paths if path not in have]
     if strange:
         raise CkptError(
@@ -101,3 +124,12 @@ def _likeness(section: Section, lightning: bool) -> Likeness:
     shapes = {entry.key: entry.shape for entry in section.tensors}
     entries = _without_counters(section).by_key()
     return {name: shapes.get(key) for key, name in names.items() if key in entries}
+
+
+def _fit(tables: NameTables, keys: Sequence[str]) -> Fit:
+    """How many of the keys are those that the model loads, then how many are its runtime names."""
+    return len(match(keys, tables.serialized_names).names), len(match(keys, tables.runtime_names).names)
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path != outer and (not outer or path.startswith(f"{outer}."))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
+from ckpttool.json_schema import COUNT, SHAPE, TEXT, TEXTS, either, map_of, nullable, record
 from ckpttool.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.name_tables import NameTables
-
-SCHEMA = "ckpttool.explain/1"
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +33,37 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """The `explain` object of the contract."""
-        return {
-            "schema": SCHEMA,
-            "name": self.name,
-            "canonical": self.tensor.canonical,
-            "runtime": self.tensor.fqn,
-            "serialized": self.serialized[0] if len(self.serialized) == 1 else list(self.serialized) or None,
-            "forms": self.forms,
-            "aliases": list(self.aliases),
-            "optimizer_id": None if self.optimizer is None else self.optimizer.id,
-            "optimizer_group": None if self.optimizer is None else self.optimizer.group,
-            "optimizer_state": list(self.states),
-            "hook": None if self.hook is None else HOOK.write(self.hook),
-            "dtype": self.tensor.dtype,
-            "shape": None if self.tensor.shape is None else list(self.tensor.shape),
-        }
+        return dict(EXPLAIN.write(self))
+
+
+EXPLAIN = record(
+    Explanation,
+    {
+        "name": TEXT,
+        "canonical": TEXT,
+        "runtime": TEXT,
+        "serialized": nullable(either(TEXT, TEXTS)),
+        "forms": map_of(TEXT),
+        "aliases": TEXTS,
+        "optimizer_id": nullable(COUNT),
+        "optimizer_group": nullable(COUNT),
+        "optimizer_state": TEXTS,
+        "hook": nullable(HOOK),
+        "dtype": TEXT,
+        "shape": nullable(SHAPE),
+    },
+    called={
+        "canonical": "tensor.canonical",
+        "runtime": "tensor.fqn",
+        "serialized": lambda found: found.serialized[0] if len(found.serialized) == 1 else found.serialized or None,
+        "optimizer_id": lambda found: found.optimizer and found.optimizer.id,
+        "optimizer_group": lambda found: found.optimizer and found.optimizer.group,
+        "optimizer_state": "states",
+        "dtype": "tensor.dtype",
+        "shape": "tensor.shape",
+    },
+    title="ckpttool.explain/1",
+)
 
 
 def explain(names: Names, name: str) -> Explanation:

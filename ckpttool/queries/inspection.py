@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
+from ckpttool.checkpoint import KINDS, Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.statistics import Statistics, statistics
 from ckpttool.io.together.deal import Question, answers
-from ckpttool.keys import is_flat
+from ckpttool.json_schema import (
+    COUNT,
+    FLAG,
+    LEFT_OUT,
+    OBJECT,
+    SHAPE,
+    TEXT,
+    TEXTS,
+    Members,
+    either,
+    list_of,
+    nullable,
+    one_of,
+    plain,
+    record,
+    row,
+)
+from ckpttool.keys import dotted, is_flat
 from ckpttool.naming.adapters import Adapter, adapter_of
 from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import infer, is_lightning, segments
-from ckpttool.optimizer_state import OptimizerState, Param
+from ckpttool.optimizer_state import FORMS, OptimizerState, Param
+from ckpttool.values import dataclass
 from ckpttool.words import plural, some
-
-SCHEMA = "ckpttool.inspect/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,89 +58,114 @@ class Inspection:
         return (*self.checkpoint.notes, *_of_one_rank(self.checkpoint), *_odd(self.statistics or {}))
 
     def to_json(self) -> dict[str, Any]:
-        """The `inspect` object of the contract, and beside it the entries that are no tensors and the metadata."""
-        checkpoint = self.checkpoint
-        return {
-            "schema": SCHEMA,
-            "source": checkpoint.source,
-            "format": checkpoint.format,
-            "bytes": checkpoint.nbytes,
-            "sections": [self._section(section) for section in checkpoint.sections],
-            "tensors": [tensor for section in checkpoint.sections for tensor in self._tensors(section)],
-            "globals": list(checkpoint.globals),
-            "extras": [{"section": s.path, "key": extra.key} for s in checkpoint.sections for extra in s.extras],
-            "others": list(checkpoint.others),
-            "flat_parameters": [
-                {"section": section.path, "key": flat.key, "unit": flat.unit, "elements": flat.numel}
-                for section in checkpoint.sections
-                for flat in flat_params(section)
-            ],
-            "adapters": [
-                {
-                    "section": path,
-                    "kinds": list(adapter.kinds),
-                    "modules": list(adapter.modules),
-                    "tensors": sum(map(len, adapter.modules.values())),
-                    "alone": adapter.alone,
-                }
-                for path, adapter in self.adapters.items()
-            ],
-            "optimizers": [_optimizer(path, state) for path, state in self.optimizers.items()],
-            "metadata": dict(checkpoint.metadata),
-            "notes": list(self.notes),
-            "unreached": [
-                {"path": found.path, "bytes": found.storage.nbytes, "referred": found.is_referred}
-                for found in checkpoint.unreached
-            ],
-        }
+        """The `inspect` object of the contract."""
+        return dict(INSPECT.write(self))
 
     @property
     def adapters(self) -> dict[str, Adapter]:
         """The adapters among the keys of state dicts, by section path."""
-        states = (section for section in self.checkpoint.sections if section.kind == "state_dict")
-        found = ((section.path, adapter_of(section.keys)) for section in states)
+        found = ((section.path, adapter_of(section.keys)) for section in self.checkpoint.state_dicts)
         return {path: adapter for path, adapter in found if adapter is not None}
 
     @property
     def optimizers(self) -> dict[str, OptimizerState]:
         """The optimizers that are in one of torch's forms, by section path."""
-        return {
-            section.path: state
-            for section in self.checkpoint.sections
-            if section.kind == "optimizer" and (state := _state(section)) is not None
-        }
+        found = ((section.path, _state(section)) for section in self.checkpoint.optimizers)
+        return {path: state for path, state in found if state is not None}
 
-    def _section(self, section: Section) -> dict[str, Any]:
-        return {
-            "path": section.path,
-            "kind": section.kind,
-            "tensors": len(section.all_tensors()),
-            "bytes": section.nbytes,
-            "wrappers": list(self.wrappers[section.path]),
-        }
 
-    def _tensors(self, section: Section) -> list[dict[str, Any]]:
-        aliases = self.aliases[section.path]
+# What stands in the lists of the JSON, member by member
+
+
+def _sections(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+    for own in inspection.checkpoint.sections:
+        yield own.path, own.kind, len(own.all_tensors()), own.nbytes, inspection.wrappers[own.path]
+
+
+def _tensors(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+    statistics = inspection.statistics
+    for section in inspection.checkpoint.sections:
+        path, aliases = section.path, inspection.aliases[section.path]
         inside = {entry.key: extra.key for extra in section.extras for entry in extra.inside()}
-        return [
-            {
-                "section": section.path,
-                "key": entry.key,
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "bytes": entry.nbytes,
-                "alias_of": aliases.get(entry.key),
-                **({"inside": inside[entry.key]} if entry.key in inside else {}),
-                **self._statistics(section, entry.key),
-            }
-            for entry in section.all_tensors()
-        ]
+        for e in section.all_tensors():
+            stats = LEFT_OUT if statistics is None else statistics.get((path, e.key))
+            alias = aliases.get(e.key)
+            yield path, e.key, e.dtype, e.shape, e.nbytes, alias, inside.get(e.key, LEFT_OUT), stats
 
-    def _statistics(self, section: Section, key: str) -> dict[str, Any]:
-        if self.statistics is None:
-            return {}
-        found = self.statistics.get((section.path, key))
-        return {"stats": None if found is None else found.to_json()}
+
+def _extras(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+    return ((own.path, extra.key) for own in inspection.checkpoint.sections for extra in own.extras)
+
+
+def _flat_parameters(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+    for own in inspection.checkpoint.sections:
+        yield from ((own.path, flat.key, flat.unit, flat.numel) for flat in flat_params(own))
+
+
+def _adapters(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+    for path, own in inspection.adapters.items():
+        yield path, own.kinds, own.modules, sum(map(len, own.modules.values())), own.alone
+
+
+def _optimizers(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+    for path, state in inspection.optimizers.items():
+        names = names_in_file(state)
+        yield path, state.form, [(group.params, [*map(names.get, group.params)]) for group in state.groups]
+
+
+def _unreached(inspection: Inspection) -> Iterator[tuple[object, ...]]:
+    return ((left.path, left.storage.nbytes, left.is_referred) for left in inspection.checkpoint.unreached)
+
+
+_NUMBER = plain("a number", lambda value: isinstance(value, (int, float)), {"type": "number"})
+_STATISTICS = record(
+    Statistics,
+    {
+        **dict.fromkeys(("min", "max", "mean"), nullable(_NUMBER)),
+        **dict.fromkeys(("zeros", "nan", "inf"), nullable(COUNT)),
+        "sha256": TEXT,
+    },
+    called={"min": "minimum", "max": "maximum"},
+)
+_PLACE: Members = {"section": TEXT, "key": TEXT}
+_SECTION = row({"path": TEXT, "kind": one_of(*KINDS), "tensors": COUNT, "bytes": COUNT, "wrappers": TEXTS})
+_TENSOR = row(
+    {**_PLACE, "dtype": TEXT, "shape": SHAPE, "bytes": COUNT, "alias_of": nullable(TEXT)},
+    {"inside": TEXT, "stats": nullable(_STATISTICS)},
+)
+_ADAPTER = row({"section": TEXT, "kinds": TEXTS, "modules": TEXTS, "tensors": COUNT, "alone": FLAG})
+_GROUP = row({"params": list_of(either(TEXT, _NUMBER)), "names": list_of(nullable(TEXT))})
+INSPECT = record(
+    Inspection,
+    {
+        "source": TEXT,
+        "format": TEXT,
+        "bytes": COUNT,
+        "sections": list_of(_SECTION),
+        "tensors": list_of(_TENSOR),
+        "globals": TEXTS,
+        "extras": list_of(row(_PLACE)),
+        "others": TEXTS,
+        "flat_parameters": list_of(row({**_PLACE, "unit": TEXT, "elements": COUNT})),
+        "adapters": list_of(_ADAPTER),
+        "optimizers": list_of(row({"section": TEXT, "form": one_of(*FORMS), "groups": list_of(_GROUP)})),
+        "metadata": OBJECT,
+        "notes": TEXTS,
+        "unreached": list_of(row({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
+    },
+    called={
+        **{name: f"checkpoint.{name}" for name in ("source", "format", "globals", "others", "metadata")},
+        "bytes": "checkpoint.nbytes",
+        "sections": _sections,
+        "tensors": _tensors,
+        "extras": _extras,
+        "flat_parameters": _flat_parameters,
+        "adapters": _adapters,
+        "optimizers": _optimizers,
+        "unreached": _unreached,
+    },
+    title="ckpttool.inspect/1",
+)
 
 
 def names_in_file(state: OptimizerState) -> dict[Param, str]:
@@ -135,12 +176,6 @@ def names_in_file(state: OptimizerState) -> dict[Param, str]:
         for param, name in zip(group.params, group.param_names or group.params)
         if isinstance(name, str)
     }
-
-
-def _optimizer(path: str, state: OptimizerState) -> dict[str, Any]:
-    names = names_in_file(state)
-    groups = [{"params": list(g.params), "names": [names.get(param) for param in g.params]} for g in state.groups]
-    return {"section": path, "form": state.form, "groups": groups}
 
 
 def _state(section: Section) -> OptimizerState | None:
@@ -200,7 +235,7 @@ def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
         ("nothing but zeros", [at for at, own in found.items() if _is_zero(own)]),
     ):
         if hits:
-            yield f"{plural(len(hits), 'tensor')} with {what}: {some(['.'.join(filter(None, at)) for at in hits])}"
+            yield f"{plural(len(hits), 'tensor')} with {what}: {some([dotted(*at) for at in hits])}"
 
 
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:

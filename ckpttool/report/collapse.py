@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+
+from ckpttool.values import dataclass
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # as ModuleList and Sequential number their children
 _MOST_VARYING = 6  # indices on one way; models have up to three, hostile files would make the search slow and deep

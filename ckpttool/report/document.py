@@ -7,10 +7,11 @@ around them ASCII, so that the plain rendering can be read on any terminal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Union, get_args
 
 from ckpttool.errors import Problem
+from ckpttool.values import dataclass
 
 Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim"]
 Severity = Literal["error", "warning", "notice"]
@@ -73,14 +74,6 @@ class Problems:
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
-    """Lines of code or of a file, as they are."""
-
-    lines: tuple[str, ...]
-    language: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Commands:
     """Shell commands that can be pasted: what mends it. The last block of a document."""
 
@@ -88,8 +81,13 @@ class Commands:
     commands: tuple[str, ...]
 
 
-Block = Union[Facts, Table, Note, Problems, Code, Commands]
+Block = Union[Facts, Table, Note, Problems, Commands]
 KINDS = get_args(Block)  # in the order in which renderers list what they do with each
+
+
+def facts(*pairs: tuple[str, Inline]) -> Facts:
+    """The pairs, but for those of which nothing is known."""
+    return Facts(tuple(pair for pair in pairs if cell(pair[1]).text))
 
 
 def filled(blocks: Iterable[Block]) -> tuple[Block, ...]:

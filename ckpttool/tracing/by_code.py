@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckpttool.checkpoint import Lazy, Section, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Lazy, Section, Storage, TensorEntry, in_row_major
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.with_torch import to_bytes
 from ckpttool.expression import BY_CODE, LOADED, SAVED
@@ -26,6 +26,7 @@ from ckpttool.tracing.runtime import attempted, check_memory, dtype_name, failur
 from ckpttool.tracing.saving import fill
 from ckpttool.tracing.stored import stored
 from ckpttool.tracing.tried import same
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 _SEEDS = (0, 1)  # of the two instances
@@ -149,8 +150,7 @@ def _failed(model: LoadedModel, way: str, error: Exception) -> Refused:
 def _entry(name: str, value: torch.Tensor, need: int) -> TensorEntry:
     nbytes = value.numel() * value.element_size()
     storage = Storage(Lazy(nbytes, lambda: [to_bytes(value)], reads=0, memory=need))
-    shape = tuple(value.shape)
-    return TensorEntry(name, dtype_name(value.dtype), shape, contiguous_stride(shape), 0, storage)
+    return in_row_major(name, dtype_name(value.dtype), tuple(value.shape), storage)
 
 
 _CARRIED_OUT: Mapping[str, Callable[[LoadedModel, Section, Sequence[str], int], dict[str, torch.Tensor]]] = {

@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import and_, is_
 from typing import Any
@@ -20,6 +19,7 @@ from ckpttool.names import Hook
 from ckpttool.tracing.load_model import shown
 from ckpttool.tracing.recorder.identity import token
 from ckpttool.tracing.recorder.recorder import Recorder
+from ckpttool.values import dataclass
 
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 _LOAD_METHODS = ("load_state_dict", "_load_from_state_dict")
@@ -175,9 +175,7 @@ def _mark(value: Any) -> Any:
 
 def described(function: Any, module: str) -> Hook:
     """The code behind a hook: partials, bound methods, callable objects and torch's own wrapping looked through."""
-    seen = 0
-    while seen < 16:  # wrappers of wrappers; a cycle would be the user's joke
-        seen += 1
+    for _ in range(16):  # wrappers of wrappers; a cycle would be the user's joke
         if isinstance(function, functools.partial):
             function = function.func
         elif type(function).__name__ == "_WrappedHook" and hasattr(function, "hook"):

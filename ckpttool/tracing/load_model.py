@@ -13,7 +13,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from torch.export import ExportedProgram
 from ckpttool.errors import CkptError
 from ckpttool.io import sources
 from ckpttool.tracing.once import prints_once
+from ckpttool.values import dataclass
 from ckpttool.words import a
 
 _FORM = "a model is package.module:attr or path/to/file.py:attr"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ckpttool.names import Names, OptimizerParam
 from ckpttool.tracing.load_model import LoadedModel, find, user_code
 from ckpttool.tracing.once import prints_once
 from ckpttool.tracing.runtime import memory_available, nbytes
+from ckpttool.values import dataclass
 from ckpttool.words import a, plural
 
 _FORM = "an optimizer is a function of the model that returns a torch.optim.Optimizer: file.py:make_optimizer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -36,6 +36,7 @@ from ckpttool.tracing.runtime import (
     tensors_in,
 )
 from ckpttool.tracing.stored import needs_values, stored
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 _TORCH_SAYS = "Error(s) in loading state_dict for"

@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpttool.errors import CkptError
+from ckpttool.keys import dotted
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.runtime import check_memory, dtype_name, is_cheap, shape_of
 
@@ -51,7 +52,7 @@ def _listing(model: nn.Module) -> list[tuple[object, ...]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in table.items():
-                fqn = f"{path}.{name}" if path else name
+                fqn = dotted(path, name)
                 if tensor is not None:
                     hidden = kind == "buffer" and name in module._non_persistent_buffers_set
                     one = first.setdefault(id(tensor), fqn)

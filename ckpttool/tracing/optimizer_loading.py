@@ -6,7 +6,6 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.optimizer_state import GROUPS, STATE, Param, rebuilt
 from ckpttool.tracing.load_model import LoadedModel, says_meta
 from ckpttool.tracing.load_optimizer import LoadedOptimizer, take_step
+from ckpttool.values import dataclass
 
 _OWNER = "ckpttool.owner"  # stands in the state of each parameter, and says where it came from
 

@@ -9,13 +9,13 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ckpttool.errors import CkptError
+from ckpttool.keys import dotted
 from ckpttool.names import RuntimeTensor
 from ckpttool.naming.wrappers.table import BY_CLASS, strip
 from ckpttool.tracing.hooks import Watcher
@@ -24,6 +24,7 @@ from ckpttool.tracing.once import prints_once
 from ckpttool.tracing.recorder.identity import Token, token
 from ckpttool.tracing.recorder.meta_disguise import Questions, storages_told_apart
 from ckpttool.tracing.recorder.recorder import Recorder
+from ckpttool.values import dataclass
 
 T = TypeVar("T")
 _CHEAP = 64 << 20  # bytes
@@ -55,7 +56,7 @@ def listed(model: nn.Module) -> tuple[Listed, ...]:
     hidden = set()
     for path, module in model.named_modules(remove_duplicate=False):
         for name in getattr(module, "_non_persistent_buffers_set", ()):
-            hidden.add(f"{path}.{name}" if path else name)
+            hidden.add(dotted(path, name))
     first: dict[Token, str] = {}
     found = []
     for kind in ("parameter", "buffer"):
@@ -103,7 +104,7 @@ def wrapper_paths(module: nn.Module) -> frozenset[str]:
         for cls in type(child).__mro__:
             row = BY_CLASS.get(f"{cls.__module__}.{cls.__qualname__}")
             if row is not None:
-                paths.add(f"{path}.{row.segment}" if path else row.segment)
+                paths.add(dotted(path, row.segment))
     return frozenset(paths)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ckpttool.tracing.runtime import (
     shape_of,
     tensors_in,
 )
+from ckpttool.values import dataclass
 from ckpttool.words import a
 
 Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]

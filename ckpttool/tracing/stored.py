@@ -11,7 +11,7 @@ import io
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from ckpttool.formats.containers.pickle_tree import ABSENT, ByteString, Call, Gl
 from ckpttool.formats.torch.tensors import Carried, Storages, typed_storage
 from ckpttool.io.ranges import read_all
 from ckpttool.tracing.once import logs_as_warnings
+from ckpttool.values import dataclass
 
 _DEEPEST = 200  # containers and calls inside each other
 _STRIDED, _META = "strided", "meta"

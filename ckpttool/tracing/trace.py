@@ -15,23 +15,13 @@ from ckpttool.expression import Expression, Ref, refs
 from ckpttool.names import AS_A_PART, LoadedTensor, Names, SerializedKey
 from ckpttool.tracing.any_values import reads_of_any
 from ckpttool.tracing.load_model import CannotBuild, LoadedModel
-from ckpttool.tracing.loading import DtypeChange, Verdict, load_verdict, loaded
+from ckpttool.tracing.loading import Verdict, loaded
 from ckpttool.tracing.meta_twin import beside_real
 from ckpttool.tracing.roundtrip import problems, settled
-from ckpttool.tracing.runtime import (
-    check_memory,
-    copied_state,
-    is_cheap,
-    metadata_of,
-    nbytes,
-    on_meta_or_real,
-    wrapper_paths,
-)
+from ckpttool.tracing.runtime import check_memory, copied_state, is_cheap, metadata_of, nbytes, on_meta_or_real
 from ckpttool.tracing.saving import Saved, run_once, save, without_constants
 from ckpttool.tracing.tried import brought_back, tried
 from ckpttool.tracing.versions import versions_asked_for
-
-__all__ = ["DtypeChange", "Verdict", "load_verdict", "trace", "wrapper_paths"]
 
 _PART = "part"  # of another model; any name will do
 _ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ckpttool.tracing.load_model import LoadedModel, describe
 from ckpttool.tracing.recorder.identity import inside
 from ckpttool.tracing.runtime import attempted, failure_of_loading, listed
 from ckpttool.tracing.saving import filled
+from ckpttool.values import dataclass
 
 # Of the instance that is saved and of the one that loads; what depends on signs shows in one element too.
 _SEEDS = ((11, 12), (-11, 14))

@@ -17,7 +17,7 @@ from places import ROOT
 
 # Slow to load, and of use to few runs.
 HEAVY = {"typer", "click", "pydantic", "rich", "torch", "numpy", "fsspec", "asyncio", "email", "logging", "subprocess"}
-HEAVY |= {"importlib.metadata", "urllib.request", "concurrent.futures", "multiprocessing"}
+HEAVY |= {"importlib.metadata", "urllib.request", "concurrent.futures", "multiprocessing", "socket", "hashlib"}
 
 
 @pytest.fixture

@@ -15,15 +15,8 @@ from files import run_measured
 MIB = 1 << 20
 LARGE = 64 * MIB  # bytes of each of two tensors
 SLACK = 24 * MIB  # what a process's peak differs by from one run to the next, and the copying
-WAYS = {
-    "rename": ["--rule", "{x} => a.{x}"],
-    "cast": ["--rules", "cast.toml"],
-    "transpose": ["--rules", "turn.toml"],
-}
-RULES = {
-    "cast.toml": 'cast = "{x}"\ndtype = "float64"',
-    "turn.toml": 'transpose = "{x}"',
-}
+WAYS = {"rename": ["--rule", "{x} => a.{x}"], "cast": ["--rules", "cast.toml"], "transpose": ["--rules", "turn.toml"]}
+RULES = {"cast.toml": 'cast = "{x}"\ndtype = "float64"', "turn.toml": 'transpose = "{x}"'}
 
 
 def peak(folder: Path, name: str, words: list[str]) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import hashlib
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import pairwise, permutations, product
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpttool.checkpoint import Lazy, Span
+from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry
 from ckpttool.cli.app import main
-from ckpttool.evaluate.compare import fingerprints, same_values, verify
+from ckpttool.evaluate import with_torch
+from ckpttool.evaluate.compare import (
+    difference,
+    fingerprint,
+    fingerprints,
+    same_values,
+    sha256,
+    sha256_of,
+    verify,
+)
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.io.ranges import same_data
 
@@ -66,6 +78,119 @@ def test_tensors_of_two_files_are_compared_by_kind_and_bytes(tmp_path: Path) -> 
     assert [other.key for other in others if same_values(mine, other)] == ["w"]
     assert [other.key for other in others if same_values(other, mine)] == ["w"]
     assert all(same_values(other, other) for other in others)
+
+
+@dataclass(frozen=True)
+class Content:
+    """A payload that tells what it holds, or cannot."""
+
+    data: bytes | None
+
+    def content(self) -> bytes | None:
+        return self.data
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A payload that says what the bytes mean."""
+
+    meaning: str
+
+
+def entries(folder: Path) -> dict[str, list[TensorEntry | ExtraEntry]]:
+    """Entries by what they hold: the same in files, in memory, in views, as digests, or as objects."""
+    numbers = torch.tensor([[1.0, -2.0, 0.0], [4.0, 5.0, 6.0]])
+
+    def strided(tensor: torch.Tensor, payload: object = None) -> TensorEntry:
+        whole = bytes(with_torch.to_bytes(torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())))
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        storage = Storage(Lazy(len(whole), lambda: [whole[:5], whole[5:]]))
+        return TensorEntry("w", dtype, shape, tensor.stride(), int(tensor.storage_offset()), storage, payload=payload)
+
+    def in_file(tensor: torch.Tensor, name: str) -> TensorEntry:
+        path = folder / name
+        path.write_bytes(b"before" + bytes(with_torch.to_bytes(tensor)) + b"after")
+        return replace(strided(tensor), storage=Storage(Span(str(path), 6, tensor.numel() * tensor.element_size())))
+
+    def packed(layout: str, payload: object, nbytes: int = 8) -> TensorEntry:
+        return TensorEntry("w", "float32", (2, 3), (3, 1), 0, None, layout, nbytes, payload)
+
+    wide = torch.zeros(5, 7)
+    wide[1:3, 2:5] = numbers
+    return {
+        "numbers": [
+            *(strided(numbers), in_file(numbers, "a"), in_file(numbers, "b"), strided(wide[1:3, 2:5])),
+            *(strided(numbers.t().contiguous().t()), strided(torch.cat([torch.zeros(1, 3), numbers])[1:])),
+        ],
+        "another number": [strided(numbers + torch.eye(2, 3)), in_file(numbers + torch.eye(2, 3), "c")],
+        "another zero": [strided(torch.where(numbers == 0, -0.0, numbers))],
+        "the same bytes": [strided(numbers.view(torch.int32))],
+        "another shape": [strided(numbers.reshape(3, 2)), in_file(numbers.reshape(3, 2), "d")],
+        "in one row": [strided(numbers.reshape(1, 2, 3))],
+        "with a meaning": [strided(numbers, Meaning("metres")), strided(numbers.clone(), Meaning("metres"))],
+        "with another": [strided(numbers, Meaning("feet"))],
+        "empty": [strided(torch.empty(0, 3)), in_file(torch.empty(0, 3), "e")],
+        "complex": [strided(torch.complex(numbers, numbers)), in_file(torch.complex(numbers, numbers), "f")],
+        "another complex": [strided(torch.complex(numbers, numbers + 1))],
+        "without values": [packed("meta", None), packed("meta", None)],
+        "sparse": [packed("sparse_coo", Content(b"a")), packed("sparse_coo", Content(b"a"))],
+        "sparse otherwise": [packed("sparse_csr", Content(b"a"))],
+        "other sparse": [packed("sparse_coo", Content(b"b"))],
+        "of nothing": [packed("subclass", None, 0), packed("subclass", Content(None), 0)],
+        "an object": [ExtraEntry("w", Content(b"a")), ExtraEntry("w", Content(b"a"))],
+        "another object": [ExtraEntry("w", Content(b"b"))],
+        "a number": [ExtraEntry("w", value=3), ExtraEntry("w", value=3)],
+        "a float": [ExtraEntry("w", value=3.0)],
+        "a list": [ExtraEntry("w", value=[1, {"a": None}]), ExtraEntry("w", value=[1, {"a": None}])],
+    }
+
+
+def test_two_entries_are_the_same_where_they_hold_the_same(tmp_path: Path) -> None:
+    """From either side; and what stands for them where their file is gone is the same, or not."""
+    every = [(kind, one) for kind, own in entries(tmp_path).items() for one in own]
+    for (kind, one), (other_kind, other) in product(every, every):
+        alike = kind == other_kind
+        assert same_values(one, other) == alike, (kind, other_kind)
+        assert not alike or sha256(one) == sha256(other)
+        assert (fingerprint(one) == fingerprint(other)) == alike, (kind, other_kind)
+        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry):
+            comparable = (one.shape, one.dtype) == (other.shape, other.dtype)
+            told = difference(one, other, 0.0, 0.0) if comparable else None
+            assert not comparable or (told is None) == alike
+            assert told is None or "SHA-256" not in told.text
+
+
+def test_of_a_digest_only_the_bytes_count(tmp_path: Path) -> None:
+    made = entries(tmp_path)
+    digests = [
+        TensorEntry("w", "float32", (2, 3), (3, 1), 0, Storage(Lazy(24, list, sha256(e)))) for e in made["numbers"]
+    ]
+    for digest, (kind, own) in product(digests, made.items()):
+        for one in own:
+            alike = kind in ("numbers", "with a meaning", "with another")
+            assert same_values(digest, one) == same_values(one, digest) == alike, kind
+            if isinstance(one, TensorEntry) and one.dtype == "float32" and one.storage is not None:
+                told = difference(one, digest, 0.0, 0.0)
+                assert (told is None) == alike
+                assert told is None or told.text.startswith("SHA-256")
+    known, data = Lazy(3, lambda: [b"a", b"bc"]), Lazy(3, list, hashlib.sha256(b"abc").hexdigest())
+    assert sha256_of(known) == sha256_of(data) == data.sha256
+
+
+def test_what_nobody_can_compare_is_never_the_same() -> None:
+    tensor = TensorEntry("w", "float32", (2,), (1,), 0, None, "sparse_coo", 8)
+    unknown: list[TensorEntry | ExtraEntry] = [
+        tensor,
+        replace(tensor, payload=Content(None)),
+        ExtraEntry("w"),
+        ExtraEntry("w", Content(None)),
+    ]
+    for one, other in product(unknown, map(copy, unknown)):
+        assert same_values(one, other) == (one.payload is not None and one.payload is other.payload)
+    empty, dense = replace(tensor, packed_bytes=0), replace(tensor, storage=Storage(Lazy(8, lambda: [bytes(8)])))
+    assert not any(same_values(*pair) for pair in permutations([tensor, empty, dense], 2))
+    contents = [[replace(one, payload=Content(data)) for data in (b"a", b"b")] for one in (tensor, ExtraEntry("w"))]
+    assert not any(sha256(one) == sha256(other) for one, other in contents)
 
 
 def test_a_tensor_is_no_object(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -110,6 +112,10 @@ LEFT_TO_TORCH = {
     "a slice from the end": Op("aten.select.int", (A, 0, -1)),
     "a range with steps": Op("aten.slice.Tensor", (A, 0, 0, 3, 2)),
     "a range from the end": Op("aten.slice.Tensor", (A, 0, -2, 3)),
+    "more dimensions than there are": Op("aten.permute.default", (A, (0, 1, 2, None))),
+    "a size to find, of one element": reshape(Ref("s"), -1),
+    "parts of less than nothing": Op("getitem", (Op("aten.split_with_sizes.default", (A, (2, -1, 2))), 2)),
+    "a part of no dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, 3)), 0)),
     "no such part": Op("getitem", (Op("aten.split.Tensor", (A, 2)), 2)),
     "a part from the end": Op("getitem", (Op("aten.split.Tensor", (A, 2)), -1)),
     "parts of nothing": Op("getitem", (Op("aten.split.Tensor", (A, 0)), 0)),
@@ -125,3 +131,87 @@ LEFT_TO_TORCH = {
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
 def test_what_is_left_to_torch(have: dict[str, TensorEntry], name: str) -> None:
     assert without_torch.entry_of("x", LEFT_TO_TORCH[name], have) is None
+
+
+def valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple[Expression, torch.Tensor]:
+    """A part of the tensor, or its dimensions in another order, and what torch makes of it."""
+    dim = chance.randrange(value.dim())
+    length = value.shape[dim]
+    start, end = sorted(chance.choices(range(length + 1), k=2))
+    kind = chance.choice(["narrow", "slice", "permute", "clone", "sizes", *["select", "split", "chunk"] * bool(length)])
+    at = () if dim == 0 and chance.random() < 0.5 else (dim,)
+    if kind == "narrow":
+        return narrow(node, dim, start, end - start), value.narrow(dim, start, end - start)
+    if kind == "slice":
+        end += chance.choice([0, 0, 9])
+        return Op("aten.slice.Tensor", (node, dim, start, end)), torch.ops.aten.slice(value, dim, start, end)
+    if kind == "permute":
+        order = tuple(chance.sample(range(value.dim()), value.dim()))
+        return Op("aten.permute.default", (node, order)), value.permute(order)
+    if kind == "clone":
+        return clone(node), value.contiguous()
+    if kind == "select":
+        index = chance.randrange(length)
+        return Op("aten.select.int", (node, dim, index)), value.select(dim, index)
+    if kind == "sizes":
+        sizes = (start, end - start, length - end)
+        number = chance.randrange(3)
+        whole = Op("aten.split_with_sizes.default", (node, sizes, *at))
+        return Op("getitem", (whole, number)), value.split(sizes, dim)[number]
+    size = chance.randint(1, length + 1)
+    parts = value.split(size, dim) if kind == "split" else value.chunk(size, dim)
+    number = chance.randrange(len(parts))
+    name = "aten.split.Tensor" if kind == "split" else "aten.chunk.default"
+    return Op("getitem", (Op(name, (node, size, *at)), number)), parts[number]
+
+
+def test_every_part_is_moved(have: dict[str, TensorEntry]) -> None:
+    for seed in range(400):
+        chance = random.Random(seed)
+        node: Expression = chance.choice([A, T])
+        value = with_torch.load(have[node.key])
+        for _ in range(3):
+            if value.dim():
+                node, value = valid(chance, node, value)
+        entry = without_torch.entry_of("x", node, have)
+        assert entry is not None, node
+        assert (entry.shape, torch.equal(with_torch.load(entry), value)) == (tuple(value.shape), True), node
+
+
+def drawn(chance: random.Random, depth: int = 2) -> Expression:
+    """An operator of the list on arguments that may fit, or not."""
+    if not depth or chance.random() < 0.2:
+        return Ref(chance.choice(["a", "b", "t", "row", "row", "s"]))
+    of, other = drawn(chance, depth - 1), drawn(chance, depth - 1)
+    n, dim, *more = (chance.randint(-1, 5) for _ in range(6))
+    order = tuple(chance.sample(range(-1, 4), chance.randint(1, 4)))
+    shape = chance.choice([(60,), (4, 15), (-1, 5), (1, 20), (20, 1), (3, 0), (n, dim)])
+    way = chance.choice(["split.Tensor", "chunk.default", "split_with_sizes.default"])
+    cut = (tuple(more[: chance.randint(1, 3)]) if "sizes" in way else n, *[dim] * chance.randint(0, 1))
+    return chance.choice(
+        [
+            narrow(of, dim, n, more[0]),
+            Op("aten.slice.Tensor", (of, dim, n, more[0])),
+            Op("aten.select.int", (of, dim, n)),
+            Op("getitem", (Op(f"aten.{way}", (of, *cut)), chance.randint(-1, 3))),
+            Op("aten.permute.default", (of, order)),
+            reshape(of, *shape),
+            clone(of),
+            Op("aten.clone.default", (of,)),
+            cat(dim, of, *chance.choice([(), (of,), (other,)])),
+            Op("aten.stack.default", ((of, chance.choice([of, other])), dim)),
+        ]
+    )
+
+
+def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[str, TensorEntry]) -> None:
+    moved = 0
+    for seed in range(3000):
+        node = drawn(random.Random(seed))
+        entry = None if isinstance(node, Ref) else without_torch.entry_of("x", node, have)
+        if entry is not None:
+            moved += 1
+            expected = with_torch.entry_of("x", node, have)
+            assert (entry.dtype, entry.shape) == (expected.dtype, expected.shape), node
+            assert torch.equal(with_torch.load(entry), with_torch.load(expected)), node
+    assert moved > 200

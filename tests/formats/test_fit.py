@@ -45,6 +45,13 @@ def test_safetensors_become_torch_files(tmp_path: Path, remap: Remap) -> None:
     assert "__metadata__ is left out" in said
 
 
+def test_a_tensor_that_is_called_as_a_framework_is_gets_no_second_name(tmp_path: Path, remap: Remap) -> None:
+    """``"format": "pt"`` says who wrote the file, and is no alias of a tensor ``pt``."""
+    save_file({"pt": torch.ones(2), "w": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt"})
+    assert remap(tmp_path / "in.safetensors", "-o", tmp_path / "out.pt", "--verify")[0] == 0
+    assert torch.load(tmp_path / "out.pt").keys() == {"pt", "w"}
+
+
 def test_module_versions_that_are_left_out_are_said(tmp_path: Path, remap: Remap) -> None:
     torch.save(nn.BatchNorm1d(2).state_dict(), tmp_path / "in.pt")
     status, said = remap(tmp_path / "in.pt", "-o", tmp_path / "out.safetensors")

@@ -11,8 +11,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckpttool.accepted import _ignores
 from ckpttool.cli import pyproject
 from ckpttool.cli.app import main
+from ckpttool.formats.deepspeed import files
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.io import edit_journal, journal
 from ckpttool.queries.diff.options import DiffOptions
@@ -68,13 +71,16 @@ def rank_files() -> list[bytes]:
 
 
 def deepspeed(folder: Path, stage: int, name: str) -> Reader:
-    """A file of a folder of that ZeRO stage."""
+    """A file of a folder of that ZeRO stage; the others are read once."""
+    read_file = files.read_file
+    once = cache(read_file)
 
     def read(data: bytes) -> object:
         if not folder.exists():
             shutil.copytree(_of_stage(stage), folder)
         (folder / name).write_bytes(data)
-        return open_checkpoint(str(folder)).sections
+        with patch.object(files, "read_file", lambda path: (read_file if path.endswith(name) else once)(path)):
+            return open_checkpoint(str(folder)).sections
 
     return read
 

@@ -23,12 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.checkpoint import Lazy, Span
 from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import edit_in_place, edit_journal, kernel, patch, temporary
 from ckpttool.io.journal import Journal
-from ckpttool.io.pieces import Piece
 from command import Run
 from places import DATA
 
@@ -121,10 +120,7 @@ def test_metadata_is_changed_like_names(source: Path, metadata: dict[str, str]) 
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (lambda path: os.link(path, "other"), "second name"),
-        (lambda path: path.chmod(0o440), "read-only"),
-    ],
+    [(lambda path: os.link(path, "other"), "second name"), (lambda path: path.chmod(0o440), "read-only")],
 )
 def test_what_is_written_anew_all_the_same(source: Path, run: Run, make: Callable[[Path], object], words: str) -> None:
     make(source)
@@ -132,17 +128,6 @@ def test_what_is_written_anew_all_the_same(source: Path, run: Run, make: Callabl
     assert words in str(way(run, source, "a.{x} => z.{x}")["reason"])
     assert "z.w" in load_file(source)
     assert not Path("other").exists() or Path("other").read_bytes() == old
-
-
-def test_a_patch_keeps_one_span_of_the_file_itself(source: Path) -> None:
-    """All else takes a copy: bytes of another file, computed ones, ones in another order."""
-    place, other = str(source.resolve()), str(source.resolve().with_name("other"))
-    own = Span(place, 100, 400)
-    for kept in ([Span(other, 100, 400)], [Lazy(400, lambda: [bytes(400)])], [own, own]):
-        assert patch.of_pieces([Piece(b"head"), *map(Piece, kept)], place, 500) is None
-    found = patch.of_pieces([Piece(b"head"), Piece(own)], place, 500)
-    assert found is not None
-    assert (found.start, found.length, found.shift, found.head, found.after) == (100, 400, -96, b"head", 404)
 
 
 def test_a_link_is_followed(source: Path, run: Run) -> None:
@@ -347,6 +332,84 @@ def test_a_way_back_that_says_what_is_not_so_is_refused(source: Path, run: Run, 
     os.system(said.split(": ")[-1].strip())  # the hint: rm FILE
     assert source.read_bytes() == edited
     assert "nothing to undo" in run("remap", source, "--undo").err
+
+
+def test_a_way_back_that_was_changed_leads_back_or_nowhere(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number of the record, of every file in it, by every kind of change: the old bytes, or those that are there.
+
+    The record of shards: of two safetensors, whose headers are written, and of an index, which is written whole.
+    """
+    monkeypatch.chdir(tmp_path)
+    save_file({"a.w": torch.arange(9_000.0), "b": torch.ones(3)}, "in.safetensors")
+    assert run("remap", "in.safetensors", "-o", "m/", "--max-shard-size", "20KB").status == 0
+    old = {path: path.read_bytes() for path in Path("m").iterdir()}
+    way(run, Path("m"), "a.{x} => longer.{x}")
+    (record,) = Path("m").glob(".*.undo")
+    edited = {path: path.read_bytes() for path in old}
+    line, _, rest = record.read_bytes().partition(b"\n")
+
+    def led_back(value: Any, rest: bytes) -> bool:
+        record.write_bytes(json.dumps(value).encode() + b"\n" + rest)
+        try:
+            edit_in_place.undo(str(record.with_name(record.name[1:].removesuffix(".ckpttool.undo"))), fsync=False)
+        except CkptError as error:
+            said = error.message
+        else:
+            assert {path: path.read_bytes() for path in old} == old
+            for path, data in edited.items():
+                path.write_bytes(data)
+            return True
+        assert "cannot be read" in said or "has changed since" in said
+        assert {path: path.read_bytes() for path in old} == edited
+        return False
+
+    assert led_back(json.loads(line), rest)
+    count = len(json.loads(line)["files"])
+    assert count == 3
+    for number in range(count):
+        for field in ("before", "start", "length", "shift", "head", "tail"):
+            for change in (1, -1, 4096, -4096, 1 << 40, -(1 << 40)):
+                value = json.loads(line)
+                value["files"][number][field] += change
+                assert not led_back(value, rest), (number, field, change)
+        for at, which in enumerate(("before", "index", "sample", "content")):
+            value = json.loads(line)
+            value["files"][number]["hashes"][at] = "00" * 16
+            assert led_back(value, rest) == (which in ("before", "index"))
+    for changed in (rest + b"x", rest[:-1]):
+        assert not led_back(json.loads(line), changed)
+    assert not led_back(json.loads(line) | {"schema": "ckpttool.edit/2"}, rest)
+
+
+def test_what_was_changed_since_in_the_same_place_is_not_undone(source: Path, run: Run) -> None:
+    """A file of the same size and the same data, in which one name is another."""
+    way(run, source, "a.{x} => z.{x}")
+    for old, new in ((b'"z.w"', b'"y.w"'), (torch.arange(4.0).numpy().tobytes(), bytes(16))):
+        edited = source.read_bytes()
+        source.write_bytes(edited.replace(old, new, 1))
+        changed = source.read_bytes()
+        assert changed != edited
+        status, _, said = run("remap", source, "--undo")
+        assert (status, source.read_bytes()) == (2, changed)
+        assert "has changed since" in said
+        source.write_bytes(edited)
+    assert run("remap", source, "--undo").status == 0
+
+
+def test_shards_in_folders_of_their_own_are_written_anew(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m/sub").mkdir(parents=True)
+    save_file({"a.w": torch.arange(9.0)}, "m/sub/one.safetensors")
+    save_file({"a.b": torch.ones(3)}, "m/two.safetensors")
+    index = {"metadata": {"total_size": 48}, "weight_map": {"a.w": "sub/one.safetensors", "a.b": "two.safetensors"}}
+    Path("m/model.safetensors.index.json").write_text(json.dumps(index))
+    assert way(run, Path("m"), "a.{x} => z.{x}")["way"] == "copied"
+    assert load_file("m/sub/one.safetensors")["z.w"].tolist() == list(range(9))
+    assert {entry.key for entry in ckpttool.open_checkpoint("m").sections[0].tensors} == {"z.w", "z.b"}
 
 
 def test_two_processes_do_not_edit_at_once(source: Path, run: Run) -> None:

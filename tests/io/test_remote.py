@@ -305,7 +305,7 @@ def test_a_failure_leaves_nothing(store: Store, nbytes: int) -> None:
 
 def test_several_parts_become_one_file(store: Store) -> None:
     data = os.urandom(1 << 20) * 36
-    assert write([Piece(data), Piece(b"end")], f"{store.url}/out") == len(data) + 3
+    write([Piece(data), Piece(b"end")], f"{store.url}/out")
     assert store.get("out") == data + b"end"
 
 

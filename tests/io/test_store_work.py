@@ -20,7 +20,7 @@ from ckpttool.checkpoint import Span
 from ckpttool.edits.cost import Verified
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.with_torch import load as load_entry
-from ckpttool.io import compose, whole
+from ckpttool.io import compose, object_crc
 from ckpttool.io.compose import Upload
 from ckpttool.io.pieces import Crc, Piece, Pieces
 from ckpttool.io.remote import errors, read
@@ -233,6 +233,13 @@ BIG = {f"a.{i}": torch.arange(i, 16 * KIB + i, dtype=torch.float32) for i in ran
 
 
 @pytest.fixture
+def big(tmp_path: Path) -> Path:
+    """A file that holds `BIG`."""
+    save_file(BIG, tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+@pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a thousandth of what S3 takes, here and there."""
     from moto.s3 import models
@@ -247,13 +254,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("in_bucket", [True, False])
 @pytest.mark.usefixtures("small_parts")
 def test_what_the_checksums_of_the_store_prove_is_not_read_back(
-    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, in_bucket: bool
+    bucket: Any, big: Path, monkeypatch: pytest.MonkeyPatch, out: str, in_bucket: bool
 ) -> None:
     """Of the output only headers are; of a source in the bucket what the store copied, for its MD5: once."""
     fs, name = bucket
-    save_file(BIG, tmp_path / "a.safetensors")
-    fs.put_file(str(tmp_path / "a.safetensors"), f"{name}/a.safetensors")
-    source = f"s3://{name}/a.safetensors" if in_bucket else str(tmp_path / "a.safetensors")
+    fs.put_file(str(big), f"{name}/a.safetensors")
+    source = f"s3://{name}/a.safetensors" if in_bucket else str(big)
     received = Received(monkeypatch)
     shards = "300kB" if out == "folder/" else None
     done = ckpttool.remap(source, f"s3://{name}/{out}", rule=["{x*} => m.{x*}"], verify=True, max_shard_size=shards)
@@ -264,11 +270,10 @@ def test_what_the_checksums_of_the_store_prove_is_not_read_back(
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_computed_values_are_proved_as_they_were_sent(bucket: Any, tmp_path: Path, run: Run) -> None:
-    save_file(BIG, tmp_path / "a.safetensors")
+def test_computed_values_are_proved_as_they_were_sent(bucket: Any, big: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "cast.toml").write_text('[[rule]]\ncast = "a.*"\ndtype = "bfloat16"\n')
     out = f"s3://{bucket[1]}/b.safetensors"
-    words = ("remap", tmp_path / "a.safetensors", "-o", out, "--rules", tmp_path / "cast.toml", "--verify")
+    words = ("remap", big, "-o", out, "--rules", tmp_path / "cast.toml", "--verify")
     assert json.loads(run(*words, "--format", "json").out)["verified"] == {"by_checksum": 384 * KIB, "read": 0}
     said = run(*words, "--force").out
     assert "every tensor of the output: 384.0 KiB by checksums of its store, 0 bytes read back and compared" in said
@@ -277,13 +282,12 @@ def test_computed_values_are_proved_as_they_were_sent(bucket: Any, tmp_path: Pat
 @pytest.mark.parametrize("way", ["damaged", "other tags", "replaced"])
 @pytest.mark.usefixtures("small_parts")
 def test_what_they_do_not_prove_is_read(
-    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, way: str
+    bucket: Any, big: Path, monkeypatch: pytest.MonkeyPatch, run: Run, way: str
 ) -> None:
     """Of a store that holds other bytes, or whose tags are no MD5, and where somebody replaced the object."""
     from moto.s3.models import FakeKey, FakeMultipart
 
     fs, name = bucket
-    save_file(BIG, tmp_path / "a.safetensors")
     plain, finish = FakeMultipart.set_part, Upload.complete
     if way == "damaged":
         monkeypatch.setattr(FakeMultipart, "set_part", lambda self, at, v: plain(self, at, v[:-1] + bytes([v[-1] ^ 1])))
@@ -296,7 +300,7 @@ def test_what_they_do_not_prove_is_read(
             fs.pipe_file(f"{name}/b.safetensors", save({f"b.{i}": torch.zeros(16 * KIB) for i in range(12)}))
 
         monkeypatch.setattr(Upload, "complete", completed)
-    words = ("remap", tmp_path / "a.safetensors", "-o", f"s3://{name}/b.safetensors", "--rule", "a.{x} => b.{x}")
+    words = ("remap", big, "-o", f"s3://{name}/b.safetensors", "--rule", "a.{x} => b.{x}")
     status, out, err = run(*words, "--verify", "--format", "json")
     if way == "other tags":
         assert json.loads(out)["verified"] == {"by_checksum": 0, "read": 768 * KIB}
@@ -359,8 +363,8 @@ def test_crcs_prove_a_range_where_it_is_the_same(bucket: Any, seed: int) -> None
     for own, data in (("source", before + span + after), ("same", head + span + tail), ("other", bytes(wrong))):
         write([Piece(data)], f"s3://{name}/{own}")
     runs: list[Pieces | Span] = [[Piece(head)], Span(f"s3://{name}/source", len(before), len(span)), [Piece(tail)]]
-    assert whole.is_copied(runs, f"s3://{name}/same")
-    assert not whole.is_copied(runs, f"s3://{name}/other")
+    assert object_crc.is_copied(runs, f"s3://{name}/same")
+    assert not object_crc.is_copied(runs, f"s3://{name}/other")
 
 
 # Requests that fail

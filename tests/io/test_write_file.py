@@ -38,7 +38,7 @@ def names(folder: Path) -> list[str]:
 def test_pieces_are_written_in_order(tmp_path: Path, source: Path) -> None:
     lazy = Lazy(5, lambda: [b"ab", memoryview(b"cde")])
     pieces = [Piece(b"head"), Piece(Span(str(source), 7, 2 * CHUNK + 3)), Piece(lazy), Piece(Span(str(source), 0, 0))]
-    assert write(pieces, str(tmp_path / "out")) == 4 + 2 * CHUNK + 3 + 5
+    write(pieces, str(tmp_path / "out"))
     assert (tmp_path / "out").read_bytes() == b"head" + source.read_bytes()[7 : 7 + 2 * CHUNK + 3] + b"abcde"
     assert names(tmp_path) == ["out", "source"]
 
@@ -88,8 +88,8 @@ def test_progress_counts_every_byte(tmp_path: Path, source: Path) -> None:
     seen: list[int] = []
     work.begin()
     with work.shown(lambda title, total: nullcontext(seen.append)), work.doing("out", CHUNK + 2, "written"):
-        nbytes = write([Piece(b"x"), Piece(Span(str(source), 0, CHUNK + 1))], str(tmp_path / "out"))
-    assert sum(seen) == nbytes == CHUNK + 2
+        write([Piece(b"x"), Piece(Span(str(source), 0, CHUNK + 1))], str(tmp_path / "out"))
+    assert sum(seen) == CHUNK + 2
     assert (work.counts.read, work.counts.moved, work.counts.written) == (CHUNK + 1, CHUNK + 1, CHUNK + 2)
 
 

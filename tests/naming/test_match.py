@@ -32,6 +32,33 @@ def test_matches(name: str) -> None:
     assert found.complete == (len(keys) == len(expected) == len(names))
 
 
+def test_complete_is_what_has_no_fault_at_all() -> None:
+    """And the fewer faults, of whichever kind, the better."""
+    readings = [
+        match(["a", "b"], {"a": "a", "b": "b"}),
+        match(["a"], {"a": "a", "b": "b"}),
+        match(["a", "x", "y"], {"a": "a"}),
+        match(["module.a", "_orig_mod.a", "x", "y"], {"a": "a"}),
+        match(["a"], dict.fromkeys("abcdef", "")),
+    ]
+    assert [reading.complete for reading in readings] == [True, False, False, False, False]
+    scores = [reading.score for reading in readings]
+    assert scores == sorted(scores, reverse=True)
+    assert len(set(scores)) == len(scores)
+    twice = match(["module.a", "_orig_mod.a"], {"a": "a"})
+    assert not twice.complete
+    assert not twice.unmatched
+    assert not twice.missing
+
+
+def test_pefts_segments_are_taken_out_by_the_evidence_of_all_keys() -> None:
+    keys = [f"base_model.model.fc.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")]
+    found = match(keys, {"fc.weight": "fc.weight", "fc.bias": "fc.bias"})
+    assert found.names == {keys[0]: "fc.weight"}
+    assert found.wrapped == {"base_model": 1, "model": 1, "base_layer": 1}
+    assert match(["base_model.fc.base_layer.weight"], {"fc.weight": "fc.weight"}).names == {}
+
+
 def test_canonical_names_match_too() -> None:
     found = match(["a.w"], {"a._orig_mod.w": "a.w"})
     assert found.names == {"a.w": "a._orig_mod.w"}
@@ -72,3 +99,8 @@ def test_a_call_variant_that_could_be_of_two_names_is_of_none() -> None:
     assert (found.unmatched, found.variants, found.names) == ((key,), {}, {})
     assert match([key], {"x.f.w": "x.f.w"}).names == {key: "x.f.w"}
     assert match([key], {"w": "w"}).unmatched == (key,)
+
+
+def test_of_a_variant_of_variants_the_shortest_name_is_the_one() -> None:
+    keys = ["f.g.w", "f@1.g.w", "f@1.g@2.w"]
+    assert match(keys, {name: name for name in keys[:2]}).variants == {keys[2]: keys[0]}

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from browser import Browser
 from ckpttool.report import render
-from ckpttool.report.document import Code, Document, Finding, Listing, Named
+from ckpttool.report.document import Document, Finding, Listing, Named
 from ckpttool.words import visible
 from command import Run
 
@@ -157,7 +157,7 @@ def test_both_themes_can_be_chosen(browser: Browser, report: Path) -> None:
 def page_of(findings: list[Finding], folder: Path) -> Path:
     listing = Listing(("a", "b"), {"missing": "bad", "same": "ok"}, lambda: findings)
     page = folder / "page.html"
-    page.write_text(render("html", Document("t", "v", False, (Code(("x",)),), listing), {}), encoding="utf-8")
+    page.write_text(render("html", Document("t", "v", False, listing=listing), {}), encoding="utf-8")
     return page
 
 

@@ -14,7 +14,6 @@ from ckpttool.report import BY_ENDING, FORMATS, format_of, render
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import (
     Cell,
-    Code,
     Column,
     Commands,
     Document,
@@ -46,7 +45,6 @@ DIFF = Document(
         Note("hooks rename 2 keys"),
         Note("dtypes are not compared", "warning"),
         Problems((Problem("missing", "w.bias"),)),
-        Code(("def hook(module):", "    ..."), "python"),
         Commands("To mend it:", ("ckpttool remap a.pt -o b.pt",)),
     ),
 )
@@ -69,9 +67,6 @@ hooks rename 2 keys
 warning: dtypes are not compared
 
 error: missing @ w.bias
-
-  def hook(module):
-      ...
 
 To mend it:
   ckpttool remap a.pt -o b.pt
@@ -102,11 +97,6 @@ hooks rename 2 keys
 > dtypes are not compared
 
 - **error:** missing @ `w.bias`
-
-```python
-def hook(module):
-    ...
-```
 
 To mend it:
 
@@ -144,8 +134,6 @@ HTML_BODY = """\
 <ul>
 <li><strong class="error">error:</strong> missing @ <span class="key">w.bias</span></li>
 </ul>
-<div class="code"><pre>def hook(module):
-    ...</pre></div>
 <h2>To mend it:</h2>
 <div class="code"><pre>ckpttool remap a.pt -o b.pt</pre></div>
 </main>
@@ -265,7 +253,6 @@ def hostile_document(key: str) -> Document:
             Note(key),
             Note(key, "warning"),
             Problems((Problem(key, key),)),
-            Code((key,)),
             Commands(key, (key,)),
         ),
         Listing(
@@ -406,8 +393,8 @@ def test_markdown_words_are_no_markup() -> None:
 
 
 def test_markdown_fences_are_longer_than_those_inside() -> None:
-    text = render("markdown", Document("t", "v", True, (Code(("```", "x"), "python"),)), {})
-    assert text.endswith("````python\n```\nx\n````\n")
+    text = render("markdown", Document("t", "v", True, (Commands("c", ("```", "x")),)), {})
+    assert text.endswith("````shell\n```\nx\n````\n")
 
 
 def test_the_ending_picks_the_format() -> None:

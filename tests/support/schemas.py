@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from ckpttool.schemas import OBJECTS, schema
 
-NAMES = {title: name for name, (title, _) in OBJECTS.items()}
+NAMES = {kind.title: name for name, kind in OBJECTS.items()}
 
 
 @cache

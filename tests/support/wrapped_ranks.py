@@ -207,11 +207,7 @@ def _resume(path: Path, out: Path) -> None:
     state = torch.load(path)
     if form in SHARDED:
         set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=FULL,
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=FULL
         )
     else:
         model.load_state_dict(state["model"])

@@ -19,7 +19,7 @@ from ckpttool.checkpoint import ExtraEntry, Section
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.tracing.trace import Verdict, load_verdict
+from ckpttool.tracing.loading import Verdict, load_verdict
 from hook_zoo import ZOO
 from zoo import randomized, runtime_values, zoo_model
 

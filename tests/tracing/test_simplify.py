@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -136,3 +137,81 @@ def test_the_value_stays(first: int) -> None:
             assert same_bits(again, value), (seed, node, found)
             simpler += found != node
     assert simpler > 300  # of a thousand
+
+
+# What is put back
+
+
+Undo = Callable[[Expression], Expression]
+
+
+def there_and_back(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple[Expression, Undo]:
+    """The tensor done something to, or taken apart and joined again, and what undoes that."""
+    rank, dim = value.dim(), chance.randrange(value.dim())
+    at = either_sign(chance, dim, rank)
+    size, length = chance.randint(1, 3), value.shape[dim]
+    kind = chance.choice(
+        ["split", "sizes", "unbind", "slice", "permute", "transpose", "reshape", "squeeze", "cast", "neg", "flip"]
+    )
+    if kind in ("split", "sizes", "unbind"):
+        first = chance.randint(0, length)
+        whole, count = {
+            "split": (Op("aten.split.Tensor", (node, size, at)), -(-length // size)),
+            "sizes": (Op("aten.split_with_sizes.default", (node, (first, length - first), at)), 2),
+            "unbind": (Op("aten.unbind.int", (node, at)), length),
+        }[kind]
+        pieces = tuple(Op("getitem", (whole, index)) for index in range(count))
+        join = "stack" if kind == "unbind" else "cat"
+        return Op(f"aten.{join}.default", (pieces, at)), lambda made: made
+    if kind == "slice":
+        cuts = [0, *sorted(chance.choices(range(length + 1), k=2)), ENDLESS]
+        slices = tuple(Op("aten.slice.Tensor", (node, at, start, end)) for start, end in pairwise(cuts))
+        return Op("aten.cat.default", (slices, at)), lambda made: made
+    if kind == "permute":
+        order = tuple(chance.sample(range(rank), rank))
+        back = tuple(order.index(d) for d in range(rank))
+        return Op("aten.permute.default", (node, order)), lambda made: Op("aten.permute.default", (made, back))
+    if kind == "transpose":
+        pair = chance.randrange(rank), at
+        return Op("aten.transpose.int", (node, *pair)), lambda made: Op("aten.transpose.int", (made, *pair))
+    if kind == "reshape":
+        shape, own = chance.choice([(-1,), (1, -1), (value.numel() // 2, 2)]), tuple(value.shape)
+        return Op("aten.reshape.default", (node, shape)), lambda made: Op("aten.view.default", (made, own))
+    if kind == "squeeze":
+        return Op("aten.unsqueeze.default", (node, at)), lambda made: Op("aten.squeeze.dim", (made, at))
+    if kind == "cast":
+        wide, back_to = (
+            Special("dtype", str(one).removeprefix("torch.")) for one in (wider(chance, value), value.dtype)
+        )
+        return cast(node, wide), lambda made: cast(made, back_to)
+    more: tuple[Argument, ...] = ((dim,),) if kind == "flip" else ()
+    name = "bitwise_not" if kind == "neg" and not value.dtype.is_floating_point else kind
+    return Op(f"aten.{name}.default", (node, *more)), lambda made: Op(f"aten.{name}.default", (made, *more))
+
+
+def cast(node: Expression, dtype: Special) -> Op:
+    return Op("aten._to_copy.default", (node,), (("dtype", dtype),))
+
+
+def wider(chance: random.Random, value: torch.Tensor) -> torch.dtype:
+    """A dtype that has all values of the tensor's: of an integer's 32 bits float64 alone among floats."""
+    dtypes = [getattr(torch, name) for name in (*DTYPES, "int64", "int16")]
+    every = [other for other in dtypes if torch.promote_types(other, value.dtype) == other]
+    whole = value.dtype in (torch.int32, torch.int64)
+    return chance.choice([o for o in every if not whole or not o.is_floating_point or o == torch.float64])
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 100))
+def test_what_is_put_back_is_itself(first: int) -> None:
+    for seed in range(first, first + 100):
+        chance = random.Random(seed)
+        have = leaves(chance)
+        simplifier = Simplifier({name: value.to("meta") for name, value in have.items()})
+        node: Expression = Ref("a")
+        undone: list[Undo] = []
+        for _ in range(chance.randint(1, 4)):
+            node, undo = there_and_back(chance, node, evaluate(node, have.__getitem__))
+            undone.append(undo)
+        for undo in reversed(undone):
+            node = undo(node)
+        assert simplifier.simplify(node) == Ref("a"), (seed, node)

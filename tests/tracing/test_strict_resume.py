@@ -113,7 +113,7 @@ def _option(saved: Saved, random: random.Random) -> str:
 
 
 DAMAGES: list[Callable[[Saved, random.Random], str]] = [
-    *(_stateless, _lacking, _value, _value, _exchanged, _exchanged, _shorter, _split, _option),
+    *(_stateless, _lacking, _value, _value, _exchanged, _exchanged, _shorter, _split, _option)
 ]
 
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 from typing import Annotated
 
 from ckpttool.api import comparing
-from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.cli.output import Report
 from ckpttool.options import Argument, OptimizerOptions, option
 
 
-@with_options(OptimizerOptions)
 def command(
     files: Annotated[list[str], Argument("FILE...", "Names files, rules, plans and checkpoints.")],
     options: OptimizerOptions,
+    report: Report,
     allow: Annotated[
         list[str] | None,
         option("--allow", metavar="NAME", help="A class that pickles may call for: 'argparse.*'. Repeatable."),
     ] = None,
-    force: Force = False,
-    format: Format = "text",
-    report: Reports = None,
 ) -> int:
     """Files of a repository: names, rules, plans, pickles.
 
@@ -34,7 +30,7 @@ def command(
     """
     from ckpttool.report.documents.check import document
 
-    check_texts(report or (), files, force=force)
+    report.check(files)
     found = comparing.check_by(files, options, allow or ())
-    emit(lambda: document(found), found.to_json, format, report, force=force)
+    report.emit(lambda: document(found), found.to_json)
     return 0 if found.ok else 1

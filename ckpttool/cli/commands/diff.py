@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.api import comparing, reading
-from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
+from ckpttool.cli.output import All, Report, write_text
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of, is_dir
 from ckpttool.operands.checkpoint import split
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from ckpttool.report.document import Document
 
 
-@with_options(DiffOptions)
 def command(
     options: DiffOptions,
+    report: Report,
     operands: Annotated[
         list[str] | None, Argument("[LEFT RIGHT | CKPT | RUN]", "Checkpoints, or the folder of a run.")
     ] = None,
@@ -43,9 +42,6 @@ def command(
     ] = None,
     exit_zero: Annotated[bool, option("--exit-zero", help="Status 0 also where they differ; errors stay 2.")] = False,
     all: All = False,
-    force: Force = False,
-    format: Format = "text",
-    report: Reports = None,
 ) -> int:
     """What differs, why, and the command that mends it.
 
@@ -67,9 +63,9 @@ def command(
     """
     named = operands or []
     read = [path for operand in filter(None, (*named, base)) for path in files_of(split(operand)[0])]
-    check_texts(report or (), read, force=force)
+    report.check(read)
     result, document = _asked(options, named, base, suggest, update)
-    emit(lambda: document(result, all=all), result.to_json, format, report, force=force)
+    report.emit(lambda: document(result, all=all), result.to_json)
     return 0 if result.passes or exit_zero or update else 1
 
 
@@ -130,13 +126,17 @@ def _run_of(operands: list[str], model: object, base: str | None) -> str | list[
     return operands[0] if operands and is_dir(operands[0]) else None
 
 
+def _check_of_more(options: DiffOptions, of_two: bool, message: str) -> None:
+    """Raises `CkptError` where options are only for a diff of two; `of_two`: one of the command's own is."""
+    if of_two or options.optimizer is not None or options.says_what_fails:
+        raise CkptError(message, hint="leave --suggest, --update, --optimizer, --fail-on and --ignore out")
+
+
 def _steps(run: str | list[str], options: DiffOptions, of_two: bool) -> tuple[Steps, Callable[..., Document]]:
     """What each step changed, and what shows it. Raises `CkptError` where options do not go with it."""
     from ckpttool.report.documents.steps import document  # asked for by few
 
-    if of_two or options.optimizer is not None or options.says_what_fails:
-        hint = "leave --suggest, --update, --optimizer, --fail-on and --ignore out"
-        raise CkptError("these are the steps of a run, and no option of a diff of two goes with them", hint=hint)
+    _check_of_more(options, of_two, "these are the steps of a run, and no option of a diff of two goes with them")
     return comparing.steps_by(run, options), document
 
 
@@ -144,9 +144,7 @@ def _sides(options: DiffOptions, left: str | None, right: str | None, of_two: bo
     """The two that came from a base. Raises `CkptError` where there are not two, or options do not go with it."""
     if left is None or right is None or is_names_file(left) or is_names_file(right):
         raise CkptError("--base is what two checkpoints came from", hint="ckpttool diff LEFT RIGHT --base BASE")
-    if of_two or options.optimizer is not None or options.says_what_fails:
-        hint = "leave --suggest, --update, --optimizer, --fail-on and --ignore out"
-        raise CkptError("--base asks what two sides changed, and takes no option of a diff of two", hint=hint)
+    _check_of_more(options, of_two, "--base asks what two sides changed, and takes no option of a diff of two")
     return left, right
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 from ckpttool.api import reading
-from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Force, Format, Reports, check_texts, emit
+from ckpttool.cli.output import Report
 from ckpttool.options import Argument, OptimizerOptions, option
 
 
-@with_options(OptimizerOptions, without=["model"])
 def command(
     name: Annotated[str, Argument("NAME", "The tensor's name in any form.")],
+    # One of the options, which is required here.
     model: Annotated[str, option("--model", metavar="MODEL", help="The model that has the tensor.")],
     options: OptimizerOptions,
-    force: Force = False,
-    format: Format = "text",
-    report: Reports = None,
+    report: Report,
 ) -> None:
     """One tensor: all its names, and the hook that renames it.
 
@@ -29,6 +25,6 @@ def command(
     """
     from ckpttool.report.documents.names import explained
 
-    check_texts(report or (), (), force=force)
-    found = reading.explain_by(name, replace(options, model=model))
-    emit(lambda: explained(found), found.to_json, format, report, force=force)
+    report.check(())
+    found = reading.explain_by(name, options)
+    report.emit(lambda: explained(found), found.to_json)

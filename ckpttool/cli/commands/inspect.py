@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from ckpttool.api import reading
-from ckpttool.cli.output import Force, Format, Manifest, Reports, check_texts, emit, write_manifest
+from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
 from ckpttool.io.together.job import only_first
@@ -21,6 +21,7 @@ def _check_sort(word: str) -> None:
 
 def command(
     ckpt: Annotated[str, Argument("CKPT", "A checkpoint: file, directory, index, glob or URL.")],
+    report: Report,
     stats: Annotated[
         bool, option("--stats", help="Read the values too: min, max, mean, zeros, NaN, inf and a hash of each.")
     ] = False,
@@ -34,10 +35,7 @@ def command(
         str | None, option("--filter", metavar="PATTERN", help="Only tensors whose keys it names: 'layers.*'.")
     ] = None,
     all: Annotated[bool, option("--all", help="A line for every tensor, and no list cut short.")] = False,
-    force: Force = False,
-    format: Format = "text",
     manifest: Manifest = None,
-    report: Reports = None,
 ) -> None:
     """What is in a checkpoint: keys, dtypes, shapes, aliases.
 
@@ -55,8 +53,8 @@ def command(
 
     if not stats and manifest is None:
         only_first()
-    check_texts((manifest, *(report or ())), files_of(split(ckpt)[0]), force=force)
+    report.check(files_of(split(ckpt)[0]), manifest)
     inspection = reading.inspect(ckpt, stats=stats, filter=filter)
-    write_manifest(manifest, ckpt, force=force)
+    write_manifest(manifest, ckpt, force=report.force)
     shown = partial(document, inspection, all=all, depth=depth, by_bytes=sort == "bytes")
-    emit(shown, inspection.to_json, format, report, force=force)
+    report.emit(shown, inspection.to_json)

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from ckpttool.api import making
-from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest, write_text
+from ckpttool.cli.output import Manifest, Report, write_manifest, write_text
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
@@ -15,13 +14,11 @@ from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument
 
 
-@with_options(RemapOptions)
 def command(
     options: RemapOptions,
+    report: Report,
     ckpt: Annotated[str | None, Argument("CKPT", "The checkpoint to read; CKPT::SECTION takes one section.")] = None,
-    format: Format = "text",
     manifest: Manifest = None,
-    report: Reports = None,
 ) -> None:
     """Rewrite the keys, optimizer ids and format of a checkpoint.
 
@@ -37,7 +34,7 @@ def command(
       ckpttool remap --rules list
     """
     if ckpt is None:
-        _list_sets(options, format, report)
+        _list_sets(options, report)
         return
     from ckpttool.report.documents.remap import document
     from ckpttool.report.renderers import json
@@ -45,25 +42,22 @@ def command(
     out = ckpt if options.undo else options.target(ckpt)
     if out is None and not (options.dry_run or options.save_plan):
         raise CkptError("no output named", hint="-o OUT, --in-place, or --dry-run to see the plan")
-    check_texts((options.save_plan, manifest, *(report or ())), files_of(split(ckpt)[0]), force=options.force, out=out)
+    report.check(files_of(split(ckpt)[0]), options.save_plan, manifest, out=out)
     done = making.remap_by(ckpt, options)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
     if options.save_plan is not None:
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
-    shown = partial(document, done, ckpt, out, dry_run=options.dry_run)
-    plan = done.plan if options.dry_run else None
-    emit(shown, lambda: done.to_json(ckpt, out or "", plan), format, report, force=options.force)
+    report.emit(partial(document, done), done.to_json)
 
 
-def _list_sets(options: RemapOptions, format: str, report: list[str] | None) -> None:
+def _list_sets(options: RemapOptions, report: Report) -> None:
     """Names the ready sets of rules. Raises `CkptError` where something else is asked for, without a checkpoint."""
-    from ckpttool.edits.rules.ready import LIST, SCHEMA, ready
+    from ckpttool.edits.rules.ready import LIST, SETS, ready
     from ckpttool.report.documents.remap import ready_sets
 
     if options.rules != LIST:
         raise CkptError("no checkpoint named", hint="ckpttool remap CKPT -o OUT; ckpttool remap --rules list: the sets")
     found = ready()
-    data = {"schema": SCHEMA, "sets": [one.to_json() for one in found]}
-    check_texts(report or (), (), force=options.force)
-    emit(lambda: ready_sets(found), lambda: data, format, report, force=options.force)
+    report.check(())
+    report.emit(lambda: ready_sets(found), lambda: SETS.write([found]))

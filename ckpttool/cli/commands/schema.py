@@ -24,6 +24,6 @@ def command(
     from ckpttool.schemas import OBJECTS, schema
 
     if name is None:
-        sys.stdout.writelines(f"{name}  {title}\n" for name, (title, _) in OBJECTS.items())
+        sys.stdout.writelines(f"{name}  {kind.title}\n" for name, kind in OBJECTS.items())
     else:
         sys.stdout.write(json.render(schema(name)))

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from ckpttool.api import making
-from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import Format, Manifest, Reports, check_texts, emit, write_manifest
+from ckpttool.cli.output import Manifest, Report, write_manifest
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
@@ -15,14 +14,12 @@ from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument
 
 
-@with_options(SwapOptions)
 def command(
     program: Annotated[str, Argument("PROGRAM", "The exported program (.pt2), or a TorchScript archive.")],
     new: Annotated[str, Argument("NEW", "The checkpoint with the new weights.")],
     options: SwapOptions,
-    format: Format = "text",
+    report: Report,
     manifest: Manifest = None,
-    report: Reports = None,
 ) -> None:
     """Put new weights into an exported program.
 
@@ -41,10 +38,8 @@ def command(
     if out is None and not options.dry_run:
         raise CkptError("no output named", hint="-o OUT")
     read = [path for operand in (program, new) for path in files_of(split(operand)[0])]
-    check_texts((manifest, *(report or ())), read, force=options.force, out=out)
+    report.check(read, manifest, out=out)
     swapped = making.swap_weights_by(program, new, options)
     if out is not None and not options.dry_run:
         write_manifest(manifest, out, force=options.force)
-    data = swapped.to_json(program, new, out or "")
-    shown = partial(document, swapped, program, new, out, dry_run=options.dry_run)
-    emit(shown, lambda: data, format, report, force=options.force)
+    report.emit(partial(document, swapped), swapped.to_json)

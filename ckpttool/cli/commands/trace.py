@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 from ckpttool.api import reading
-from ckpttool.cli.fields import with_options
-from ckpttool.cli.output import All, Force, Format, Reports, check_texts, emit, write_text
+from ckpttool.cli.output import All, Report, write_text
 from ckpttool.options import Argument, OptimizerOptions, option
 
 
-@with_options(OptimizerOptions, without=["model"])
 def command(
+    # One of the options, which is required here.
     model: Annotated[str, Argument("MODEL", "package.module:attr, file.py:attr or a .pt2 program.")],
     options: OptimizerOptions,
+    report: Report,
     out: Annotated[str | None, option("-o", "--output", metavar="FILE", help="Write a names file (JSON).")] = None,
     all: All = False,
-    force: Force = False,
-    format: Format = "text",
-    report: Reports = None,
 ) -> None:
     """Every name of every tensor of a model.
 
@@ -35,9 +31,9 @@ def command(
     from ckpttool.report.documents.names import document
     from ckpttool.report.renderers import json
 
-    check_texts((out, *(report or ())), (), force=force)
-    names = reading.trace_by(replace(options, model=model))
+    report.check((), out)
+    names = reading.trace_by(options)
     data = names.to_json()
     if out is not None:
-        write_text(out, json.render(data), force=force)
-    emit(lambda: document(names, all=all, written=out), lambda: data, format, report, force=force)
+        write_text(out, json.render(data), force=report.force)
+    report.emit(lambda: document(names, all=all, written=out), lambda: data)

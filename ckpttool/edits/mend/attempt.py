@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits import run as remap
@@ -16,6 +16,7 @@ from ckpttool.operands.printed import operand, outputs
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, Diff
 from ckpttool.queries.diff.run import run
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Question:
         """Whether a model's tensors are compared, and no optimizers."""
         if self.options.optimizer is not None and self.right is None:
             return False
-        return self.left is not None and any(section.kind == "state_dict" for section in self.left.sections)
+        return self.left is not None and bool(self.left.state_dicts)
 
     def model_with(self, optimizer: object) -> ModelOperand | None:
         """The model with an optimizer of it, or none."""

@@ -43,11 +43,7 @@ def _refused(error: CkptError, final: bool) -> list[str]:
 
 def _tried(question: Question, program: Checkpoint, weights: Checkpoint, options: SwapOptions) -> Attempt | CkptError:
     """The swap that `options` ask for, or why it is refused."""
-    read = replace(
-        options,
-        dry_run=True,
-        model=None if options.model is None else question.model,
-    )
+    read = replace(options, dry_run=True, model=None if options.model is None else question.model)
     try:
         made = swap.run(program.source, weights, read).program
     except CkptError as error:

@@ -11,6 +11,7 @@ from ckpttool.edits.mend.patterns import common_way, drops
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.rules.mend import renames
 from ckpttool.errors import CkptError
+from ckpttool.keys import dotted
 from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.naming.name_tables import NameTables
@@ -89,8 +90,8 @@ def _without(source: Checkpoint, diff: Diff, *rest: RemapOptions) -> Iterator[Wa
 
 def _dropping(source: Checkpoint, gone: Sequence[str], *rest: RemapOptions) -> Iterator[Way]:
     kept = {key for section in source.sections for key in section.by_key()} - set(gone)
-    places = {".".join(filter(None, (s.path, key))) for s in source.sections for key in s.by_key()} - set(gone)
-    own = {".".join(filter(None, (_model_path(source), key))) for key in gone}
+    places = {dotted(s.path, key) for s in source.sections for key in s.by_key()} - set(gone)
+    own = {dotted(_model_path(source), key) for key in gone}
     patterns = drops(gone, {*kept, *(places - own), *source.others}) if gone and kept else None
     if patterns:
         for options in rest:

@@ -7,14 +7,14 @@ and all else whole, as FSDP1 with ``use_orig_params=False`` saves it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Part, Section, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import across, concatenated, row_major, window
+from ckpttool.evaluate.parts import across, concatenated, in_own_storage, row_major
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
 from ckpttool.keys import FLAT_PARAM
@@ -22,9 +22,10 @@ from ckpttool.names import Names
 from ckpttool.naming.flat_param import Slot, named_units, shard_sizes, slots
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import resolve
+from ckpttool.naming.optimizers.ids import owners
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered, renamed
+from ckpttool.optimizer_state import ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, numbered
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 Units = Mapping[str, tuple[Slot, ...]]
@@ -131,8 +132,8 @@ def _rank_of(units: Mapping[str, list[TensorEntry]], ranks: FlatCut, rank: int) 
 
 
 def _optimizer(section: Section, ranks: FlatCut) -> list[Section]:
-    state, where = forms.read(section), section.path or "(root)"
-    state = renamed(state, resolve(state, ranks.names, where).names)
+    where = section.title
+    state = owners(forms.read(section), ranks.names, where).state
     canonical = Parameters(ranks.names).canonical
     owner = {canonical[slot.fqns[0]]: unit for unit, own in ranks.units.items() for slot in own}
     problems: list[Problem] = []
@@ -202,8 +203,7 @@ def _same(left: Any, right: Any) -> bool:
 def _on_rank(value: Any, ranks: FlatCut, rank: int) -> Any:
     """What a rank holds of a value: of a flat one its chunk, the last ones filled up with zeros."""
     if isinstance(value, TensorEntry):
-        storage = concatenated([window(row_major(value), 0, value.numel)])
-        return replace(value, storage=storage, offset=0, payload=None)
+        return in_own_storage(value)
     if not isinstance(value, _Flat):
         return value
     numel = sum(entry.numel for entry in value.entries)

@@ -7,7 +7,7 @@ has its parameter's shape is cut like it, as ``FSDP.optim_state_dict`` does; all
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,9 +20,9 @@ from ckpttool.names import Names
 from ckpttool.naming.flat_param import shard_sizes
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import resolve
+from ckpttool.naming.optimizers.ids import owners
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.optimizer_state import renamed
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 
@@ -59,8 +59,7 @@ class RowCut:
 
     def optimizer(self, section: Section) -> list[Section]:
         """The optimizer's section on each rank, its parameters under their names."""
-        state = forms.read(section)
-        state = renamed(state, resolve(state, self.names, section.path or "(root)").names)
+        state = owners(forms.read(section), self.names, section.title).state
         shapes = Parameters(self.names).shapes
         cut = {
             param: {name: self._value(value, shapes[str(param)]) for name, value in own.items()}

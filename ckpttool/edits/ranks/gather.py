@@ -6,10 +6,10 @@ Nothing is read but the index: each original tensor is a storage that lies in th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
@@ -26,6 +26,7 @@ from ckpttool.naming.wrappers.chain import recognise
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.plan import Dropped
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 _UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"
@@ -187,7 +188,7 @@ def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry |
     if not slices or sum(part.numel for part in parts) != prod(shape):
         return None
     storage = concatenated(across(parts, 0, prod(shape)))
-    return TensorEntry(entry.key, parts[0].dtype, shape, contiguous_stride(shape), 0, storage)
+    return in_row_major(entry.key, parts[0].dtype, shape, storage)
 
 
 # Flat parameters
@@ -234,7 +235,7 @@ def taken_apart(unit: Unit) -> Iterator[TensorEntry]:
 def cut_out(dtype: str, parts: Sequence[TensorEntry | None], slot: Slot) -> TensorEntry:
     """The tensor in `slot` of the flat tensor that the parts are together."""
     storage = concatenated(across((part for part in parts if part is not None), slot.start, slot.numel))
-    return TensorEntry(slot.fqns[0], dtype, slot.shape, contiguous_stride(slot.shape), 0, storage)
+    return in_row_major(slot.fqns[0], dtype, slot.shape, storage)
 
 
 def _cut_out(unit: Unit, slot: Slot) -> Expression:

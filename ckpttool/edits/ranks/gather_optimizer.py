@@ -12,13 +12,13 @@ from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, resolved
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
-from ckpttool.evaluate.parts import concatenated, window
+from ckpttool.evaluate.parts import in_own_storage
 from ckpttool.formats.ranks.parts import is_of_ranks, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.flat_param import unit_paths
 from ckpttool.naming.optimizers import forms
-from ckpttool.naming.optimizers.ids import Owners, assign, resolve
+from ckpttool.naming.optimizers.ids import Owners, owners
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.words import plural
@@ -48,7 +48,7 @@ def gather_optimizers(checkpoint: Checkpoint, units: Mapping[str, Unit], names: 
 
 
 def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Section:
-    where = section.path or "(root)"
+    where = section.title
     state = forms.read(section)
     problems: list[Problem] = []
     of_unit = _units_of(state, units, names, where) if units else {}
@@ -84,7 +84,8 @@ def _units_of(state: OptimizerState, units: Mapping[str, Unit], names: Names, wh
             hint="save it with names: the optimizer made of named_parameters() (torch 2.6 and later); or " + _LEAVE_OUT,
         )
     by_key = {unit.key: unit for unit in units.values()}
-    return {p: by_key[key] for p, key in assign(state, _as_parameters(units, names), where).names.items()}
+    found = owners(state, _as_parameters(units, names), where).settled(where)
+    return {param: by_key[key] for param, key in found.names.items()}
 
 
 def _as_parameters(units: Mapping[str, Unit], names: Names) -> Names:
@@ -144,12 +145,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
         shapes = ", ".join(str(list(part.shape)) for part in have)
         problems.append(Problem(f"is {shapes} on the ranks, {unit.key} is [{chunk}] on each", value.key))
         return [value] * len(unit.slots)
-    return [_own(have[0]) for _ in unit.slots]  # a step counter: each parameter has one of its own
-
-
-def _own(entry: TensorEntry) -> TensorEntry:
-    """The same values in a storage of their own: torch.load would tie what shares one, and ``step += 1`` add up."""
-    return replace(entry, storage=concatenated([window(entry, 0, entry.numel)]), offset=0, payload=None)
+    return [in_own_storage(have[0]) for _ in unit.slots]  # a step counter: each parameter has one of its own
 
 
 # State with the shapes of slices
@@ -157,28 +153,24 @@ def _own(entry: TensorEntry) -> TensorEntry:
 
 def _of_slices(state: OptimizerState, names: Names, where: str, problems: list[Problem]) -> OptimizerState:
     """``use_orig_params=True``: each rank holds a slice of each parameter's state, or none of it."""
-    found = (_of_ids(state, names, where) if state.form == ID else resolve(_bare(state), names, where)).names
+    found = _owners(state, names, where).names
     shapes = Parameters(names).shapes
     made = {param: _joined(own, shapes[found[param]], problems) for param, own in state.state.items()}
     return renamed(replace(state, state=made), found)
 
 
-def _bare(state: OptimizerState) -> OptimizerState:
-    """Without the shapes of slices, which are not the parameters'."""
-    return replace(state, state={})
-
-
-def _of_ids(state: OptimizerState, names: Names, where: str) -> Owners:
-    """Whose slices each id's are: of several groups, of which nobody says it, by how many elements all ranks hold."""
-    named = all(group.param_names for group in state.groups if group.params)
-    if named or names.optimizer or len([group for group in state.groups if group.params]) < 2:
-        return assign(_bare(state), names, where)
+def _owners(state: OptimizerState, names: Names, where: str) -> Owners:
+    """Whose slices they are: of ids in several groups that nobody names, by how many elements all ranks hold."""
+    groups = state.nonempty_groups
+    if state.form != ID or all(group.param_names for group in groups) or names.optimizer or len(groups) < 2:
+        bare = replace(state, state={})  # the shapes of slices are not the parameters'
+        return owners(bare, names, where).settled(where)
     counted = {
         param: {name: _counted(value) if isinstance(value, TensorEntry) else value for name, value in own.items()}
         for param, own in state.state.items()
     }
     flat = replace(names, runtime=tuple(replace(t, shape=t.shape and (prod(t.shape),)) for t in names.runtime))
-    return assign(replace(state, state=counted), flat, where)
+    return owners(replace(state, state=counted), flat, where).settled(where)
 
 
 def _counted(entry: TensorEntry) -> TensorEntry:

@@ -34,8 +34,7 @@ def put_together(source: Checkpoint, names: Names | None, units: Sequence[str]) 
 
 def _needs_gathering(source: Checkpoint) -> bool:
     """Whether the checkpoint is that of several ranks, or holds flat parameters."""
-    models = (section for section in source.sections if section.kind == "state_dict")
-    return _is_of_ranks(source) or any(is_flat(e.key) for section in models for e in section.tensors)
+    return _is_of_ranks(source) or any(is_flat(e.key) for section in source.state_dicts for e in section.tensors)
 
 
 def _is_of_ranks(source: Checkpoint) -> bool:

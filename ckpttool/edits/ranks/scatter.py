@@ -45,7 +45,7 @@ def scatter(source: Checkpoint, form: str, names: Names, units: Sequence[str], w
     cut: Cut = FlatCut.of(names, units, world_size) if form == FSDP_FLAT else RowCut(names, world_size)
     section = model_section(source)
     shards = cut.model(section)
-    has_optimizer = any(own.kind == "optimizer" for own in source.sections)
+    has_optimizer = bool(source.optimizers)
     named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if has_optimizer else source
     columns = [
         shards if own.path == section.path else cut.optimizer(own) if own.kind == "optimizer" else [own] * world_size

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from ckpttool import expression as ex
-from ckpttool.checkpoint import Section, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Section, TensorEntry, in_row_major
 from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
 from ckpttool.edits.remap.draft import Draft, Step
 from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps
@@ -22,6 +22,7 @@ from ckpttool.naming.adapters import Adapter, adapter_of, path_and_rest
 from ckpttool.naming.name_tables import NameTables, plain
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import saved_by
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 _HINT = (
@@ -58,7 +59,7 @@ class ByBases:
         """What the other model's own loading makes of the keys that the first one saves."""
         if self.code is None:
             return {}
-        from ckpttool.tracing.trace import load_verdict
+        from ckpttool.tracing.loading import load_verdict
 
         verdict = load_verdict(self.code.definition(), saved_by(self.old.names).section(""))
         return {
@@ -190,10 +191,7 @@ def _config(places: Mapping[str, str]) -> list[str]:
 def _base(section: Section, adapter: Adapter) -> Section:
     """The weights of the adapted modules, and what of the base stands beside the adapter: without data."""
     shapes = {path: _shape(section, keys) for path, keys in adapter.modules.items()}
-    weights = [
-        TensorEntry(f"{path}.weight", "float32", shape, contiguous_stride(shape), 0, None)
-        for path, shape in shapes.items()
-    ]
+    weights = [in_row_major(f"{path}.weight", "float32", shape, None) for path, shape in shapes.items()]
     rest = [entry.under(adapter.inside(key)) for key, entry in section.by_key().items() if key in adapter.rest]
     tensors = {entry.key: entry for entry in (*weights, *(one for one in rest if isinstance(one, TensorEntry)))}
     return replace(section, tensors=tuple(tensors.values()), extras=())

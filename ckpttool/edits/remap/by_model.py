@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.draft import Draft
@@ -22,6 +22,7 @@ from ckpttool.naming.versions import check_versions
 from ckpttool.naming.wrappers import chain
 from ckpttool.operands.model import ModelOperand
 from ckpttool.plan import Dropped, Output, Plan, compose
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
@@ -47,7 +48,8 @@ class ByModel:
         """Raises `Refused` where the keys are not this model's."""
         form = None if self.source_form is None else self.source_form.names
         section, reading = draft.section, read(self.tables, draft.section, form)
-        counters = [key for key in _counters(section) if key in reading.match.unmatched]
+        counted = chain.counters([entry.key for entry in section.tensors])
+        counters = [key for key in counted if key in reading.match.unmatched]
         if counters:
             section = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
             reading = read(self.tables, section, form)
@@ -191,10 +193,6 @@ def _by_code(
 
 def _with_runner(runners: Mapping[str, Runner], plan: Plan, code: ModelOperand | None) -> Mapping[str, Runner]:
     return runners if code is None else {**runners, **{run.way: code.run for run in plan.runs}}
-
-
-def _counters(section: Section) -> list[str]:
-    return chain.counters([entry.key for entry in section.tensors])
 
 
 def _lost(section: Section, copies: Sequence[tuple[str, str]]) -> list[Problem]:

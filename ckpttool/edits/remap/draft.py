@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -12,6 +12,7 @@ from ckpttool.evaluate.apply import Runner, apply
 from ckpttool.expression import Ref
 from ckpttool.naming.wrappers.chain import Evidence
 from ckpttool.plan import Output, Plan, in_turn, module_renames
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.rules.patterns import matches
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.keys import dotted
 from ckpttool.plan import Dropped
 from ckpttool.words import number, plural
 
@@ -22,8 +23,7 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
     idle = set(patterns)
 
     def hit(section: str, key: str) -> bool:
-        names = {key, ".".join(filter(None, (section, key)))}
-        used = [text for text in patterns if any(matches(text, name) for name in names)]
+        used = [text for text in patterns if _names(text, section, key)]
         idle.difference_update(used)
         if used:
             dropped.append(Dropped(section, key, f"--drop {used[0]}"))
@@ -57,11 +57,9 @@ def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
     """
 
     def kept(section: Section) -> Section:
-        def hit(key: str) -> bool:
-            return any(matches(pattern, name) for name in (key, ".".join(filter(None, (section.path, key)))))
-
-        tensors = tuple(entry for entry in section.tensors if hit(entry.key))
-        return replace(section, tensors=tensors, extras=tuple(entry for entry in section.extras if hit(entry.key)))
+        tensors = tuple(entry for entry in section.tensors if _names(pattern, section.path, entry.key))
+        extras = tuple(entry for entry in section.extras if _names(pattern, section.path, entry.key))
+        return replace(section, tensors=tensors, extras=extras)
 
     sections = tuple(kept(section) for section in checkpoint.sections)
     count, found = (sum(len(one.all_tensors()) for one in own) for own in (checkpoint.sections, sections))
@@ -70,6 +68,10 @@ def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
         raise CkptError(f"{pattern!r} names none of {plural(count, 'tensor')}", hint=hint)
     note = f"only what {pattern!r} names: {number(found)} of {plural(count, 'tensor')}"
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
+
+
+def _names(pattern: str, section: str, key: str) -> bool:
+    return matches(pattern, key) or (bool(section) and matches(pattern, dotted(section, key)))
 
 
 def without(checkpoint: Checkpoint, paths: Collection[str]) -> Checkpoint:

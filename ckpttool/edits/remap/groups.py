@@ -75,7 +75,7 @@ def _in_model_order(
 
     It is taken to hold what it held before: all parameters of the model, or all that are trainable, or just its own.
     """
-    if len([group for group in named.groups if group.params]) != 1:
+    if len(named.nonempty_groups) != 1:
         return None
     old = Parameters(saved_by) if saved_by is not None else parameters
     have = set(map(str, named.params))

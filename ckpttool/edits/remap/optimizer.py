@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from ckpttool import expression as ex
@@ -14,10 +14,11 @@ from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref
+from ckpttool.keys import dotted
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import class_of, lacking
-from ckpttool.naming.optimizers.ids import Owners, check, own_names, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, check, own_names, owners
 from ckpttool.naming.optimizers.moves import (
     between,
     carry,
@@ -32,8 +33,9 @@ from ckpttool.naming.optimizers.moves import (
 )
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.operands.checkpoint import saved_state_dicts, split
-from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, ParamGroup, renamed
+from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, renamed
 from ckpttool.plan import OptimizerMove
+from ckpttool.values import dataclass
 from ckpttool.words import plural, shell, some
 
 _MOST_DROPS = 20  # parameters that a hint names
@@ -97,7 +99,7 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
         sections.append(section if changed is None else changed[0])
         if changed is not None:
             done.append(changed[1])
-    if wanted.keys is not None and not any(section.kind == "optimizer" for section in source.sections):
+    if wanted.keys is not None and not source.optimizers:
         raise Refused(
             f"{source.source} holds no optimizer", hint="`ckpttool inspect` lists its sections; leave the option out"
         )
@@ -106,7 +108,7 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
 
 def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
-    where = section.path or "(root)"
+    where = section.title
     state = forms.read(section)
     to = wanted.keys or state.form
     asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)
@@ -119,7 +121,7 @@ def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[
     sources = _sources(named, wanted, to) if ruled is None else ruled
     placed_by = wanted if ruled is None else replace(wanted, names=None)
     groups = new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
-    held = _in(groups, sources)
+    held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
     shapes = _shapes(named, wanted)
     move = move_of(section, state, to, groups, held, shapes)
     try:
@@ -150,7 +152,7 @@ def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> boo
         return bool(wanted.rules) or wanted.form is not None
     if wanted.ruled is not None and not wanted.ruled.keeps_places:
         return True
-    return bool(wanted.rules) and all(group.param_names for group in state.groups if group.params)
+    return bool(wanted.rules) and all(group.param_names for group in state.nonempty_groups)
 
 
 def _named(
@@ -162,8 +164,8 @@ def _named(
         found = _owners(state, wanted, where)
         if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
             found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
-        known = found.settled(where).names
-        return renamed(state, known), found, _refs(known)
+        known = found.settled(where)
+        return known.state, known, _refs(known.names)
     called = {param: str(param) for param in state.params}
     if names is not None:
         sources = from_serialized(names, state.params)
@@ -171,7 +173,7 @@ def _named(
             shapes = {s.key: s.shape for s in names.serialized}
             named = renamed(state, called)
             return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None, sources
-        called = dict(resolve(state, names, where).names)
+        called = dict(owners(state, names, where).names)
     return renamed(state, called), None, _refs(called)
 
 
@@ -230,8 +232,8 @@ def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, le
     """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
     target = wanted.to_names or wanted.names
     if wanted.to_names is not None:
-        own = Owners({param: str(param) for param in moved.params}, "names")
-        check(own, moved, wanted.to_names).settled(where)
+        own = Owners(moved, {param: str(param) for param in moved.params}, "names")
+        check(own, wanted.to_names).settled(where)
     if target is None:
         return
     lacks = Counter(
@@ -254,7 +256,7 @@ def _refs_of(source: Expression | None, own: Mapping[str, Expression]) -> list[s
 def _without(section: str, refs: Sequence[str]) -> str | None:
     """The options that leave out the state of these parameters; None for none, and for very many."""
     params = list(dict.fromkeys(refs))
-    drops = [word for ref in params for word in ("--drop", ".".join(filter(None, (section, "state", ref, "*"))))]
+    drops = [word for ref in params for word in ("--drop", dotted(section, "state", ref, "*"))]
     return f"these parameters start anew with {shell(*drops)}" if 0 < len(params) <= _MOST_DROPS else None
 
 
@@ -282,10 +284,6 @@ def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[s
 
 def _by_rules(name: str, rules: Sequence[Renaming]) -> str:
     return next((found for found in (rule.apply(name) for rule in rules) if found is not None), name)
-
-
-def _in(groups: Sequence[ParamGroup], sources: Mapping[str, Expression]) -> dict[str, Expression]:
-    return {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
 
 
 def _notes(

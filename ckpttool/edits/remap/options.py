@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ckpttool.errors import CkptError
@@ -16,6 +15,7 @@ from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.operands.checkpoint import split
 from ckpttool.optimizer_state import FORMS as KEYS
 from ckpttool.options import OptimizerOptions, OutputOptions, option
+from ckpttool.values import dataclass
 
 RANK = "{rank}"  # in OUT, for the number of the rank
 
@@ -144,11 +144,7 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
     ),
     (lambda a: a.copy and not a.in_place, "--copy is a way of --in-place", "pass --in-place, or -o OUT"),
     (lambda a: a.in_place and a.out, "--in-place and -o OUT exclude each other", "choose one"),
-    (
-        lambda a: _needs_model(a.to) and a.model is None,
-        "--to {a.to} needs the model's names",
-        "pass --model MODEL",
-    ),
+    (lambda a: _needs_model(a.to) and a.model is None, "--to {a.to} needs the model's names", "pass --model MODEL"),
     (
         lambda a: _needs_model(a.from_) and a.model is None,
         "--from {a.from_} needs the model's names",
@@ -172,11 +168,7 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         "--reverse without --rule or --rules",
         "--to runtime and --to serialized are each other's reverse",
     ),
-    (
-        lambda a: a.size and a.rules is None,
-        "--size without --rules",
-        "--rules FILE has the rules that name it",
-    ),
+    (lambda a: a.size and a.rules is None, "--size without --rules", "--rules FILE has the rules that name it"),
     (lambda a: a.keep_prefix and not a.select, "--keep-prefix without --select", "--select PREFIX names the submodule"),
     (
         lambda a: a.trainable_only and a.model is None,

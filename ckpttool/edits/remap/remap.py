@@ -70,7 +70,7 @@ def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -
             if len(sections) == 1:
                 raise
             raise Refused(
-                f"{section.path or '(root)'}: {error.message}",
+                f"{section.title}: {error.message}",
                 hint=f"{error.hint}; --sections '{sections[0].path}' changes that one alone",
                 problems=error.problems,
             ) from None
@@ -121,11 +121,10 @@ def _recorded(result: Checkpoint, asked: RemapRequest, path: str) -> Checkpoint:
 
 
 def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
-    paths = [section.path for section in source.sections if section.kind == "optimizer"]
-    still = []
-    if asked.select is not None:
-        still.append("the state of all parameters")
-    return [f"{path} still holds {what} (--drop {path} leaves it out)" for path in paths for what in still]
+    if asked.select is None:
+        return []
+    paths = (section.path for section in source.optimizers)
+    return [f"{path} still holds the state of all parameters (--drop {path} leaves it out)" for path in paths]
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
@@ -180,7 +179,7 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
     made = apply(rest, without(source, [d.key for d in whole]), runners)
     moves = {move.section: move for move in plan.optimizers}
-    there = {section.path for section in made.sections if section.kind == "optimizer"}
+    there = {section.path for section in made.optimizers}
     if not moves.keys() <= there:
         raise Refused(
             f"the plan changes optimizers that {source.source} has not",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
@@ -19,6 +19,7 @@ from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import Dropped, Output, compose
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
@@ -17,6 +17,7 @@ from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.operands.model import ModelOperand
+from ckpttool.values import dataclass
 
 if TYPE_CHECKING:
     from ckpttool.edits.rules.steps import Step as RuleStep

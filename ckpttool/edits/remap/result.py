@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
-from ckpttool.expression import Ref
+from ckpttool.expression import BY_CODE, Ref
 from ckpttool.io.edit_in_place import Written
-from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
+from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, row, unless_empty
+from ckpttool.keys import dotted
 from ckpttool.optimizer_state import FORMS
-from ckpttool.plan import Plan
-
-SCHEMA = "ckpttool.remap/1"
+from ckpttool.plan import PLAN, Plan
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Remap:
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
     of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
     `written` says how a file that was to be changed in place was written, `verified` how the output is known to be
-    right, `cost` what a dry run found it to take.
+    right, `cost` what a `dry_run` found it to take. `source` and `output` are the operands CKPT and OUT.
     """
 
     result: Checkpoint
@@ -40,46 +39,42 @@ class Remap:
     written: Written | None = None
     verified: Verified | None = None
     cost: Cost | None = None
+    source: str = ""
+    output: str = ""
+    dry_run: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
         """How many outputs are renamed, transformed and unchanged."""
         renamed = sum(isinstance(o.source, Ref) and o.source.key != o.key for o in self.plan.outputs)
         transformed = len(self.plan.computed)
-        unchanged = len(self.plan.outputs) - renamed - transformed
-        return {"renamed": renamed, "transformed": transformed, "unchanged": unchanged}
+        return dict(zip(_COUNTED, (renamed, transformed, len(self.plan.outputs) - renamed - transformed)))
 
-    def to_json(self, source: str, output: str, plan: Plan | None = None) -> Mapping[str, object]:
-        """The `remap` object of the contract; with the `plan`, as of a dry run."""
-        return {
-            "schema": SCHEMA,
-            "source": source,
-            "output": output,
-            "from": self.source_form,
-            "to": self.form,
-            **self.counts,
-            "dropped": [".".join(filter(None, (d.section, d.key))) for d in self.plan.dropped],
-            "sections": list(self.sections),
-            "by_code": [{"way": run.way, "model": run.model, "keys": keys} for run, keys in self.plan.by_code],
-            "optimizer": _to_json(self.optimizers),
-            "notes": list(self.notes),
-            **({} if self.written is None else {"written": self.written.to_json()}),
-            **({} if self.verified is None else {"verified": VERIFIED.write(self.verified)}),
-            **({} if self.cost is None else {"cost": COST.write(self.cost)}),
-            **({} if plan is None else {"plan": plan.to_json()}),
-        }
+    @property
+    def dropped(self) -> list[str]:
+        """The keys that are left out, below the paths of their sections."""
+        return [dotted(gone.section, gone.key) for gone in self.plan.dropped]
+
+    def to_json(self) -> dict[str, Any]:
+        """The `remap` object of the contract."""
+        return dict(REMAP.write(self))
 
 
-def _to_json(done: Sequence[OptimizerRemap]) -> Mapping[str, Any] | None:
-    """The `optimizer` object of the contract; `sections` has one for each optimizer of the file."""
-    if not done:
+def _count(what: str, done: Remap) -> int:
+    return done.counts[what]
+
+
+def _together(done: Remap) -> tuple[object, ...] | None:
+    """All optimizers of the file: from which form and to which, how many parameters, and each by itself."""
+    if not done.optimizers:
         return None
-    first, params = done[0], sum(one.params for one in done)
-    return {"from": first.was, "to": first.to, "params": params, "sections": _SECTIONS.write(done)}
+    first = done.optimizers[0]
+    return first.was, first.to, sum(one.params for one in done.optimizers), done.optimizers
 
 
+_COUNTED = ("renamed", "transformed", "unchanged")
 _FORM = one_of(*FORMS)
-_SECTIONS = list_of(
+_OPTIMIZERS = list_of(
     record(
         OptimizerRemap,
         {
@@ -94,4 +89,30 @@ _SECTIONS = list_of(
         called={"from": "was"},
     )
 )
-OPTIMIZER = nullable(object_of({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _SECTIONS}))
+_WRITTEN = record(
+    Written,
+    {"way": one_of("edited", "copied", "undone"), "bytes": COUNT, "reason": nullable(unless_empty(TEXT))},
+    called={"bytes": "nbytes"},
+)
+REMAP = record(
+    Remap,
+    {
+        **dict.fromkeys(("source", "output"), TEXT),
+        **dict.fromkeys(("from", "to"), nullable(TEXT)),
+        **dict.fromkeys(_COUNTED, COUNT),
+        **dict.fromkeys(("dropped", "sections"), TEXTS),
+        "by_code": list_of(row({"way": one_of(*BY_CODE), "model": TEXT, "keys": TEXTS})),
+        "optimizer": nullable(row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})),
+        "notes": TEXTS,
+    },
+    {"written": _WRITTEN, "verified": VERIFIED, "cost": COST, "plan": PLAN},
+    called={
+        "from": "source_form",
+        "to": "form",
+        **{what: partial(_count, what) for what in _COUNTED},
+        "by_code": lambda done: [(run.way, run.model, keys) for run, keys in done.plan.by_code],
+        "optimizer": _together,
+        "plan": lambda done: done.plan if done.dry_run else None,
+    },
+    title="ckpttool.remap/1",
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from ckpttool import expression as ex
@@ -13,6 +12,7 @@ from ckpttool.expression import Expression, Op, Ref
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import Plan
+from ckpttool.values import dataclass
 
 _CAST = "aten._to_copy.default"
 

@@ -1,13 +1,13 @@
 """What the steps of a rules file make of a tensor, on the index: its expression, its dtype and its shape.
 
-Nothing is computed here, and torch is not needed: `moved` and `compute` evaluate the expressions.
+Nothing is computed here, and torch is not needed: `evaluate` makes values of the expressions.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Union
@@ -17,6 +17,7 @@ from ckpttool.edits.rules.sizes import value as number
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Expression, Op, Special
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

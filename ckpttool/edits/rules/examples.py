@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ckpttool.checkpoint import Section, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Section, TensorEntry, in_row_major
 from ckpttool.edits.rules.notation import Shown, shown, words
 from ckpttool.edits.rules.steps import Step, state_of
 from ckpttool.errors import Refused
+from ckpttool.values import dataclass
 
 _FIELDS = {"before", "after", "sizes"}
 
@@ -77,4 +78,4 @@ def failures(example: Example, steps: Sequence[Step]) -> list[str]:
 
 def _entry(one: Shown) -> TensorEntry:
     shape = one.shape or ()
-    return TensorEntry(one.key, one.dtype or "float32", shape, contiguous_stride(shape), 0, None)
+    return in_row_major(one.key, one.dtype or "float32", shape, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ckpttool.edits.rules.parts import Parts, listed, numbered
 from ckpttool.edits.rules.patterns import matches, parse
 from ckpttool.edits.rules.steps import Constant, Convert, Drop, Join, Rename, Split, Step, Where
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 Fields = Mapping[str, Any]
 Kind = tuple[str, Callable[[Any], bool]]  # the words for what a value has to be, and whether it is that
@@ -120,24 +121,15 @@ _NAMES: Kind = (
     lambda value: _is_text(value) or (_are_texts(value) and len(value) > 1),
 )
 _SIZE: Kind = ("a positive integer, or a named size", lambda value: _is_size(value, 1))
-_SIZES: Kind = (
-    "a list of positive integers",
-    lambda value: bool(value) and _are_sizes(value, 1),
-)
+_SIZES: Kind = ("a list of positive integers", lambda value: bool(value) and _are_sizes(value, 1))
 _TWO_DIMS: Kind = ("a list of two dimensions", lambda value: _are_numbers(value) and len(value) == 2)
 _ORDER: Kind = (
     "each of the dimensions 0, 1, ... once",
     lambda value: _are_numbers(value) and bool(value) and sorted(value) == list(range(len(value))),
 )
-_SHAPE: Kind = (
-    "a list of sizes, with one -1 at most",
-    lambda value: _are_sizes(value, -1) and value.count(-1) <= 1,
-)
+_SHAPE: Kind = ("a list of sizes, with one -1 at most", lambda value: _are_sizes(value, -1) and value.count(-1) <= 1)
 _ROWS: Kind = (_SHAPE[0], lambda value: bool(value) and _SHAPE[1](value))
-_OWN_SHAPE: Kind = (
-    "a list of sizes",
-    lambda value: _are_sizes(value, 0),
-)
+_OWN_SHAPE: Kind = ("a list of sizes", lambda value: _are_sizes(value, 0))
 _DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN)
 _SOMEPLAIN: Kind = (
     "a dtype of torch, or a list of them",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpttool.edits.rules.patterns import InTurn, parse
 from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 _NUMBERS = "nmkj"  # names of the layer numbers, the outermost first
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised

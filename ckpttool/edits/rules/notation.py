@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ckpttool.dtypes import PLAIN
 from ckpttool.edits.rules.patterns import matches
+from ckpttool.values import dataclass
 from ckpttool.words import shape_text
 
 _TENSOR = re.compile(r"(\S(?:.*\S)?)\s+\[((?:\s*(?:-1|\d{1,15})\s*(?:,|(?=\])))*)\](?:\s+(\w+))?\s*")

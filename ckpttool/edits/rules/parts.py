@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from ckpttool.edits.rules.patterns import Rule, parse
 from ckpttool.edits.rules.segments import VARIABLE
 from ckpttool.errors import CkptError
+from ckpttool.values import dataclass
 
 
 class Part(NamedTuple):

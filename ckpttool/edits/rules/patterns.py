@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
@@ -17,6 +16,7 @@ from typing import Protocol
 from ckpttool.edits.rules.regex import Regex, compiled
 from ckpttool.edits.rules.segments import VARIABLE, Bound, Pattern, Token, TooManyTries, pattern_of, token_of, ways
 from ckpttool.errors import CkptError, Problem, Refused
+from ckpttool.values import dataclass
 
 _SYNTAX = "a rule is 'FROM => TO', as in 'layers.{i}.layer.{rest*} => layers.{i}.{rest*}' or 're:(.*)_old => \\1'"
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckpttool.errors import CkptError
+from ckpttool.json_schema import TEXT, TEXTS, list_of, record, row, titled
+from ckpttool.values import dataclass
 
-SCHEMA = "ckpttool.rules/1"
 LIST = "list"  # in the place of a set's name, where no checkpoint is named
 _FOLDER = Path(__file__).parent / "sets"
 _SIZES = re.compile(r"Sizes: ([\w, ]+)")
@@ -23,9 +22,8 @@ class Ready:
     about: str
     sizes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """A set of the contract's object."""
-        return {"name": self.name, "about": self.about, "sizes": list(self.sizes)}
+
+SETS = titled("ckpttool.rules/1", row({"sets": list_of(record(Ready, {"name": TEXT, "about": TEXT, "sizes": TEXTS}))}))
 
 
 def sets() -> list[str]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from ckpttool.values import dataclass
 
 VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 _MOST_TRIES = 100_000  # places tried for variables that stand twice, where the first choice need not be the right one

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Union
 
@@ -18,6 +19,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Ref, refs
 from ckpttool.limits import limits
 from ckpttool.plan import Dropped, Output, Plan, module_renames
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 State = dict[str, Value]
@@ -51,16 +53,17 @@ class Where:
         return self.text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rename:
     """The first of the rules that matches a key renames it; all keys at once, so that names can be swapped."""
 
     where: Where
     rules: tuple[Rule, ...]
-    in_turn: InTurn = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "in_turn", InTurn(self.rules))
+    @cached_property
+    def in_turn(self) -> InTurn:
+        """The rules, ready to be tried."""
+        return InTurn(self.rules)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -75,17 +78,22 @@ class Rename:
         return [(name or key, value)]
 
 
-@dataclass(frozen=True, slots=True)
-class Convert:
-    """Every tensor that a pattern names is changed, under the same key."""
-
+@dataclass(frozen=True)
+class _ByPatterns:
     where: Where
     patterns: tuple[str, ...]
-    change: changes.Change
-    naming: Naming = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "naming", Naming(self.patterns))
+    @cached_property
+    def naming(self) -> Naming:
+        """The patterns, ready to be tried."""
+        return Naming(self.patterns)
+
+
+@dataclass(frozen=True)
+class Convert(_ByPatterns):
+    """Every tensor that a pattern names is changed, under the same key."""
+
+    change: changes.Change
 
     def one(self, key: str, value: Value, made: Made) -> Named:
         """What becomes of one entry."""
@@ -96,16 +104,8 @@ class Convert:
         return [(key, value if value.layout == REFUSED else self.change.make(_dense(value)))]
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(_ByPatterns):
     """Every entry that a pattern names is left out."""
-
-    where: Where
-    patterns: tuple[str, ...]
-    naming: Naming = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "naming", Naming(self.patterns))
 
     def one(self, key: str, value: Value, made: Made) -> Named:
         """What becomes of one entry."""

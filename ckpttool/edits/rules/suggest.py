@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import NamedTuple, Union
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
@@ -20,6 +20,7 @@ from ckpttool.errors import CkptError
 from ckpttool.expression import refs
 from ckpttool.naming.inference.values import Pair
 from ckpttool.queries.diff.elsewhere import Rotary
+from ckpttool.values import dataclass
 from ckpttool.words import plural, visible
 
 Entries = Mapping[str, Union[TensorEntry, ExtraEntry]]
@@ -83,44 +84,33 @@ def suggest(
     `taken`: keys of the left that are not to be dropped, since they could be something of the right. `orders`:
     those whose rows the right has in another order. None where there is nothing to rewrite, or no rules express it.
     """
-    try:
-        return _suggest(pairs, same, left, right, set(taken), orders)
-    except CkptError:  # names that a rule cannot say
-        return None
-
-
-def _suggest(
-    pairs: Sequence[Pair],
-    same: Mapping[str, str],
-    left: Section,
-    right: Section,
-    taken: set[str],
-    orders: Mapping[str, Rotary],
-) -> Suggestion | None:
-    have, want = left.by_key(), right.by_key()
-    named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
-    fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
-    used = {key for pair in pairs for key in pair.left} | same.keys()
-    made = {key for pair in pairs for key in pair.right} | set(same.values())
-    aliases = right.aliases()
-    remaining = tuple(key for key in want if key not in made and key not in aliases)
-    spare = [key for key in have if key not in used]
-    dropped = () if remaining else tuple(key for key in spare if key not in taken)
-    kept = [key for key in spare if remaining or key in taken]
-    turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
-    tables = [
-        *_dropping(dropped, have),
-        *_transposing([key for pair in turned["left"] for key in pair.left], have),
-        *_ordering(orders, have),
-        *_fusing(fused, have, want),
-        *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
-        *_transposing([key for pair in turned["right"] for key in pair.right], want),
-    ]
-    found = Suggestion(tuple(tables), remaining, dropped, tuple(kept))
-    expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
-    expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
-    expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
-    return found if tables and _makes(found, left) == expected else None
+    spared = set(taken)
+    with suppress(CkptError):  # names that a rule cannot say
+        have, want = left.by_key(), right.by_key()
+        named = {**same, **{p.left[0]: p.right[0] for p in pairs if len(p.left) == len(p.right) == 1}}
+        fused = [pair for pair in pairs if len(pair.left) != len(pair.right)]
+        used = {key for pair in pairs for key in pair.left} | same.keys()
+        made = {key for pair in pairs for key in pair.right} | set(same.values())
+        aliases = right.aliases()
+        remaining = tuple(key for key in want if key not in made and key not in aliases)
+        spare = [key for key in have if key not in used]
+        dropped = () if remaining else tuple(key for key in spare if key not in spared)
+        kept = [key for key in spare if remaining or key in spared]
+        turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
+        tables = [
+            *_dropping(dropped, have),
+            *_transposing([key for pair in turned["left"] for key in pair.left], have),
+            *_ordering(orders, have),
+            *_fusing(fused, have, want),
+            *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
+            *_transposing([key for pair in turned["right"] for key in pair.right], want),
+        ]
+        found = Suggestion(tuple(tables), remaining, dropped, tuple(kept))
+        expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
+        expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
+        expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in kept}
+        return found if tables and _makes(found, left) == expected else None
+    return None
 
 
 def _makes(suggestion: Suggestion, left: Section) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
@@ -18,6 +18,7 @@ from ckpttool.naming.versions import check_versions
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.plan import ModelRun, Output, Plan
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from ckpttool.errors import CkptError
 from ckpttool.naming import model_form
 from ckpttool.naming.model_form import Form
 from ckpttool.options import ModelOptions, OutputOptions, option
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from ckpttool.formats.table import FORMATS
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import as_read, operand_of
-from ckpttool.operands.settled import settled
+from ckpttool.operands.sections import read_for_model
 from ckpttool.words import shell
 
 
@@ -36,7 +36,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         writer.check_file(target, split(weights.source)[0])
     deployed = _read(path, name, weights, options.out)
     model = operand_of(options)
-    new = model_section(settled(weights, model))
+    new = model_section(read_for_model(weights, model))
     if model is not None and options.source_form is ModelForm.PRETRAINED:
         model = model.by_pretrained
     elif model is not None and options.source_form is None:
@@ -50,6 +50,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         constants=options.constants,
         code=model if model is not None and model.is_definition else None,
     )
+    swapped = replace(swapped, source=program, weights=weights.source, output=options.target(path) or "")
     if target is None:
         return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
     expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program

@@ -7,20 +7,13 @@ constants where that is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
-from ckpttool.edits.swap.feed import (
-    Feed,
-    canonical_names,
-    chosen_constants,
-    constants_of,
-    feed_by_keys,
-    feed_by_model,
-)
+from ckpttool.edits.swap.feed import Feed, canonical_names, chosen_constants, constants_of, feed_by_keys, feed_by_model
 from ckpttool.edits.swap.fit import fit_all
 from ckpttool.edits.swap.program import replaced
 from ckpttool.errors import Problem, Refused
@@ -29,6 +22,7 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
 from ckpttool.formats.pt2.program import program_of
+from ckpttool.json_schema import COUNT, TEXT, TEXTS, record
 from ckpttool.names import Names
 from ckpttool.naming.match import match
 from ckpttool.naming.model_form import Form, ModelForm
@@ -36,9 +30,8 @@ from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.model import ModelOperand
+from ckpttool.values import dataclass
 from ckpttool.words import plural
-
-SCHEMA = "ckpttool.swap/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,8 @@ class Swap:
 
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
-    is what a dry run found it to take, `verified` how the output is known to be right.
+    is what a dry run found it to take, `verified` how the output is known to be right. `source`, `weights` and `output`
+    are the operands: PROGRAM, NEW, and OUT.
     """
 
     program: Checkpoint
@@ -57,6 +51,9 @@ class Swap:
     kept: tuple[str, ...] = ()
     cost: Cost | None = None
     verified: Verified | None = None
+    source: str = ""
+    weights: str = ""
+    output: str = ""
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -72,26 +69,30 @@ class Swap:
         """What the new weights are made of."""
         return {fqn: ex.to_json(source) for fqn, source in self.sources.items()}
 
-    def to_json(self, program: str, weights: str, output: str) -> dict[str, object]:
+    @property
+    def layout(self) -> str:
+        """How the program's file is laid out."""
+        file = program_of(self.program)
+        return self.program.format if file is None else file.layout
+
+    def to_json(self) -> dict[str, Any]:
         """The `swap-weights` object of the contract."""
-        program_file = program_of(self.program)
-        return {
-            "schema": SCHEMA,
-            "program": program,
-            "weights": weights,
-            "output": output,
-            "swapped": len(self.sources),
-            "kept": list(self.kept),
-            "constants": list(self.constants),
-            "layout": self.program.format if program_file is None else program_file.layout,
-            "from": self.form,
-            "ignored": list(self.ignored),
-            "by_code": list(self.by_code),
-            **({} if self.verified is None else {"verified": VERIFIED.write(self.verified)}),
-            **({} if self.cost is None else {"cost": COST.write(self.cost)}),
-        }
+        return dict(SWAP.write(self))
 
 
+SWAP = record(
+    Swap,
+    {
+        **dict.fromkeys(("program", "weights", "output"), TEXT),
+        "swapped": COUNT,
+        **dict.fromkeys(("kept", "constants"), TEXTS),
+        **dict.fromkeys(("layout", "from"), TEXT),
+        **dict.fromkeys(("ignored", "by_code"), TEXTS),
+    },
+    {"verified": VERIFIED, "cost": COST},
+    called={"program": "source", "swapped": lambda done: len(done.sources), "from": "form"},
+    title="ckpttool.swap/1",
+)
 _REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
 # What to do about weights that do not fit: a kind, and what the command line says of it.
 Advice = Literal["constants", "code", "compiled", "model", "alone", "cast", "compare"]

@@ -11,7 +11,6 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from ckpttool.formats.containers.zip_place import U32, data_of, is_storage, is_w
 from ckpttool.io.files import Source, assume, check_assumed, opened
 from ckpttool.io.paths import is_url
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 STORED, DEFLATED = 0, 8
 

@@ -1,6 +1,6 @@
 """How a changed zip archive is laid out: kept records are copied from span to span, new ones put as torch puts them.
 
-The last stage of every format that is a zip archive: pieces for `execute`. Not a byte of a record has been read.
+The last stage of every format that is a zip archive: pieces for `write_file`. Not a byte of a record has been read.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
-from ckpttool.checkpoint import Lazy, Span
+from ckpttool.checkpoint import Lazy, Span, length_of
 from ckpttool.formats.containers import zip_archive as za
 from ckpttool.formats.containers.zip_archive import Archive, Record
 from ckpttool.formats.containers.zip_place import ALIGNMENT, U32, is_wide
 from ckpttool.io.pieces import BLOCK, LEAST, Crc, Edited, Piece
+from ckpttool.values import dataclass
 
 _PADDING_FIELD = 0x4246  # "FB", the extra field that torch pads with
 _CRC_AT, _SIZES_AT, _LENGTHS_AT, _OFFSET_AT = 16, 20, 28, 42  # in a central directory entry
@@ -32,7 +33,7 @@ class NewRecord:
     @property
     def nbytes(self) -> int:
         """Bytes of the record's content."""
-        return len(self.data) if isinstance(self.data, bytes) else self.data.length
+        return length_of(self.data)
 
 
 def layout_archive(

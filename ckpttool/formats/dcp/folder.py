@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
 
 from ckpttool import dtypes
-from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, in_row_major
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps
 from ckpttool.formats.dcp.chunks import saved, tensor_data
@@ -25,20 +25,20 @@ from ckpttool.formats.dcp.safetensors_shards import located, read_shards
 from ckpttool.formats.dcp.write_metadata import spelled
 from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
 from ckpttool.formats.torch import zip_file as torch_zip
-from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree
+from ckpttool.formats.torch.tree import Tree, read_tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.files import exists, is_file, names_in, opened, size
 from ckpttool.io.paths import join
-from ckpttool.io.pieces import Files, Link, Piece, Pieces
+from ckpttool.io.pieces import Files, Link, Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import read_span
 from ckpttool.io.safe_path import safe_path
 from ckpttool.io.together.job import current
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 FORMAT = "dcp"
 
@@ -123,7 +123,7 @@ def _places(item: Item) -> list[Place]:
 def _check_apart(folder: str, metadata: Metadata) -> None:
     """Raises `CkptError` where two items have bytes in common and are not the same bytes."""
     places = {place: key for key, item in metadata.items.items() for place in _places(item)}
-    in_order = sorted(places, key=lambda place: (place.name, place.offset))
+    in_order = sorted(places, key=lambda place: (place.name, place.offset, place.length))
     problems = [
         Problem(f"its bytes in {one.name} are also those of {places[one]}", places[other])
         for one, other in pairwise(in_order)
@@ -189,7 +189,7 @@ class _Reader:
         storage = self.storages.get(item)
         if storage is None:
             storage = self.storages[item] = Storage(tensor_data(self.folder, key, item))
-        entry = TensorEntry(key, item.dtype, item.shape, contiguous_stride(item.shape), 0, storage)
+        entry = in_row_major(key, item.dtype, item.shape, storage)
         node = self.rebuilder.node(entry)
         if not any(chunk.place.raw for chunk in item.chunks):
             self.items[id(node)] = item
@@ -341,7 +341,7 @@ class _Writer:
 
     def _append(self, pieces: Pieces) -> Place:
         end, rank, name = self.ends[0]
-        place = Place(name, end, sum(piece.nbytes for piece in pieces))
+        place = Place(name, end, nbytes_of(pieces))
         self.files[name] += pieces
         heapreplace(self.ends, (end + place.length, rank, name))
         return place
@@ -354,7 +354,7 @@ def _trimmed(entry: TensorEntry) -> TensorEntry:
     if isinstance(data, Lazy) and entry.nbytes == data.length:
         return entry
     size = dtypes.itemsize(entry.dtype)
-    last = sum((count - 1) * step for count, step in zip(entry.shape, entry.stride)) + 1 if entry.numel else 0
+    last = entry.end - entry.offset if entry.numel else 0
     if isinstance(data, Span):
         span = Span(data.path, data.offset + entry.offset * size, last * size)
         return replace(entry, offset=0, storage=Storage(span))

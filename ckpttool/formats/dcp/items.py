@@ -6,12 +6,12 @@ The classes that they stand for are in torch/distributed/checkpoint/metadata.py 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Union
 
 from ckpttool import dtypes
 from ckpttool.formats.containers.pickle_tree import Global
+from ckpttool.values import dataclass
 
 Path = tuple[Union[str, int], ...]
 BoxOf = tuple[tuple[int, ...], tuple[int, ...]]  # corner and sizes, in elements

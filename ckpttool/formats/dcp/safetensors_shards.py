@@ -12,7 +12,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Span, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
-from ckpttool.formats.dcp.items import BytesItem, Chunk, Metadata, Place, TensorItem, cover_problem
+from ckpttool.formats.dcp.items import BoxOf, BytesItem, Chunk, Metadata, Place, TensorItem, cover_problem
 from ckpttool.formats.safetensors import single as safetensors
 from ckpttool.io.files import look_ahead, opened
 from ckpttool.io.paths import join
@@ -53,7 +53,7 @@ def _tensors(path: str) -> dict[str, TensorEntry] | None:
     """The tensors of a safetensors file; None for any other file."""
     with opened(path) as file:
         head = file.read(_HEAD)
-    if head[8:] != b"{" or head.startswith(b"PK"):
+    if head[8:] != b"{":
         return None
     return {entry.key: entry for entry in safetensors.read(path).sections[0].tensors}
 
@@ -79,7 +79,7 @@ def read_shards(folder: str, names: list[str]) -> Metadata:
 
     Raises `CkptError`, all problems at once, where they do not make up whole tensors.
     """
-    chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
+    chunks: dict[str, dict[BoxOf, Chunk]] = {}  # what several ranks have is one chunk
     dtypes: dict[str, set[str]] = {}
     problems: list[Problem] = []
     for name in names:
@@ -90,7 +90,7 @@ def read_shards(folder: str, names: list[str]) -> Metadata:
             if at is None or len(at) != len(entry.shape) or entry.span is None:
                 problems.append(Problem(f"{name} does not say where in the tensor it lies", entry.key))
                 continue
-            chunks.setdefault(entry.key, {})[at] = Chunk(at, entry.shape, _place(name, entry.span))
+            chunks.setdefault(entry.key, {})[at, entry.shape] = Chunk(at, entry.shape, _place(name, entry.span))
             dtypes.setdefault(entry.key, set()).add(entry.dtype)
     items = {key: _whole(min(dtypes[key]), list(parts.values())) for key, parts in chunks.items()}
     problems += [

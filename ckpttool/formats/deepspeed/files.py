@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from shlex import quote
 from typing import Any
@@ -26,6 +26,7 @@ from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor, malformed
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent
+from ckpttool.values import dataclass
 
 COPY = "copy the folder again, or take an older step: the file `latest` beside it names the one that DeepSpeed loads"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")

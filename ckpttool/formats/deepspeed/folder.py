@@ -13,7 +13,7 @@ from typing import Any
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import concatenated, window
+from ckpttool.evaluate.parts import in_own_storage
 from ckpttool.formats.deepspeed.files import COPY, File, Files, flat, mapping, plain, read_files, sequence, shape_of
 from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
 from ckpttool.formats.deepspeed.universal import Parameters, read_parameters
@@ -210,9 +210,5 @@ def _gathered(
 
 
 def _own(value: Any, param: str, name: str) -> Any:
-    """The same value in a storage of its own: torch.load would tie what shares one, and ``step += 1`` add up."""
-    if not isinstance(value, TensorEntry):
-        return value
-    return replace(
-        value, key=f"state.{param}.{name}", storage=concatenated([window(value, 0, 1)]), offset=0, payload=None
-    )
+    """The same value, of each parameter its own."""
+    return replace(in_own_storage(value), key=f"state.{param}.{name}") if isinstance(value, TensorEntry) else value

@@ -8,14 +8,14 @@ parameter into equal parts, the last one filled up, and lays a rank's parts end 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ckpttool.checkpoint import Part, TensorEntry, contiguous_stride
+from ckpttool.checkpoint import Part, TensorEntry, in_row_major
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, sequence, shape_of, zero_stage
+from ckpttool.values import dataclass
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -165,7 +165,7 @@ def _of_stage_3(cut: Partitions) -> list[Problem]:
 
 
 def _whole(name: str, shape: tuple[int, ...], parts: Sequence[Part], dtype: str) -> TensorEntry:
-    entry = TensorEntry(name, dtype, shape, contiguous_stride(shape), 0, concatenated(parts))
+    entry = in_row_major(name, dtype, shape, concatenated(parts))
     if entry.storage is None or entry.storage.nbytes != entry.nbytes:
         raise CkptError(
             "the ranks' partitions do not hold a parameter whole", hint=COPY, problems=[Problem("is cut short", name)]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from ckpttool.checkpoint import TensorEntry, contiguous_stride
@@ -17,6 +17,7 @@ from ckpttool.formats.deepspeed.partitions import Partitions, groups_of
 from ckpttool.io.files import is_dir, names_in
 from ckpttool.io.paths import join
 from ckpttool.io.safe_path import safe_path
+from ckpttool.values import dataclass
 
 _WEIGHT, _ENDING = "fp32", ".pt"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -25,6 +25,7 @@ from ckpttool.io.paths import name as name_of
 from ckpttool.io.paths import parent
 from ckpttool.io.pieces import Edited, Files, Piece, Pieces
 from ckpttool.io.safe_path import safe_path
+from ckpttool.values import dataclass
 
 SAFETENSORS, BIN = "sharded", "sharded_bin"  # names in the table of formats
 
@@ -235,7 +236,8 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
     for entry in checkpoint.sections[0].by_key().values():
         name = home.get(_origin(entry), name)
         content[name].append(entry)
-    new = {key: value for key, value in checkpoint.metadata.items() if key not in _common_of(source)}
+    common = _common([shard.metadata for shard in source.shards.values()])
+    new = {key: value for key, value in checkpoint.metadata.items() if key not in common}
     return {
         name: replace(_shard(source.shards[name], entries), metadata={**source.shards[name].metadata, **new})
         for name, entries in content.items()
@@ -246,10 +248,6 @@ def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
 def _origin(entry: TensorEntry | ExtraEntry) -> int:
     storage = entry.storage if isinstance(entry, TensorEntry) else None
     return id(entry.payload if storage is None else storage)
-
-
-def _common_of(source: Shards) -> dict[str, str]:
-    return _common([shard.metadata for shard in source.shards.values()])
 
 
 def _shard(whole: Checkpoint, entries: Iterable[TensorEntry | ExtraEntry]) -> Checkpoint:
@@ -277,7 +275,7 @@ def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -
     """The text of the index, in the style of the source's; what it says beside sizes and places is kept."""
     old: Mapping[str, Any] = source.index if source is not None else {}
     metadata = dict(old.get("metadata", {}))
-    if source is None or total_size != _source_size(source) or _size_notes(old, _tensors(source)):
+    if source is None or total_size != _total_size(_tensors(source)) or _size_notes(old, _tensors(source)):
         metadata.pop("total_parameters", None)
         metadata["total_size"] = total_size
     else:
@@ -288,10 +286,6 @@ def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -
     index = {**({} if "metadata" in old else {"metadata": metadata}), **old}
     index |= {"metadata": metadata, "weight_map": weight_map}
     return _spelled(index, source).encode()
-
-
-def _source_size(source: Shards) -> int:
-    return _total_size(_tensors(source))
 
 
 def _tensors(source: Shards) -> list[TensorEntry]:

@@ -25,8 +25,9 @@ from ckpttool.formats.pt2.renames import renamed, under_old_names
 from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
-from ckpttool.io.pieces import Edited, Pieces
+from ckpttool.io.pieces import Edited, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
+from ckpttool.keys import dotted
 
 FORMAT = "pt2"
 
@@ -51,7 +52,7 @@ def read(path: str) -> Checkpoint:
     if len(found) == 1:
         return replace(_checkpoint(path, archive, programs[0]), unreached=left)
     sections = tuple(
-        replace(section, path=".".join(filter(None, (program.name, section.path))))
+        replace(section, path=dotted(program.name, section.path))
         for program in programs
         for section in program.sections
     )
@@ -198,7 +199,7 @@ def _changed(program: Program, sections: Sequence[Section]) -> tuple[dict[str, D
     that it cannot have.
     """
     if [section.path for section in sections] != [section.path for section in program.sections]:
-        return {}, [Problem("not the sections of the program", section.path or "(root)") for section in sections], []
+        return {}, [Problem("not the sections of the program", section.title) for section in sections], []
     problems: list[Problem] = []
     pairs: list[tuple[TensorEntry, TensorEntry]] = []
     names: list[dict[str, str]] = []
@@ -223,7 +224,7 @@ def _paired(old: Section, new: Section) -> tuple[list[tuple[TensorEntry, TensorE
     problems += [Problem("the program has no such tensor", key) for key in have if key not in known]
     problems += [Problem("missing", entry.key) for entry in old.tensors if entry.key not in have]
     if old.extras != new.extras:
-        problems.append(Problem("its objects that are no tensors cannot be changed", old.path or "(root)"))
+        problems.append(Problem("its objects that are no tensors cannot be changed", old.title))
     pairs = [(entry, have[entry.key]) for entry in old.tensors if entry.key in have]
     misfits = [(entry, _misfit(entry, other)) for entry, other in pairs]
     problems += [Problem(problem, entry.key) for entry, problem in misfits if problem]
@@ -303,7 +304,7 @@ def _pickled(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> dict[str, Data
 
 
 def _lazy(pieces: Pieces) -> Lazy:
-    return Lazy(sum(piece.nbytes for piece in pieces), partial(stream, pieces))
+    return Lazy(nbytes_of(pieces), partial(stream, pieces))
 
 
 def _stale(program: Program, records: Collection[str]) -> list[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from shlex import quote
 from typing import Any
 
@@ -16,6 +16,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
 from ckpttool.json_schema import Kind, check
 from ckpttool.limits import limits
+from ckpttool.values import dataclass
 
 CONSTANTS = "constants"  # path of the section of constants; the state dict's is the root
 

@@ -8,7 +8,6 @@ device mesh, with the rank's own place in it, and a placement for each dimension
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,6 +16,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import Call, Global
 from ckpttool.formats.ranks.nodes import attributes_of, checked, sizes_of
 from ckpttool.formats.torch.tensors import Carried, Storages, bare, entry_of, is_tensor
+from ckpttool.values import dataclass
 
 _CLASS = "DTensor"
 _MOST_RANKS = 1 << 24

@@ -13,12 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ckpttool.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Section,
-    TensorEntry,
-)
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.ranks import dtensor, sharded_tensor
 from ckpttool.formats.ranks.parts import ALL_RANKS
@@ -68,15 +63,14 @@ def read(pattern: str) -> Checkpoint:
     from ckpttool.formats.ranks.merge import Merge  # a diff of two files needs none of it
 
     merge = Merge()
-    sections = tuple(merge.section(path, [_section(rank, path) for rank in ranks]) for path in _union(ranks))
+    places = dict.fromkeys(section.path for rank in ranks for section in rank.sections)
+    sections = tuple(merge.section(path, [_section(rank, path) for rank in ranks]) for path in places)
     merge.counters(ranks)
     shown = [f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(ordered)]
     notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
     if merge.problems:
         raise CkptError(
-            f"the files of {pattern} are not the parts of one checkpoint",
-            hint=merge.hint,
-            problems=merge.problems,
+            f"the files of {pattern} are not the parts of one checkpoint", hint=merge.hint, problems=merge.problems
         )
     return Checkpoint(
         pattern,
@@ -157,10 +151,6 @@ def _numbers(paths: Sequence[str]) -> dict[str, int]:
         if len(varying) == 1:
             return dict(zip(paths, varying[0]))
     return {path: own[-1] if len(paths) == 1 and own else at for at, (path, own) in enumerate(zip(paths, digits))}
-
-
-def _union(ranks: Sequence[Checkpoint]) -> list[str]:
-    return list(dict.fromkeys(section.path for rank in ranks for section in rank.sections))
 
 
 def _section(rank: Checkpoint, path: str) -> Section | None:

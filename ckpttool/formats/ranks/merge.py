@@ -9,17 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, TypeVar
 
-from ckpttool.checkpoint import (
-    Checkpoint,
-    ExtraEntry,
-    Lazy,
-    Part,
-    Section,
-    Span,
-    Storage,
-    TensorEntry,
-    contiguous_stride,
-)
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Part, Section, Span, Storage, TensorEntry, in_row_major
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.boxes import Box, assembled
@@ -158,7 +148,7 @@ def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
     copies = tuple(tuple(group) for group in by_corner.values() if len(group) > 1)
     parts = RankParts(tuple(box.local for box in found), whole=True, copies=copies, of_dtensors=True)
     boxes = {corner: group[0] for corner, group in by_corner.items()}
-    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, _in_boxes(shape, dtype, boxes), payload=parts)
+    return in_row_major(key, dtype, shape, _in_boxes(shape, dtype, boxes), payload=parts)
 
 
 def _in_boxes(shape: tuple[int, ...], dtype: str, boxes: Mapping[tuple[int, ...], TensorEntry]) -> Storage:
@@ -194,7 +184,7 @@ def _whole(key: str, shape: tuple[int, ...], parts: tuple[TensorEntry | None, ..
         raise _unfit("a part of it is a strided view", key)
     dtype = have[0].dtype if have else "float32"
     storage = concatenated(across(have, 0, prod(shape)))
-    return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, storage, payload=RankParts(parts, whole=True))
+    return in_row_major(key, dtype, shape, storage, payload=RankParts(parts, whole=True))
 
 
 def _unfit(message: str, key: str) -> CkptError:

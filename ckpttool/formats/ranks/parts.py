@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpttool.checkpoint import TensorEntry
+from ckpttool.values import dataclass
 
 ALL_RANKS = "name the files of all ranks and no others, as in 'rank_*.pt'"  # a hint
 

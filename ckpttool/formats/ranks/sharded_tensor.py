@@ -7,7 +7,7 @@ all shards, the process group's ranks and the sharding spec (``torch/distributed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
 from ckpttool.formats.ranks.nodes import attributes_of, checked, sizes_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, unnamed
+from ckpttool.values import dataclass
 
 _SHARD = "torch.distributed._shard"
 _CLASS = Global(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")

@@ -8,7 +8,6 @@ hold no lists or objects.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Span, Storage, TensorEntry, contiguous_stride
@@ -19,6 +18,7 @@ from ckpttool.formats.safetensors import members
 from ckpttool.io.files import opened
 from ckpttool.io.ranges import read_span
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000  # bytes; the reference reader's limit

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from shlex import quote
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, TensorEntry
 from ckpttool.errors import Problem, Refused
 from ckpttool.formats.containers import json_text
+from ckpttool.values import dataclass
 
 _NAMES, _PARTS, _CLASS = "tensor_names", "_tensor_data_names", "_type"
 _APART = "rename all parts of a tensor alike, or drop all of them; the last segment of their keys is _TENSOR_PART"

@@ -5,7 +5,6 @@ What one file shares and another repeats, and how storages are numbered, makes n
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -68,6 +67,8 @@ def _words(*parts: object) -> bytes:
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:
+    import hashlib  # loads OpenSSL
+
     digest = hashlib.blake2b(digest_size=32)
     for part in parts:
         digest.update(part)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,17 +16,18 @@ from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
-from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, with_references
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree
+from ckpttool.formats.torch.tree import Tree, read_tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.zip_file import Container, foreign, tree_to_write
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
+from ckpttool.keys import dotted
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle
@@ -299,7 +300,7 @@ def _widths(
     widths = {key: row.itemsize for key, (row, *more) in rows.items() if row is not None and not more}
     widths = {key: width for key, width in widths.items() if rebuilder.storages[key].nbytes % width == 0}
     names = {
-        id(entry.storage): ".".join(filter(None, (section.path, entry.key)))
+        id(entry.storage): dotted(section.path, entry.key)
         for section in reversed(checkpoint.sections)
         for entry in reversed(section.all_tensors())
     }

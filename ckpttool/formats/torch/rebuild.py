@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckpttool import dtypes
 from ckpttool.checkpoint import Storage, TensorEntry
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.tensors import HOLDS, Carried, Storages, malformed, typed_storage
+from ckpttool.values import dataclass
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ Which function rebuilds a tensor, and in which order it takes its arguments, sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from ckpttool.evaluate.compare import content_of_storage, fingerprint
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.content import content_of
+from ckpttool.values import dataclass
 
 MAX_DIMS = 64  # torch's own limit
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written

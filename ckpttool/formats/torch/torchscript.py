@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
@@ -20,6 +20,7 @@ from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, unrea
 from ckpttool.io.pieces import Pieces
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 _MAX_CODE = 1 << 28  # bytes of one file of code
 _MAX_DEPTH = 200  # modules inside each other

@@ -6,16 +6,18 @@ A place in the tree is a tuple of steps from the root.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
-from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Readings, Section, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call
 from ckpttool.formats.torch.mappings import is_mapping, metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
+from ckpttool.many import many_objects
 from ckpttool.optimizer_state import looks_flat
+from ckpttool.values import dataclass
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
@@ -43,6 +45,8 @@ class Tree:
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
+    added: dict[int, tuple[Callable[..., None], int]] = field(default_factory=dict)  # by id of a section's node
+    again_left: int = 100_000  # entries of sections that stand at further places, in all
     listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
     of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
@@ -51,6 +55,20 @@ class Tree:
     unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
     whole: Collection[str] = ()  # paths of dicts that are state dicts, whatever they look like
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
+
+
+@many_objects()
+def read_tree(
+    root: Any, storages: Storages, made: Callable[[Tree], Checkpoint], whole: Collection[str] = ()
+) -> Checkpoint:
+    """What `made` makes of the sections in the tree below `root`; the dicts at the paths `whole` are state dicts.
+
+    Raises `CkptError` on bad tensors.
+    """
+    tree = find_sections(root, storages, whole)
+    checkpoint = made(tree)
+    other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
+    return replace(checkpoint, readings=other if tree.dicts else None)
 
 
 def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
@@ -72,12 +90,16 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     if is_tensor(node):
         _add_loose(tree, ".".join(path), node, steps)
         return True
-    if len(steps) > _MAX_DEPTH or id(node) in tree.seen or not isinstance(node, (dict, list, tuple, Call)):
+    if len(steps) > _MAX_DEPTH or not isinstance(node, (dict, list, tuple, Call)):
         return False
+    if id(node) in tree.seen:
+        return _add_again(tree, node, path, steps, foreign)
     tree.seen.add(id(node))
     add = _recognised(tree, node, ".".join(path), foreign)
     if add is not None:
         add(tree, node, path, steps)
+        section = next(reversed(tree.places.values())).section
+        tree.added[id(node)] = add, len(section.tensors) + len(section.extras)
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
     rest: list[tuple[tuple[str, ...], Steps]] = []
@@ -91,6 +113,22 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
         for child_path, child_steps in rest:
             tree.others[_free(".".join(child_path), tree.others)] = child_steps
     return found
+
+
+def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+    """What is a section at another place is one here too; False for all else, whose tensors are in the first."""
+    add, count = tree.added.get(id(node), (None, 0))
+    if add is None or (foreign and metadata_of(node) is None):
+        return False
+    left = tree.again_left
+    tree.again_left -= count
+    if tree.again_left < 0:
+        if left >= 0:
+            note = f"from {'.'.join(path)} on, sections that stand at several places are looked at in one of them"
+            tree.notes.append(note)
+        return False
+    add(tree, node, path, steps)
+    return True
 
 
 def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Callable[..., None] | None:
@@ -164,15 +202,15 @@ def _is_state_dict(tree: Tree, node: Any, names: Sequence[str], foreign: bool) -
     pairs = pairs_of(node) or {}
     if metadata_of(node) is not None:
         return True
-    tensors = [value for value in pairs.values() if is_tensor(value)]
+    named = list(zip(names, pairs.values()))
+    tensors = {name: value for name, value in named if is_tensor(value)}
     if foreign or not tensors or _is_settings(pairs, len(tensors)):
         return False
-    if all(_is_random_state(entry_of("", value, tree.storages)) for value in tensors):
+    if all(_is_random_state(entry_of(name, value, tree.storages)) for name, value in tensors.items()):
         return False
-    named = list(zip(names, pairs.values()))
     inner = [name for name, value in named if not name.endswith("_extra_state") and _holds_tensors(tree, value)]
     # A module's own dict stands under the module's path, like the tensors beside it; a section has a name of one word.
-    return not inner or (all("." in name for name in inner) and any("." in name for name, v in named if is_tensor(v)))
+    return not inner or (all("." in name for name in inner) and any("." in name for name in tensors))
 
 
 _RANDOM_STATES = ((5056,), (816,), (16,))  # bytes of torch's generators: of the CPU, and of CUDA before and since 2.0
@@ -264,7 +302,7 @@ def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
 
 
 def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
-    inner = Tree(tree.storages, seen=tree.seen)
+    inner = Tree(tree.storages, seen=set() if id(node) in tree.added else tree.seen)
     for child_path, child_steps, child in _named_children(node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
     name = _free(".".join(path), tree.places)

@@ -9,6 +9,7 @@ from ckpttool.checkpoint import Storage, Unreached
 from ckpttool.formats.containers.pickle_tree import Call, Persistent, PickledSet
 from ckpttool.formats.torch.mappings import pairs_of, text_of
 from ckpttool.formats.torch.tensors import HOLDS, Storages, storage_key
+from ckpttool.keys import dotted
 
 
 def unreached(
@@ -46,7 +47,7 @@ def _places(root: Any, wanted: set[str]) -> dict[str, str]:
             if (key := storage_key(node)) in wanted:
                 found.setdefault(key, path)
             continue
-        todo += [(".".join(filter(None, (path, name))), part) for name, part in reversed(_parts(node))]
+        todo += [(dotted(path, name), part) for name, part in reversed(_parts(node))]
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -15,6 +14,7 @@ from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, malformed
 from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
 from ckpttool.optimizer_state import kept
+from ckpttool.values import dataclass
 
 _HINT = "leave it out with --drop PATTERN"
 _ORDERED_DICT = Global("collections", "OrderedDict")
@@ -34,6 +34,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
         raise Refused("sections cannot be added to this file", hint="write them to a new file", problems=unknown)
     _check_storages(checkpoint, tree)
     edits: dict[Steps, Any] = {}
+    made: dict[int, Any] = {}
     for path, place in tree.places.items():
         section = now.get(path)
         if section is None:
@@ -42,7 +43,7 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             edits[place.steps] = node_of(section.mapping, nodes.of)
         elif section is not place.section:
             change = _tensor_edits if section.kind != "state_dict" or place.tensors else _state_dict_edits
-            edits.update(change(section, place, nodes))
+            edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
     edits.update((steps, _REMOVE) for path, steps in tree.others.items() if path not in kept)
     return _edited(root, edits) if edits else root
@@ -72,7 +73,7 @@ def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
     """
     problems = [Problem("belongs to the file that it was read from", path) for path in checkpoint.others]
     problems += [
-        Problem("an optimizer's state cannot be written to a new file", section.path or "(root)")
+        Problem("an optimizer's state cannot be written to a new file", section.title)
         for section in checkpoint.sections
         if section.kind == "optimizer" and section.mapping is None
     ]
@@ -195,6 +196,20 @@ def _state_dict_edits(section: Section, place: Place, nodes: _Nodes) -> dict[Ste
     if not same_modules:
         made.state = _state_with(made.state, section.modules, nodes)
     return {place.steps: made}
+
+
+def _shared(edits: dict[Steps, Any], place: Place, made: dict[int, Any]) -> dict[Steps, Any]:
+    """The edits; a state dict that stands at several places stays one where it becomes the same at all of them.
+
+    `made` is what each has become at the first, by the id of its node.
+    """
+    node = edits.get(place.steps)
+    if node is None:
+        return edits
+    first = made.setdefault(id(place.node), node)
+    was, now = pairs_of(first) or {}, pairs_of(node) or {}
+    alike = list(was) == list(now) and all(was[key] is now[key] for key in now)
+    return {place.steps: first} if alike and _same_modules(metadata_of(node), metadata_of(first)) else edits
 
 
 def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | None) -> bool:

@@ -7,7 +7,6 @@ storages as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
@@ -16,16 +15,16 @@ from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
 from ckpttool.formats.containers.zip_place import ALIGNMENT
-from ckpttool.formats.torch.readings import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
 from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
-from ckpttool.formats.torch.tree import Tree
+from ckpttool.formats.torch.tree import Tree, read_tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Edited, Pieces
 from ckpttool.limits import limits
 from ckpttool.many import many_objects
+from ckpttool.values import dataclass
 
 _MAX_NOTE = 64  # bytes of the records that hold a word or a number
 
@@ -280,15 +279,11 @@ def new_archive(root: Any, protocol: int, rebuilder: Rebuilder) -> Pieces:
     entries: list[Record | NewRecord] = [
         NewRecord(_FOLDER + "data.pkl", data),
         *(NewRecord(_FOLDER + name, note) for name, note in notes.items()),
-        *(_record(_FOLDER, key, rebuilder) for key in keys),
+        *(NewRecord(f"{_FOLDER}data/{key}", rebuilder.storages[key].data) for key in keys),
         NewRecord(_FOLDER + "version", b"3\n"),
         NewRecord(_FOLDER + ".data/serialization_id", b"%040d" % serialization_id),
     ]
     return layout_archive(None, _without_version(entries, _FOLDER, keys, entries))
-
-
-def _record(folder: str, key: str, rebuilder: Rebuilder) -> NewRecord:
-    return NewRecord(f"{folder}data/{key}", rebuilder.storages[key].data)
 
 
 def with_records(archive: Archive, folder: str, data: Mapping[str, bytes | Span | Lazy]) -> Pieces:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from ckpttool.values import dataclass
 
 _MAX_BLOCKS = 128
 _MAX_AHEAD = 1 << 24  # bytes, of one file and of how all begin

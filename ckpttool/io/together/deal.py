@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckpttool.io import sources, work
 from ckpttool.io.together.job import Job, current
+from ckpttool.values import dataclass
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from ckpttool.errors import CkptError, Problem
+from ckpttool.values import dataclass
 
 _FAILED = "failed"
 _SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two looks at the store: a thousand ranks that wait are no load

@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.together.job import Job
 from ckpttool.io.together.units import Unit, as_pieces, cut, digest, versions
 from ckpttool.io.write_file import check_space, failing, fill
+from ckpttool.values import dataclass
 
 _ENDING = ".ckpttool.job"
 _RECORDS = "written."  # and the rank's number
@@ -64,15 +65,11 @@ def made(job: Job, files: Files, out: str, home: Path, asked: Asked) -> Iterator
     with failing(out), _begun(job, units, plan, out, home, asked) as (staging, known):
         task = _Task(job, units, staging, plan, asked, known)
         job.tell(f"made/{job.rank}", task.run())
-        everything = [record for records in _all(job) for record in records]
+        everything = [record for records in job.heard_of_all("made") for record in records] if job.is_first else []
         job.only_first()
         task.finish([*known.values(), *everything])
         yield {**files, **task.ready()}
         remove(staging)
-
-
-def _all(job: Job) -> list[list[Record]]:
-    return job.heard_of_all("made") if job.is_first else []
 
 
 @contextmanager
@@ -258,4 +255,4 @@ class _Task:
         """The files that are whole now."""
         new = self.staging / NEW
         read = {name: tuple(sorted(paths)) for name, paths in self.read.items()}
-        return {name: Ready(str(new / name), count, read.get(name, ())) for name, count in _sizes(self.units).items()}
+        return {name: Ready(str(new / name), read.get(name, ())) for name in _sizes(self.units)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from ckpttool.checkpoint import Span
@@ -19,11 +18,12 @@ from ckpttool.io import compose, paths, sources, work
 from ckpttool.io.compose import Upload
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
-from ckpttool.io.pieces import BLOCK, Crc, Files, Held, Link, Piece, Pieces, amounts
+from ckpttool.io.pieces import BLOCK, Crc, Files, Held, Link, Piece, Pieces, amounts, nbytes_of
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem
 from ckpttool.io.together.job import Job
 from ckpttool.io.together.units import as_pieces, digest, is_text, parts, versions
+from ckpttool.values import dataclass
 
 _ENDING = ".ckpttool.job"
 _MOST, _COUNT = 1 << 28, 64  # bytes that a rank sends at a time, where they are many; shares of an output of few
@@ -45,7 +45,7 @@ class Share:
     @property
     def sizes(self) -> list[int]:
         """Bytes of each part."""
-        return [self.run.length] if isinstance(self.run, Span) else compose.lengths(_nbytes(self.run), self.total)
+        return [self.run.length] if isinstance(self.run, Span) else compose.lengths(nbytes_of(self.run), self.total)
 
     @property
     def crcs(self) -> list[Crc]:
@@ -100,7 +100,7 @@ def note(held: Held, files: Files, made: Mapping[str, Pieces | Link | Upload]) -
     """Notes which of the files, whose uploads are completed, the store's checksums prove."""
     for name, upload in made.items():
         pieces = as_pieces(files[name])
-        if isinstance(upload, Upload) and upload.is_proved(_nbytes(pieces)):
+        if isinstance(upload, Upload) and upload.is_proved(nbytes_of(pieces)):
             held.note(upload.url, pieces)
 
 
@@ -108,7 +108,7 @@ def _shares(name: str, pieces: Pieces, out: str) -> Iterator[Share]:
     """The object in shares of at least as many bytes as a part has to have, but for the last."""
     made = compose.plan(pieces, out)
     runs: Sequence[Pieces | Span] = [pieces] if made is None else made.runs
-    total = 2 * sum(_nbytes(run) for run in runs if not isinstance(run, Span))  # each share may end in a short part
+    total = 2 * sum(nbytes_of(run) for run in runs if not isinstance(run, Span))  # each share may end in a short part
     first = 1
     for run in runs:
         for own in compose.copied(run) if isinstance(run, Span) else _groups(run, total):
@@ -121,16 +121,12 @@ def _groups(pieces: Pieces, total: int) -> list[Pieces]:
     most = max(compose.LEAST, min(_MOST, total // _COUNT // BLOCK * BLOCK), -(-total // compose.MOST_PARTS))
     groups: list[list[Piece]] = [[]]
     for piece in parts(pieces, most):
-        if groups[-1] and _nbytes(groups[-1]) >= most:
+        if groups[-1] and nbytes_of(groups[-1]) >= most:
             groups.append([])
         groups[-1].append(piece)
-    if len(groups) > 1 and _nbytes(groups[-1]) < compose.LEAST:
+    if len(groups) > 1 and nbytes_of(groups[-1]) < compose.LEAST:
         groups[-2:] = [groups[-2] + groups[-1]]
     return list(groups)
-
-
-def _nbytes(pieces: Pieces) -> int:
-    return sum(piece.nbytes for piece in pieces)
 
 
 def _is_late(run: Pieces | Span) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpttool.checkpoint import Span
 from ckpttool.io.files import size
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import BLOCK, Crc, Link, Piece, Pieces
+from ckpttool.io.pieces import BLOCK, Crc, Link, Piece, Pieces, nbytes_of
+from ckpttool.values import dataclass
 
 _LEAST, _MOST = 1 << 20, 1 << 28  # bytes of a unit: what a rank that dies leaves half done is written again
 _COUNT = 64  # units of an output that is not large
@@ -31,7 +32,7 @@ class Unit:
     @property
     def nbytes(self) -> int:
         """Bytes of the unit."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return nbytes_of(self.pieces)
 
     @property
     def crcs(self) -> list[Crc]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
 from ckpttool.naming.inference import words
 from ckpttool.naming.inference.values import Group, Template
+from ckpttool.values import dataclass
 
 May = Callable[[Group, Group], bool]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -75,7 +75,7 @@ class _Search:
             self.links.same_key(mine)
         self.links.pair(mine, theirs)
         if mine in self.left and theirs in self.right:
-            if self._transposed(mine, theirs):
+            if self._transposed((mine,), (theirs,)):
                 self._take(Pair((mine,), (theirs,), SAME_NAME))
             elif self.left[mine].shape == self.right[theirs].shape:
                 del self.left[mine], self.right[theirs]
@@ -327,11 +327,12 @@ class _Search:
         value = Op("aten.narrow.default", (Ref(whole), 0, start, size))
         return self._digest(side, value) == self._digest(1 - side, Ref(key))
 
-    def _transposed(self, left: str, right: str) -> str:
-        return "left" if left in self.ways[0] else "right" if right in self.ways[1] else ""
+    def _transposed(self, left: Iterable[str], right: Iterable[str]) -> str:
+        """Of which side they are; parts of one tensor all are where one of them shows it."""
+        return "left" if not self.ways[0].isdisjoint(left) else "right" if not self.ways[1].isdisjoint(right) else ""
 
     def _take(self, pair: Pair, weak: bool = False) -> None:
-        way = "" if pair.evidence == _SAME_VALUES else self._transposed(pair.left[0], pair.right[0])
+        way = "" if pair.evidence == _SAME_VALUES else self._transposed(pair.left, pair.right)
         pair = replace(pair, transposed=pair.transposed or way)
         self.open.changed()
         for key in pair.left:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckpttool.expression import Expression
+from ckpttool.values import dataclass
 
 NUMBER = "#"  # a generalised layer number in a template; no file's segment is mistaken for it, see `template`
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpttool.optimizer_state import GROUPS, PARAM_NAMES, STATE, OptimizerState, Param
+from ckpttool.values import dataclass
 
 Shape = tuple[int, ...]
 
@@ -30,10 +30,10 @@ TABLE = (
     _row("RAdam", "exp_avg exp_avg_sq", "betas decoupled_weight_decay"),
     _row("Adamax", "exp_avg exp_inf", "betas foreach weight_decay"),
     _row("SparseAdam", "exp_avg exp_avg_sq", "betas eps maximize"),
-    _row("SGD", "momentum_buffer", "dampening nesterov"),
-    _row("Muon", "momentum_buffer", "ns_steps"),
     _row("Adadelta", "square_avg acc_delta", "rho"),
     _row("RMSprop", "square_avg", "alpha centered"),
+    _row("SGD", "momentum_buffer", "dampening nesterov"),
+    _row("Muon", "momentum_buffer", "ns_steps"),
     _row("Adagrad", "sum", "lr_decay initial_accumulator_value"),
     _row("Adafactor", "row_var col_var", "beta2_decay d"),
     _row("ASGD", "ax eta mu", "lambd t0"),

@@ -42,7 +42,7 @@ def read(section: Section) -> OptimizerState:
     Raises `CkptError`, all problems at once, where it is in none of the three.
     """
     mapping = section.mapping
-    where = section.path or "(root)"
+    where = section.title
     if mapping is None:
         raise CkptError(
             f"{where}: this file's format gives no access to an optimizer's hyperparameters",
@@ -111,8 +111,8 @@ def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimizer
         fqn = next((head for head in _heads(rest) if head in options), None)
         if fqn is None:
             problems.append(Problem("no param_groups key names this parameter", key))
-        else:
-            _put(state.setdefault(fqn, {}), rest[len(fqn) + 1 :].split("."), value)
+        elif not _put(state.setdefault(fqn, {}), rest[len(fqn) + 1 :].split("."), value):
+            problems.append(Problem("stands in the place of another part of the state", key))
     return OptimizerState(FLAT, _regrouped(options), state)
 
 
@@ -123,11 +123,13 @@ def _heads(path: str) -> Iterator[str]:
         yield path
 
 
-def _put(where: dict[Any, Any], path: Sequence[str], value: Any) -> None:
+def _put(where: dict[Any, Any], path: Sequence[str], value: Any) -> bool:
+    """Puts the value where the path leads; False where something else stands there, or on the way."""
     for name in path[:-1]:
-        inner = where.setdefault(name, {})
-        where = inner if isinstance(inner, dict) else {}
-    where[path[-1]] = value
+        where = where.setdefault(name, {})
+        if not isinstance(where, dict):
+            return False
+    return where.setdefault(path[-1], value) is value
 
 
 def _regrouped(options: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
@@ -153,7 +155,7 @@ def same_option(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        return left.identity == right.identity or same_values(left, right)
+        return same_values(left, right)
     if isinstance(left, (TensorEntry, ExtraEntry)) or isinstance(right, (TensorEntry, ExtraEntry)):
         return False
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 
 from ckpttool.checkpoint import Section
@@ -18,7 +18,8 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import ELEMENTWISE, fits
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import SavedOrder, saved_order
-from ckpttool.optimizer_state import ID, OptimizerState, Param
+from ckpttool.optimizer_state import ID, OptimizerState, Param, renamed
+from ckpttool.values import dataclass
 
 _MOST_STATES = 20_000  # partial orders that are followed at a time; more groups than that need the optimizer's code
 _SETTLE = "pass --optimizer file.py:make, the function that makes the optimizer of the model"
@@ -41,17 +42,23 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Whose state each parameter of a saved optimizer holds: one canonical name for each.
+    """Whose state each parameter of an optimizer holds: its state as it was `saved`, and a canonical name for each.
 
     `evidence` is what says so: the file's own ``param_names`` or ``names`` in its keys, the model's ``optimizer``, or
     its ``model.parameters()`` order. Who is not named in the file is known by position only: then `assumed`, unless the
     order of the model's keys in the file bears it out. With a `doubt` they are no answer.
     """
 
+    saved: OptimizerState
     names: Mapping[Param, str]
     evidence: str
     assumed: bool = False
     doubt: Doubt | None = None
+
+    @property
+    def state(self) -> OptimizerState:
+        """The state with its parameters under their names."""
+        return renamed(self.saved, self.names)
 
     def rests_on(self, where: str) -> str:
         """On what an answer rests where the file does not name the parameters."""
@@ -70,39 +77,36 @@ class Owners:
 
 
 def owners(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> Owners:
-    """Whose state each id is. `beside` are the file's state dicts, as far as their keys stand in the saved order.
+    """Whose state it is. `beside` are the file's state dicts, as far as their keys stand in the saved order.
 
-    Raises `Refused` where nothing says it.
+    Raises `Refused` where nothing says it, and where the names in the keys cannot be the model's.
     """
-    known = [group.param_names for group in state.groups if group.params]
-    if known and all(found is not None for found in known):
-        listed = {p: str(name) for g in state.groups for p, name in zip(g.params, g.param_names or ())}
-        if names is None:
-            return Owners(_distinct(listed, where), "param_names")
-        return check(Owners(_of_model(listed, names, where), "param_names"), state, names)
+    listed, evidence = _in_file(state)
+    if listed is not None and names is None:
+        return Owners(state, _distinct(listed, where), evidence)
+    if listed is not None and names is not None:
+        found = check(Owners(state, _of_model(listed, names, where), evidence), names)
+        return found if state.form == ID else found.settled(where)
     if names is None:
         raise Refused(
             f"{where}: nothing says which parameters the ids are",
             hint="pass --model MODEL (and --optimizer O where it does not take model.parameters() in their order)",
         )
-    return _by_saved_order(check(_by_position(state, names, where, beside), state, names), state, names, beside)
+    return _by_saved_order(check(_by_position(state, names, where, beside), names), names, beside)
 
 
-def assign(state: OptimizerState, names: Names | None, where: str, beside: Sequence[Section] = ()) -> Owners:
-    """`owners` that nothing in the file speaks against. Raises `Refused`."""
-    return owners(state, names, where, beside).settled(where)
+def _in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
+    """What the file calls every parameter, in its keys or in the ``param_names`` of its groups, and which of these."""
+    if state.form != ID:
+        return {param: str(param) for param in state.params}, "names"
+    listed = {p: name for group in state.groups for p, name in zip(group.params, group.param_names or ())}
+    return (listed if 0 < len(listed) == len(state.params) else None), "param_names"
 
 
-def resolve(state: OptimizerState, names: Names, where: str) -> Owners:
-    """The canonical name of every parameter that has a name, wrapped or not. Raises `Refused` for unknown names."""
-    own = {param: str(param) for param in state.params}
-    return check(Owners(_of_model(own, names, where), "names"), state, names).settled(where)
-
-
-def check(found: Owners, state: OptimizerState, names: Names) -> Owners:
+def check(found: Owners, names: Names) -> Owners:
     """`found`, with a doubt where the shapes in the state speak against it."""
     shapes = Parameters(names).shapes
-    wrong = _Shapes(state, list(shapes.values()))
+    wrong = _Shapes(found.saved, list(shapes.values()))
     problems = []
     for param, name in found.names.items():
         reason = wrong.misfit(param, shapes[name])
@@ -127,13 +131,13 @@ def _by_position(state: OptimizerState, names: Names, where: str, beside: Sequen
         raise Refused(f"{error.message}; {doubt.message}", hint=doubt.hint, problems=problems) from error
 
 
-def _by_saved_order(found: Owners, state: OptimizerState, names: Names, beside: Sequence[Section]) -> Owners:
+def _by_saved_order(found: Owners, names: Names, beside: Sequence[Section]) -> Owners:
     """`found` by position: borne out by the order of the model's keys in the file, doubted, or assumed."""
     order = saved_order(beside, names, set(found.names.values()))
     if order is None or not order.differing:
         return replace(found, assumed=order is None)
     # Several groups are a doubt also where each keeps its order: one cut by position (parameters[:3]) has others then.
-    if state.is_stateless and len([group for group in state.groups if group.params]) == 1:
+    if found.saved.is_stateless and len(found.saved.nonempty_groups) == 1:
         return found
     return replace(found, doubt=_of_another_order(names, order))
 
@@ -152,11 +156,9 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
 
     Of ids in one group it does by a state dict of as many tensors, each of the shape that the state in its place has.
     """
-    if state.form != ID:
-        return Owners({param: str(param) for param in state.params}, "names")
-    if state.params and all(group.param_names for group in state.groups if group.params):
+    if _in_file(state)[0] is not None:
         return owners(state, None, "the optimizer")
-    if len([group for group in state.groups if group.params]) != 1:
+    if len(state.nonempty_groups) != 1:
         return None
     for section in beside:
         aliases = section.aliases()
@@ -165,7 +167,8 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
         pairs = list(zip(state.params, entries))
         if len(entries) == len(state.params) and not any(wrong.misfit(param, entry.shape) for param, entry in pairs):
             names = {param: entry.key for param, entry in pairs}
-            return Owners(names, f"the keys of {section.path or 'the model'} in the same file, in their order", True)
+            evidence = f"the keys of {section.path or 'the model'} in the same file, in their order"
+            return Owners(state, names, evidence, assumed=True)
     return None
 
 
@@ -209,7 +212,7 @@ def _by_optimizer(state: OptimizerState, parameters: Parameters, where: str) -> 
             ],
         )
     names = {p: n for group, own in zip(state.groups, parameters.groups) for p, n in zip(group.params, own)}
-    return Owners(names, "optimizer")
+    return Owners(state, names, "optimizer")
 
 
 def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owners:
@@ -223,9 +226,9 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owne
         )
     order = candidates[0]
     wrong = _Shapes(state, [parameters.shapes[name] for name in order])
-    if len([group for group in state.groups if group.params]) < 2:
+    if len(state.nonempty_groups) < 2:
         names = dict(zip(state.params, order))
-        return Owners(names, "model.parameters() order")
+        return Owners(state, names, "model.parameters() order")
     ways, found = _interleave([group.params for group in state.groups], order, parameters.shapes, wrong)
     if ways != 1:
         raise Refused(
@@ -233,7 +236,7 @@ def _by_order(state: OptimizerState, parameters: Parameters, where: str) -> Owne
             + ("its shapes fit no order of the model's parameters" if ways == 0 else "its ids cannot be told apart"),
             hint=_SETTLE,
         )
-    return Owners(found, "model.parameters() order within each group, the only one that the shapes allow")
+    return Owners(state, found, "model.parameters() order within each group, the only one that the shapes allow")
 
 
 class _Shapes:
@@ -266,29 +269,32 @@ def _like_parameters(state: OptimizerState, shapes: Sequence[Shape | None]) -> s
 def _interleave(
     groups: Sequence[Sequence[Param]], order: Sequence[str], shapes: Mapping[str, Shape | None], wrong: _Shapes
 ) -> tuple[int, dict[Param, str]]:
-    """How many ways (0, 1, or 2 for more) there are to deal `order` out to the groups, and the way if there is one.
+    """How many ways (with very many, 2) there are to deal `order` out to the groups, and the way if there is one.
 
     Each group takes its parameters in the order of the model; a step gives the next parameter to one of the groups.
     """
-    start = tuple(0 for _ in groups)
-    layers: list[dict[tuple[int, ...], tuple[int, int]]] = [{start: (1, -1)}]  # places -> ways, the group that moved
+    ways = {tuple(0 for _ in groups): 1}  # places in the groups -> how many ways lead there
+    steps: list[dict[tuple[int, ...], int]] = []  # places -> the group that took the last parameter
     for name in order:
-        layer: dict[tuple[int, ...], tuple[int, int]] = {}
-        for places, (ways, _) in layers[-1].items():
+        after: Counter[tuple[int, ...]] = Counter()
+        taken: dict[tuple[int, ...], int] = {}
+        for places, count in ways.items():
             for index, group in enumerate(groups):
                 at = places[index]
                 if at < len(group) and wrong.misfit(group[at], shapes[name]) is None:
-                    after = (*places[:index], at + 1, *places[index + 1 :])
-                    layer[after] = (min(2, ways + layer.get(after, (0, 0))[0]), index)
-        if len(layer) > _MOST_STATES:
+                    moved = (*places[:index], at + 1, *places[index + 1 :])
+                    after[moved] += count
+                    taken[moved] = index
+        if len(after) > _MOST_STATES:
             return 2, {}
-        layers.append(layer)
-    ways = sum(count for count, _ in layers[-1].values())
+        ways = after
+        steps.append(taken)
+    if list(ways.values()) != [1]:
+        return sum(ways.values()), {}
+    (places,) = ways
     found: dict[Param, str] = {}
-    if ways == 1:
-        places = next(iter(layers[-1]))
-        for layer, name in zip(reversed(layers), reversed(order)):
-            index = layer[places][1]
-            places = (*places[:index], places[index] - 1, *places[index + 1 :])
-            found[groups[index][places[index]]] = name
-    return ways, found
+    for taken, name in zip(reversed(steps), reversed(order)):
+        index = taken[places]
+        places = (*places[:index], places[index] - 1, *places[index + 1 :])
+        found[groups[index][places[index]]] = name
+    return 1, found

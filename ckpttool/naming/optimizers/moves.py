@@ -309,7 +309,7 @@ def in_form(state: OptimizerState, form: str) -> OptimizerState:
 
 def carried_out(move: OptimizerMove, section: Section) -> Section:
     """The optimizer's section as the plan has it. Raises `Refused` where its state cannot follow the parameters."""
-    moved = moved_by(move, forms.read(section), section.path or "(root)")
+    moved = moved_by(move, forms.read(section), section.title)
     return forms.write(in_form(moved, move.form), section)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from ckpttool.names import Names, RuntimeTensor
 from ckpttool.optimizer_state import FQN, OptimizerState, Param, ParamGroup
+from ckpttool.values import dataclass
 
 Shape = tuple[int, ...]
 

@@ -8,7 +8,7 @@ named registers its parameters as the one did that saved the file.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Section
@@ -17,6 +17,7 @@ from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.forms import read
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

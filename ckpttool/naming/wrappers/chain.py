@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.expression import Op, Special
+from ckpttool.keys import dotted
 from ckpttool.naming.wrappers.table import SEGMENTS, strip
+from ckpttool.values import dataclass
 
 AMBIGUOUS = frozenset({"module"})  # users call their own modules so: believed at the root only, for all keys at once
 COUNTER = "n_averaged"  # AveragedModel's buffer beside the module it wraps
@@ -103,7 +104,7 @@ class Evidence:
 
     @property
     def paths(self) -> frozenset[str]:
-        """For `wrappers.strip`."""
+        """For `table.strip`."""
         return self.inside.union(self.root)
 
     @property
@@ -130,7 +131,7 @@ def infer(keys: Iterable[str], *, lightning: bool = False) -> Evidence:
     while (step := _step(root[-1] if root else "", children, lightning)) is not None:
         words.append(step[0])
         root += step[1]
-    inside = {_join(path, segment) for path, below in children.items() for segment in _inside(below, "peft" in words)}
+    inside = {dotted(path, segment) for path, below in children.items() for segment in _inside(below, "peft" in words)}
     return Evidence(tuple(words), tuple(root), frozenset(inside.difference(root)))
 
 
@@ -152,15 +153,15 @@ def _step(path: str, children: Mapping[str, set[str]], lightning: bool) -> tuple
     """The wrapper around everything below `path`: its word, and the paths of its segments."""
     below = children.get(path, set())
     if below == {COUNTER, "module"}:
-        return "averaged", [_join(path, "module")]
+        return "averaged", [dotted(path, "module")]
     if len(below) != 1:
         return None
     (segment,) = below
-    inner = _join(path, segment)
+    inner = dotted(path, segment)
     if segment in _WORD_OF:
         return _WORD_OF[segment], [inner]
     if segment == PEFT_ROOT[0] and children.get(inner) == {PEFT_ROOT[1]}:
-        return "peft", [inner, _join(inner, PEFT_ROOT[1])]
+        return "peft", [inner, dotted(inner, PEFT_ROOT[1])]
     return ("lightning", [inner]) if lightning and not path and inner in children else None
 
 
@@ -179,7 +180,7 @@ def is_lightning(others: Collection[str], section: str) -> bool:
 
 
 def recognise(keys: Iterable[str]) -> frozenset[str]:
-    """The dotted paths at which a wrapper stands: for `wrappers.strip`."""
+    """The dotted paths at which a wrapper stands: for `table.strip`."""
     return infer(keys).paths
 
 
@@ -259,7 +260,3 @@ def _children(keys: Iterable[str]) -> dict[str, set[str]]:
             path, dot, segment = path.rpartition(".")
         children.setdefault(path, set()).add(segment)
     return children
-
-
-def _join(path: str, segment: str) -> str:
-    return f"{path}.{segment}" if path else segment

@@ -1,13 +1,14 @@
 """The one table of wrappers: which segment each class puts into every name below it. Needs no torch.
 
-A segment is a wrapper's only where a live module of that class says so (`trace.wrapper_paths`), or the evidence of a
-whole file does; a user's own module may be called ``module`` or ``_orig_mod``.
+A segment is a wrapper's only where a live module of that class says so (`tracing.runtime.wrapper_paths`), or the
+evidence of a whole file does; a user's own module may be called ``module`` or ``_orig_mod``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

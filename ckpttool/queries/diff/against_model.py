@@ -27,10 +27,7 @@ from ckpttool.optimizer_state import ID
 from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, loads
-from ckpttool.queries.diff.optimizer import (
-    SavedOptimizer,
-    optimizer_section,
-)
+from ckpttool.queries.diff.optimizer import SavedOptimizer, optimizer_section
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, names_outlines, outlines
 from ckpttool.words import plural, shell
@@ -109,7 +106,7 @@ def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:
 def _more_of_it(model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section) -> list[str]:
     """A note on each other section that holds the same model; the answer is on one."""
     return [
-        f"{other.path} holds the same model as {section.path or '(root)'}, and was not compared: "
+        f"{other.path} holds the same model as {section.title}, and was not compared: "
         + shell("ckpttool", "diff", *model.words, f"{checkpoint.source}::{other.path}")
         for other in same_model(checkpoint, section, names)
     ]
@@ -117,7 +114,7 @@ def _more_of_it(model: ModelOperand, names: Names, checkpoint: Checkpoint, secti
 
 def _verdict(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> Verdict:
     """What torch says. Raises `CkptError` where it cannot be asked: of one rank's part, with what makes it whole."""
-    from ckpttool.tracing.trace import load_verdict
+    from ckpttool.tracing.loading import load_verdict
 
     try:
         return load_verdict(model.definition(), section)
@@ -174,7 +171,7 @@ def _distinct(names: Names) -> Iterator[Tensor]:
 
 def _of_other_order(names: Names, checkpoint: Checkpoint) -> list[str]:
     """A note on optimizers beside the model that were saved by another definition of it."""
-    paths = [section.path for section in checkpoint.sections if section.kind == "optimizer"]
+    paths = [section.path for section in checkpoint.optimizers]
     order = saved_order(saved_state_dicts(checkpoint), names, set(Parameters(names).shapes)) if paths else None
     if order is None or not order.differing:
         return []
@@ -201,15 +198,14 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
 
 
 def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
-    paths = [section.path for section in checkpoint.sections if section.kind == "optimizer"]
+    paths = [section.path for section in checkpoint.optimizers]
     if paths:
         several = ", ".join(path or "(root)" for path in paths)
         hint = f"pick one: {checkpoint.source}::{paths[0]}"
         return CkptError(f"{checkpoint.source} holds several optimizers: {several}", hint=hint)
     words = shell("ckpttool", "diff", *model.words, checkpoint.source)
     return CkptError(
-        f"{checkpoint.source} holds no optimizer: one that resumes from it starts afresh",
-        hint=f"its model: {words}",
+        f"{checkpoint.source} holds no optimizer: one that resumes from it starts afresh", hint=f"its model: {words}"
     )
 
 
@@ -225,7 +221,7 @@ def _tried(model: ModelOperand, section: Section) -> OptimizerVerdict | None:
 
 def _beside(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> tuple[tuple[str, ...], bool]:
     """Whether the model loads from the same file, with a note where it does not; true where there is none in it."""
-    if not any(section.kind == "state_dict" for section in checkpoint.sections):
+    if not checkpoint.state_dicts:
         return (), True
     words = shell("ckpttool", "diff", *model.words, checkpoint.source)
     try:

@@ -15,7 +15,7 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import saved_by
 from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff.keys import compare
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, only_left, only_right
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import shell
 
@@ -95,12 +95,12 @@ def _ids(old: Names, new: Names, keys: tuple[Entry, ...], renames: Mapping[str, 
     known = set(Parameters(old).canonical) & set(Parameters(new).canonical)
     for name, place in was.items():
         if name not in now and (name in known or not changed):
-            yield Entry("unexpected", (_key(place),), (), _GONE, None, name)
+            yield only_left(_key(place), _GONE, None, name)
         elif name in now and now[name] != place:
             yield Entry("order", (_key(place),), (_key(now[name]),), _SHIFTED, None, name)
     for name, place in now.items():
         if name not in was and (name in known or not changed):
-            yield Entry("missing", (), (_key(place),), _ADDED, None, name)
+            yield only_right(_key(place), _ADDED, None, name)
 
 
 def _key(place: tuple[int, int]) -> str:
@@ -112,7 +112,7 @@ def _notes(old: Names, new: Names, entries: tuple[Entry, ...], model: ModelOpera
         yield f"the optimizer is {new.optimizer_class or 'not named'}, and was {old.optimizer_class or 'not named'}"
     if not model.is_definition or all(entry.status in HARMLESS for entry in entries):
         return
-    from ckpttool.tracing.trace import load_verdict
+    from ckpttool.tracing.loading import load_verdict
 
     try:
         ok = load_verdict(model.definition(), model_section(saved_by(old))).ok

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeGuard
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
@@ -15,6 +15,7 @@ from ckpttool.evaluate.compare import elements
 from ckpttool.evaluate.digests import Digests
 from ckpttool.expression import Op, Ref
 from ckpttool.queries.diff.result import Entry
+from ckpttool.values import dataclass
 
 # What a reason says where the values of a tensor are there, and how it is mended.
 MENDED_BY = {

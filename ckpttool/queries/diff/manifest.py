@@ -10,11 +10,18 @@ from ckpttool.evaluate.compare import sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.table import MANIFEST
 from ckpttool.operands.checkpoint import split
+from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.keys import Values, compare_pair
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
-from ckpttool.queries.diff.shared import shared
-
-_UNREACHED = "a storage of no tensor that is understood"
+from ckpttool.queries.diff.result import (
+    HARMLESS,
+    NOT_UNDERSTOOD,
+    ONLY_LEFT,
+    ONLY_RIGHT,
+    Diff,
+    Entry,
+    only_left,
+    only_right,
+)
 
 
 def is_about_manifest(left: Checkpoint, right: Checkpoint) -> bool:
@@ -33,10 +40,10 @@ def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None)
     if other == []:
         entries = [Entry("same", (place,), (place,)) for place in both]
     else:
-        values = shared(values, lambda asked: [compare_pair(have[place], want[place], asked) for place in both])
+        values = dealt(values, lambda asked: [compare_pair(have[place], want[place], asked) for place in both])
         entries = [compare_pair(have[place], want[place], values) for place in both]
-    entries += [Entry("unexpected", (place,), (), "only left has it") for place in have if place not in want]
-    entries += [Entry("missing", (), (place,), "only right has it") for place in want if place not in have]
+    entries += [only_left(place) for place in have if place not in want]
+    entries += [only_right(place) for place in want if place not in have]
     entries += _storages(left, right)
     identical = all(entry.status in HARMLESS for entry in entries) and left.others == right.others
     return Diff(left.source, right.source, identical, tuple(entries), notes=tuple(_notes(left, right, values, other)))
@@ -58,12 +65,12 @@ def _storages(left: Checkpoint, right: Checkpoint) -> Iterator[Entry]:
     mine, theirs = ({found.path: found.storage.data for found in side.unreached} for side in (left, right))
     for path in {**mine, **theirs}:
         if path not in theirs:
-            yield Entry("unexpected", (path,), (), f"{_UNREACHED}: only left has it")
+            yield only_left(path, f"{NOT_UNDERSTOOD}: {ONLY_LEFT}")
         elif path not in mine:
-            yield Entry("missing", (), (path,), f"{_UNREACHED}: only right has it")
+            yield only_right(path, f"{NOT_UNDERSTOOD}: {ONLY_RIGHT}")
         else:
             same = sha256_of(mine[path]) == sha256_of(theirs[path])
-            yield Entry("same" if same else "value", (path,), (path,), "" if same else _UNREACHED)
+            yield Entry("same" if same else "value", (path,), (path,), "" if same else NOT_UNDERSTOOD)
 
 
 def _other_files(left: Checkpoint, right: Checkpoint) -> list[str]:

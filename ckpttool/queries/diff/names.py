@@ -19,13 +19,12 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.versions import other_versions
 from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
 from ckpttool.queries.diff.reasons import FLAT, segment_change, segment_reason
-from ckpttool.queries.diff.result import TIED, Entry
+from ckpttool.queries.diff.result import ONLY_LEFT, ONLY_RIGHT, TIED, Entry, only_left, only_right
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
 
 NON_PERSISTENT = "a non-persistent buffer"
-ONLY_LEFT, ONLY_RIGHT = "only left has it", "only right has it"
 Entries = dict[str, Union[TensorEntry, ExtraEntry]]
 CALL_VARIANT = "a call variant of a tensor that both sides have"
 
@@ -38,7 +37,7 @@ def compare_names(names: Names) -> tuple[Entry, ...]:
     entries += _transformed(tables, hooks)
     for key, source in tables.saved.items():
         if source is None:
-            entries.append(Entry("unexpected", (key,), (), "a hook adds it: no runtime tensor feeds it", hooks[key]))
+            entries.append(only_left(key, "a hook adds it: no runtime tensor feeds it", hooks[key]))
         elif isinstance(source, Ref) and key not in tables.fqn_of:
             entries.append(
                 Entry("alias", (key,), (), "a second key of one tensor", hooks[key], f"same as {source.key}")
@@ -233,9 +232,9 @@ def _accepted(keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | 
             entries.append(Entry("renamed", (key,), (), "a load hook takes it under this name", None, goes))
         elif key in unexpected or verdict is None or not verdict.ok:
             why = f"{ONLY_LEFT}: {NON_PERSISTENT} of the model, which is not saved" if key in unsaved else ONLY_LEFT
-            entries.append(Entry("unexpected", (key,), (), FLAT if is_flat(key) else why))
+            entries.append(only_left(key, FLAT if is_flat(key) else why))
         else:
-            entries.append(Entry("unexpected", (key,), (), f"{ONLY_LEFT}; a load hook takes it away without an error"))
+            entries.append(only_left(key, f"{ONLY_LEFT}; a load hook takes it away without an error"))
     return entries
 
 
@@ -251,9 +250,9 @@ def _readers(verdict: Verdict) -> dict[str, list[str]]:
 def _absent(keys: Iterable[str], verdict: Verdict | None, twins: Mapping[str, str]) -> list[Entry]:
     without = "; loading does without it" if verdict is not None and verdict.ok else ""
     return [
-        Entry("missing", (), (key,), f"{TIED}{without}", None, f"same as {twins[key]}")
+        only_right(key, f"{TIED}{without}", None, f"same as {twins[key]}")
         if key in twins
-        else Entry("missing", (), (key,), f"{ONLY_RIGHT}{without}")
+        else only_right(key, f"{ONLY_RIGHT}{without}")
         for key in keys
     ]
 

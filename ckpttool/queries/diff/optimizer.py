@@ -6,8 +6,7 @@ without a word: it gives state to parameters by position, whatever names the fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -15,13 +14,14 @@ from ckpttool.errors import Refused
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
-from ckpttool.naming.optimizers.ids import Owners, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, owners
 from ckpttool.naming.optimizers.saved_order import same_key_order
 from ckpttool.operands.checkpoint import saved_state_dicts
-from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered, renamed
+from ckpttool.optimizer_state import FQN, ID, STATE, OptimizerState, numbered
 from ckpttool.queries.diff.keys import Values
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries, tensors_of
 from ckpttool.queries.diff.result import HARMLESS, Entry, Outlines
+from ckpttool.values import dataclass
 from ckpttool.words import plural, shell
 
 
@@ -48,22 +48,20 @@ class SavedOptimizer:
 
 def optimizer_section(checkpoint: Checkpoint) -> Section | None:
     """The checkpoint's optimizer, if it has just one."""
-    found = [section for section in checkpoint.sections if section.kind == "optimizer"]
-    return found[0] if len(found) == 1 else None
+    return checkpoint.optimizers[0] if len(checkpoint.optimizers) == 1 else None
 
 
 def optimizer_alone(checkpoint: Checkpoint) -> Section | None:
     """The checkpoint's optimizer, if it is all that there is to compare."""
-    alone = all(section.kind != "state_dict" for section in checkpoint.sections)
-    return optimizer_section(checkpoint) if alone else None
+    return None if checkpoint.state_dicts else optimizer_section(checkpoint)
 
 
 def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | None) -> tuple[str, ...]:
     """Notes on the optimizers that both checkpoints have, for a diff that is about their models."""
     notes = []
-    theirs = {section.path: section for section in right.sections if section.kind == "optimizer" and section.mapping}
-    for section in left.sections:
-        if section.kind != "optimizer" or section.path not in theirs or not section.mapping:
+    theirs = {section.path: section for section in right.optimizers if section.mapping}
+    for section in left.optimizers:
+        if section.path not in theirs or not section.mapping:
             continue
         saved = SavedOptimizer.of(left, section), SavedOptimizer.of(right, theirs[section.path])
         count = sum(entry.status not in HARMLESS for entry in compare_optimizers(*saved, names).entries)
@@ -75,7 +73,7 @@ def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | Non
 
 def _not_compared(left: Checkpoint, right: Checkpoint) -> list[str]:
     """A note on the optimizers that stand under a path of their own on each side."""
-    mine, theirs = ([s.path for s in one.sections if s.kind == "optimizer"] for one in (left, right))
+    mine, theirs = ([s.path for s in one.optimizers] for one in (left, right))
     here, there = [path for path in mine if path not in theirs], [path for path in theirs if path not in mine]
     if not here or not there:
         return []
@@ -137,27 +135,19 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
     if not state.params:
         return _Side(replace(state, form=FQN), state, None)
     try:
-        found = _owners(state, names, side, saved.beside)
+        found = owners(state, names, side, saved.beside)
     except Refused as error:
         if names is not None or state.form != ID:
             notes.append(said(error))
         return _Side(state, state, None)
     if found.assumed:
         notes.append(found.rests_on(side))
-    return _Side(renamed(state, found.names), state, found)
+    return _Side(found.state, state, found)
 
 
 def is_named(saved: SavedOptimizer) -> bool:
     """Whether the file itself says whose state it is."""
     return _side(saved, None, "", []).known
-
-
-def _owners(state: OptimizerState, names: Names | None, side: str, beside: Sequence[Section]) -> Owners:
-    if state.form == ID:
-        return owners(state, names, side, beside)
-    if names is None:
-        return Owners({param: str(param) for param in state.params}, "names")
-    return resolve(state, names, side)
 
 
 def said(error: Refused) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import TensorEntry
 from ckpttool.naming.optimizers.moves import different
 from ckpttool.optimizer_state import GROUPS, PARAMS, STATE, OptimizerState, Param
 from ckpttool.queries.diff.keys import Values, compare_pair
-from ckpttool.queries.diff.result import Entry
+from ckpttool.queries.diff.result import Entry, only_left, only_right
+from ckpttool.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,12 @@ def group_entries(left: OptimizerState, right: OptimizerState, astray: Astray | 
     for index, group in enumerate(left.groups):
         other = pairs.get(index)
         if other is None:
-            entries.append(Entry("unexpected", (f"{GROUPS}.{index}",), (), "only left has this param group"))
+            entries.append(only_left(f"{GROUPS}.{index}", "only left has this param group"))
         else:
             entries += _options(index, other, group.hyperparameters, right.groups[other].hyperparameters)
     taken = set(pairs.values())
     entries += [
-        Entry("missing", (), (f"{GROUPS}.{index}",), "only right has this param group")
+        only_right(f"{GROUPS}.{index}", "only right has this param group")
         for index in range(len(right.groups))
         if index not in taken
     ]
@@ -102,7 +103,7 @@ def _members(
         else:
             entries.append(Entry("renamed", key, theirs, f"in param group {index} on the left, {other} on the right"))
     entries += [
-        Entry("missing", (), (f"{GROUPS}.{other}.{PARAMS}.{param}",), f"only right has it, in param group {other}")
+        only_right(f"{GROUPS}.{other}.{PARAMS}.{param}", f"only right has it, in param group {other}")
         for param, other in right.items()
         if param not in left
     ]
@@ -122,14 +123,8 @@ def state_entries(left: OptimizerState, right: OptimizerState, values: Values | 
     """The state of every parameter, name by name."""
     mine, theirs = _flat(left), _flat(right)
     entries = [_pair(key, mine[key].value, theirs[key].value, values) for key in mine if key in theirs]
-    entries += [
-        Entry("unexpected", (key,), (), _lacking(value, right, "right"))
-        for key, value in mine.items()
-        if key not in theirs
-    ]
-    entries += [
-        Entry("missing", (), (key,), _lacking(value, left, "left")) for key, value in theirs.items() if key not in mine
-    ]
+    entries += [only_left(key, _lacking(value, right, "right")) for key, value in mine.items() if key not in theirs]
+    entries += [only_right(key, _lacking(value, left, "left")) for key, value in theirs.items() if key not in mine]
     return entries
 
 
@@ -160,4 +155,4 @@ def _pair(key: str, left: Any, right: Any, values: Values | None) -> Entry:
             return Entry("dtype", *keys, "a tensor on one side, a Python value on the other")
         differing = different({"": left}, {"": right})
         return Entry("value", *keys, "another value") if differing else Entry("same", *keys)
-    return replace(compare_pair(left, right, values), left=keys[0], right=keys[1])
+    return replace(compare_pair(left, right, values), left=(key,), right=(key,))

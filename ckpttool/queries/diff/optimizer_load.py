@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Section
@@ -13,13 +13,14 @@ from ckpttool.naming.forms import read as read_keys
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.classes import class_of, lacking
 from ckpttool.naming.optimizers.forms import read
-from ckpttool.naming.optimizers.ids import Owners, own_names, owners, resolve
+from ckpttool.naming.optimizers.ids import Owners, own_names, owners
 from ckpttool.naming.optimizers.moves import arranged, carry, identity
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered, renamed
+from ckpttool.optimizer_state import FLAT, FQN, GROUPS, ID, PARAMS, STATE, OptimizerState, Param, numbered
 from ckpttool.queries.diff.optimizer import SavedOptimizer, said
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries
-from ckpttool.queries.diff.result import HARMLESS, Entry, Remedy
+from ckpttool.queries.diff.result import HARMLESS, Entry, Remedy, only_right
+from ckpttool.values import dataclass
 from ckpttool.words import plural
 
 if TYPE_CHECKING:
@@ -70,13 +71,13 @@ def compare_with_optimizer(
     known, notes = _owners(state, names, saved)
     if known is None:
         return _unknown(state, target, saved, notes)
-    mine = renamed(state, known.names)
+    mine = known.state
     if state.form == FLAT:
         mine = _in_groups(mine, target)
     needs, more = _needs(mine, target, verdict)
     entries = [
-        *group_entries(mine, target.fresh_optimizer, _astray(state, target, known, verdict)),
-        *(Entry("missing", (), (key,), _LACKS) for key in needs if not _is_hyperparameter(key)),
+        *group_entries(mine, target.fresh_optimizer, _astray(known, target, verdict)),
+        *(only_right(key, _LACKS) for key in needs if not _is_hyperparameter(key)),
         *([] if state.form == ID else _stateless(mine, target)),
     ]
     # Loading takes the file's hyperparameters, whatever they are.
@@ -86,9 +87,9 @@ def compare_with_optimizer(
     fits = not (differing or failed or known.doubt)
     notes += more
     if fits:
-        notes += _grounds(state, mine, target, known)
+        notes += _grounds(known, mine, target)
     foreign = bool(needs) or (failed and not differing)
-    remedy = None if fits else _remedy(state.form, mine, target, known, foreign, notes)
+    remedy = None if fits else _remedy(known, mine, target, foreign, notes)
     fit = OptimizerFit(tuple(entries), tuple(notes), fits, remedy)
     return _by_old_model(fit, state, target, saved) if remedy is not None and remedy.way == "old_model" else fit
 
@@ -97,7 +98,7 @@ def _unknown(state: OptimizerState, target: Parameters, saved: SavedOptimizer, n
     """Where nothing says which of the model's parameters they are: by what the file itself calls them, else by ids."""
     own = own_names(state, saved.beside)
     fresh = target.fresh_optimizer
-    entries = group_entries(state, numbered(fresh)) if own is None else group_entries(renamed(state, own.names), fresh)
+    entries = group_entries(state, numbered(fresh)) if own is None else group_entries(own.state, fresh)
     if own is not None:
         notes = [*notes, f"left: its parameters are named by {own.evidence}"]
     fit = OptimizerFit(tuple(entries), tuple(notes), False)
@@ -127,7 +128,7 @@ def _owners(state: OptimizerState, names: Names, saved: SavedOptimizer) -> tuple
     What has other groups than the one that is to load it was saved by another: its ids are in the model's order.
     """
     try:
-        found = owners(state, names, "left", saved.beside) if state.form == ID else resolve(state, names, "left")
+        found = owners(state, names, "left", saved.beside)
     except Refused as error:
         notes = [said(error)]
         if state.form != ID:
@@ -157,8 +158,9 @@ def _same_parameters(state: OptimizerState, target: Parameters) -> bool:
     return {str(param) for param in state.params} == {name for group in target.groups for name in group}
 
 
-def _astray(state: OptimizerState, target: Parameters, known: Owners, verdict: OptimizerVerdict | None) -> Astray:
+def _astray(known: Owners, target: Parameters, verdict: OptimizerVerdict | None) -> Astray:
     """The parameters that would not get their own state, and why."""
+    state = known.saved
     if known.doubt is not None:
         names = {str(param): name for param, name in known.names.items()}
         told = {problem.key: problem.problem for problem in known.doubt.problems}
@@ -201,12 +203,12 @@ def _stateless(mine: OptimizerState, target: Parameters) -> list[Entry]:
     reason = "no state for a trainable parameter: set_optimizer_state_dict refuses that"
     trained = {name for group in target.groups for name in group}.intersection(target.trainable)
     without = [name for name in target.trainable if name in trained and name not in mine.state] if mine.state else []
-    return [Entry("missing", (), (f"{STATE}.{name}",), reason) for name in without]
+    return [only_right(f"{STATE}.{name}", reason) for name in without]
 
 
-def _grounds(state: OptimizerState, mine: OptimizerState, target: Parameters, known: Owners) -> list[str]:
+def _grounds(known: Owners, mine: OptimizerState, target: Parameters) -> list[str]:
     """On what it rests that the state fits: on names that are there, or on positions."""
-    if state.form == FQN and mine.params != target.fresh_optimizer.params:
+    if known.saved.form == FQN and mine.params != target.fresh_optimizer.params:
         return [
             "left: set_optimizer_state_dict, which goes by name, loads it; Optimizer.load_state_dict goes by position, "
             "and would give state to other parameters (remap --optimizer-keys id puts it in order)"
@@ -218,9 +220,7 @@ def _is_hyperparameter(key: str) -> bool:
     return key.startswith(f"{GROUPS}.") and key.count(".") >= 2 and f".{PARAMS}." not in key
 
 
-def _remedy(
-    form: str, mine: OptimizerState, target: Parameters, known: Owners, foreign: bool, notes: list[str]
-) -> Remedy:
+def _remedy(known: Owners, mine: OptimizerState, target: Parameters, foreign: bool, notes: list[str]) -> Remedy:
     if foreign:
         return Remedy("afresh")
     if known.doubt is not None:
@@ -233,4 +233,4 @@ def _remedy(
         notes.append(f"no remap puts it into the new order and param groups: {error.message}: {error.problems[0]}")
         return Remedy("afresh")
     by_name = known.evidence in ("param_names", "names") and _same_parameters(mine, target)
-    return Remedy("by_name", form) if by_name else Remedy("regroup")
+    return Remedy("by_name", known.saved.form) if by_name else Remedy("regroup")

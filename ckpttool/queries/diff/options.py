@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.errors import CkptError
 from ckpttool.io import work
 from ckpttool.options import OptimizerOptions, option
 from ckpttool.queries.diff.result import STATUSES
+from ckpttool.values import dataclass
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

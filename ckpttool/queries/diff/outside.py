@@ -8,10 +8,8 @@ from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.queries.diff.keys import Values, compare_pair
-from ckpttool.queries.diff.result import Entry
+from ckpttool.queries.diff.result import NOT_UNDERSTOOD, ONLY_LEFT, ONLY_RIGHT, Entry, only_left, only_right
 from ckpttool.words import plural, some
-
-_NOT_UNDERSTOOD = "a storage of no tensor that is understood"
 
 
 def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
@@ -32,7 +30,7 @@ def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section, Sec
     """Sentences on what the comparison of the models left out: other state dicts, tensors that one side has."""
     notes = []
     for side, checkpoint, model, other in (("left", left, chosen[0], right), ("right", right, chosen[1], left)):
-        more = [s.path or "(root)" for s in checkpoint.sections if s.kind == "state_dict" and s.path != model.path]
+        more = [s.title for s in checkpoint.state_dicts if s.path != model.path]
         if more:
             notes.append(f"not compared: {some(more)} of {side} ({checkpoint.source}::{more[0]} is one)")
         alone = [key for key in _loose(checkpoint) if key not in _loose(other)]
@@ -60,11 +58,9 @@ def _storages(left: Iterable[Unreached], right: Iterable[Unreached]) -> list[Ent
             entries.append(Entry("same", (storage.path,), (same.pop(0).path,)))
         else:
             alone.append(storage)
-    entries += [Entry("unexpected", (storage.path,), (), f"{_NOT_UNDERSTOOD}: only left has it") for storage in alone]
+    entries += [only_left(storage.path, f"{NOT_UNDERSTOOD}: {ONLY_LEFT}") for storage in alone]
     left_over = [storage for storages in theirs.values() for storage in storages]
-    return entries + [
-        Entry("missing", (), (storage.path,), f"{_NOT_UNDERSTOOD}: only right has it") for storage in left_over
-    ]
+    return entries + [only_right(storage.path, f"{NOT_UNDERSTOOD}: {ONLY_RIGHT}") for storage in left_over]
 
 
 def _content(storage: Unreached) -> bytes | None:

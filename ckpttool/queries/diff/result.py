@@ -8,21 +8,37 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from typing import Any, Literal, Protocol
 
 from ckpttool.checkpoint import Section
-from ckpttool.json_schema import COUNT, TEXT, TEXTS, Members, list_of, nullable, object_of, one_of, plain, record
-from ckpttool.many import value
+from ckpttool.json_schema import (
+    COUNT,
+    FLAG,
+    LEFT_OUT,
+    TEXT,
+    TEXTS,
+    Members,
+    list_of,
+    nullable,
+    object_of,
+    one_of,
+    plain,
+    record,
+    row,
+    unless_empty,
+)
 from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
+from ckpttool.values import dataclass
 
-SCHEMA = "ckpttool.diff/1"
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 # The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
 TIED = "tied: the model has it under several names, kept under one of them (as save_pretrained saves it)"
 # The reason of a difference in shape where it is not the sizes that differ.
 KIND = "another kind of tensor"
+# The reason of what only its bytes tell apart.
+NOT_UNDERSTOOD = "a storage of no tensor that is understood"
 STATUSES = (
     *("same", "renamed", "transformed", "order", "alias", "shape", "dtype", "value"),
     *("missing", "unexpected", "not_serialized", "extra_state"),
@@ -68,7 +84,7 @@ def names_outlines(names: Names) -> tuple[Outlines, Outlines]:
     return {key.key: key for key in names.serialized}, {tensor.fqn: tensor for tensor in names.runtime}
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One finding. `reason` is one sentence for all entries with the same cause; `detail` is this entry's own.
 
@@ -90,6 +106,19 @@ class Entry:
         """The reason, and by which hook."""
         hook = self.hook
         return self.reason if hook is None else f"{self.reason}: {hook.function} ({hook.file}:{hook.line})"
+
+
+ONLY_LEFT, ONLY_RIGHT = "only left has it", "only right has it"
+
+
+def only_left(key: str, reason: str = ONLY_LEFT, hook: Hook | None = None, detail: str | None = None) -> Entry:
+    """The finding that the right has nothing under the left's key."""
+    return Entry("unexpected", (key,), (), reason, hook, detail)
+
+
+def only_right(key: str, reason: str = ONLY_RIGHT, hook: Hook | None = None, detail: str | None = None) -> Entry:
+    """The finding that the left has nothing under the right's key."""
+    return Entry("missing", (), (key,), reason, hook, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,46 +186,49 @@ class Diff:
 
     def to_json(self) -> dict[str, Any]:
         """The `diff` object of the contract."""
-        return {
-            "schema": SCHEMA,
-            "left": self.left,
-            "right": self.right,
-            "identical": self.identical,
-            "summary": self.summary,
-            "entries": ENTRIES.write(self.entries),
-            "fix": list(self.fix),
-            "notes": list(self.notes),
-            **({"exchangeable": [list(keys) for keys in self.exchangeable]} if self.exchangeable else {}),
-            **self._acceptance_json(),
-            **self._inferred_json(),
-        }
+        return dict(DIFF.write(self))
 
-    def _inferred_json(self) -> dict[str, Any]:
-        if self.inferred is None:
-            return {}
-        found, open_ = SUGGESTED.write(self.inferred.pairs), AMBIGUOUS.write(self.inferred.ambiguous)
-        return {"suggested": found, "ambiguous": open_, "rules": self.rules}
-
-    def _acceptance_json(self) -> dict[str, Any]:
+    @property
+    def ignored(self) -> dict[str, int] | None:
+        """Status -> number of ignored entries; None where it was not said what is."""
         if self.accepted is None:
-            return {}
-        ignored = count_of(STATUSES, Counter(entry.status for entry in self.entries if entry.ignored is not None))
-        return {"accepted": self.accepted, "ignored": ignored, "unused_ignores": list(self.unused_ignores)}
+            return None
+        return count_of(STATUSES, Counter(entry.status for entry in self.entries if entry.ignored is not None))
 
 
 _SIDES: Members = {"left": TEXTS, "right": TEXTS}
-_WAY = replace(one_of("left", "right"), write=lambda way: way or None)
 _EXPONENT = plain("an integer", lambda value: type(value) is int, {"type": "integer"})
-_SPREAD = replace(
-    list_of(object_of({"exponent": _EXPONENT, "elements": COUNT})),
-    write=lambda spread: [{"exponent": exponent, "elements": count} for exponent, count in spread],
+_ENTRY = record(
+    Entry,
+    {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT},
+    {"hook": HOOK, "detail": TEXT, "spread": list_of(row({"exponent": _EXPONENT, "elements": COUNT})), "ignored": TEXT},
 )
-ENTRIES = list_of(
-    record(
-        Entry,
-        {"status": one_of(*STATUSES), **_SIDES, "reason": TEXT},
-        {"hook": HOOK, "detail": TEXT, "spread": _SPREAD, "ignored": TEXT},
-    )
+_PAIR = record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(unless_empty(one_of("left", "right")))})
+_COUNTS = object_of({}, dict.fromkeys(STATUSES, COUNT))
+DIFF = record(
+    Diff,
+    {
+        **dict.fromkeys(("left", "right"), TEXT),
+        "identical": FLAG,
+        "summary": _COUNTS,
+        "entries": list_of(_ENTRY),
+        "fix": TEXTS,
+        "notes": TEXTS,
+    },
+    {
+        "exchangeable": unless_empty(list_of(TEXTS)),
+        "accepted": FLAG,
+        "ignored": _COUNTS,
+        "unused_ignores": TEXTS,
+        "suggested": list_of(_PAIR),
+        "ambiguous": list_of(record(Ambiguous, {**_SIDES, "reason": TEXT})),
+        "rules": nullable(TEXT),
+    },
+    called={
+        "unused_ignores": lambda diff: LEFT_OUT if diff.accepted is None else diff.unused_ignores,
+        "suggested": lambda diff: diff.inferred and diff.inferred.pairs,
+        "ambiguous": lambda diff: diff.inferred and diff.inferred.ambiguous,
+        "rules": lambda diff: diff.rules if diff.inferred else LEFT_OUT,
+    },
+    title="ckpttool.diff/1",
 )
-SUGGESTED = list_of(record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(_WAY)}))
-AMBIGUOUS = list_of(record(Ambiguous, {**_SIDES, "reason": TEXT}))

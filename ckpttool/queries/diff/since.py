@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,15 +14,15 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.json_schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, object_of, one_of, record
 from ckpttool.operands.model import operand_of
-from ckpttool.operands.settled import settled
+from ckpttool.operands.sections import read_for_model
+from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.manifest import is_about_manifest
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_sides
 from ckpttool.queries.diff.run import run
-from ckpttool.queries.diff.shared import shared
 from ckpttool.queries.diff.two import ask
+from ckpttool.values import dataclass
 
-SCHEMA = "ckpttool.since/1"
 By = Literal["left", "right", "both", "conflict"]
 Keys = tuple[str, ...]
 BY = ("left", "right", "both", "conflict")
@@ -84,7 +83,7 @@ class Since:
 
     def to_json(self) -> dict[str, Any]:
         """The `since` object of the contract."""
-        return {"schema": SCHEMA, **SINCE.write(self)}
+        return dict(SINCE.write(self))
 
 
 _CHANGE = nullable(record(Change, {"status": one_of(*STATUSES, *CHANGES.values()), "keys": TEXTS, "reason": TEXT}))
@@ -99,6 +98,7 @@ SINCE = record(
         "notes": TEXTS,
     },
     called={"entries": "points"},
+    title="ckpttool.since/1",
 )
 
 
@@ -110,9 +110,9 @@ def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options
     if is_about_manifest(base, left) or is_about_manifest(base, right):
         raise CkptError("a manifest is no base, and has none", hint="name the checkpoints themselves")
     model = operand_of(options)
-    base, left, right = (settled(checkpoint, model) for checkpoint in (base, left, right))
+    base, left, right = (read_for_model(checkpoint, model) for checkpoint in (base, left, right))
     pairs = (base, left), (base, right), (left, right)
-    values = shared(options.comparison, *(partial(ask, *pair, model) for pair in pairs))
+    values = dealt(options.comparison, *(partial(ask, *pair, model) for pair in pairs))
     mine, theirs, both = (run(*pair, options, model, values) for pair in pairs)
     points = tuple(_points(mine, theirs, both))
     sides = (("left", mine), ("right", theirs))
@@ -167,10 +167,7 @@ def _of_three(text: str) -> str:
 
 
 def _collisions(
-    ours: dict[Keys, Change],
-    added: dict[Keys, Change],
-    others: dict[Keys, Change],
-    more: dict[Keys, Change],
+    ours: dict[Keys, Change], added: dict[Keys, Change], others: dict[Keys, Change], more: dict[Keys, Change]
 ) -> Iterator[Point]:
     """One key that the two sides gave to different tensors: renamed from others of the base, or new."""
     mine, theirs = (_given(*pair) for pair in ((ours, added), (others, more)))

@@ -7,12 +7,13 @@ Each step is compared with the one before that can be read, section by section: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.json_schema import COUNT, FLAG, TEXT, TEXTS, Members, list_of, nullable, one_of, record
+from ckpttool.keys import dotted
 from ckpttool.naming.inference.values import Pair
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
@@ -22,8 +23,8 @@ from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, STATUSES, Entry, with_sides
 from ckpttool.queries.diff.run import run
+from ckpttool.values import dataclass
 
-SCHEMA = "ckpttool.steps/1"
 # What an entry of a diff of this step (its left) and the one before (its right) is called, where not by its status.
 CHANGES = {"unexpected": "added", "missing": "dropped"}
 KINDS = ("format", "section", "class")  # changes of no single key
@@ -86,7 +87,7 @@ class Steps:
 
     def to_json(self) -> dict[str, Any]:
         """The `steps` object of the contract."""
-        return {"schema": SCHEMA, **STEPS.write(self)}
+        return dict(STEPS.write(self))
 
 
 _SIDES: Members = {"before": TEXTS, "after": TEXTS}
@@ -103,7 +104,9 @@ _STEP = record(
     },
     called={"source": "name", "suggested": "likely"},
 )
-STEPS = record(Steps, {"run": nullable(TEXT), "identical": FLAG, "steps": list_of(_STEP), "notes": TEXTS})
+STEPS = record(
+    Steps, {"run": nullable(TEXT), "identical": FLAG, "steps": list_of(_STEP), "notes": TEXTS}, title="ckpttool.steps/1"
+)
 
 
 def compare_steps(steps: Sequence[str], folder: str | None, options: DiffOptions) -> Steps:
@@ -178,7 +181,7 @@ def _sections(name: str, now: Checkpoint, before: Checkpoint, options: DiffOptio
     missing = (Change(name, "dropped", (path,), (), _NO_TENSOR) for path in _only(before.others, now.others))
     yield _Found((*new, *gone, *other, *missing))
     for path in (path for path in mine if path in theirs):
-        where = ".".join(filter(None, (name, path)))
+        where = dotted(name, path)
         pair = mine[path], theirs[path]
         if pair[0].kind != pair[1].kind:
             yield _Found((Change(where, "section", (pair[1].kind,), (pair[0].kind,), "a section of another kind"),))

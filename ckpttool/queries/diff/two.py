@@ -15,6 +15,7 @@ from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
+from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.names import compare_through
@@ -28,7 +29,6 @@ from ckpttool.queries.diff.optimizer import (
 from ckpttool.queries.diff.outside import compare_loose, compare_outside, not_compared
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Remedy, outlines
-from ckpttool.queries.diff.shared import shared
 from ckpttool.queries.diff.suggestions import suggestions
 
 
@@ -69,7 +69,7 @@ def checkpoints(
     infers: bool,
 ) -> Diff:
     """What the left has otherwise than the right; where it `infers`, with what may be one tensor under two names."""
-    values = shared(values, partial(ask, left, right, model))
+    values = dealt(values, partial(ask, left, right, model))
     saved = _saved_optimizers(left, right)
     if saved is not None:
         return _optimizers(left, right, saved, model, values)

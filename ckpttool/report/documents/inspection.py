@@ -6,6 +6,7 @@ from functools import partial
 from itertools import groupby
 
 from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.keys import dotted
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection, names_in_file
 from ckpttool.report.collapse import Group, collapse
@@ -102,7 +103,7 @@ def _statistics(inspection: Inspection) -> Table:
         counts = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (own.nan, own.inf)]
         values = ["" if value is None else f"{value:.4g}" for value in (own.minimum, own.maximum, own.mean)]
         zeros = "" if own.zeros is None else number(own.zeros)
-        name = f"{section}.{key}" if section else key
+        name = dotted(section, key)
         rows.append((name, *values, zeros, *counts, own.sha256[:_DIGITS]))
     return Table("Values", columns, tuple(rows))
 
@@ -163,7 +164,7 @@ def _aliases(inspection: Inspection) -> Table:
 
 def _extras(inspection: Inspection) -> Table:
     places = ((section.path, extra.key) for section in inspection.checkpoint.sections for extra in section.extras)
-    keys = (*(".".join(filter(None, place)) for place in places), *inspection.checkpoint.others)
+    keys = (*(dotted(*place) for place in places), *inspection.checkpoint.others)
     return Table("Not tensors, carried as they are", (Column("key", "key"),), tuple((key,) for key in keys))
 
 

@@ -6,7 +6,7 @@ from ckpttool.names import Names
 from ckpttool.queries.diff.names import compare_names
 from ckpttool.queries.diff.result import Diff, names_outlines
 from ckpttool.queries.explanation import Explanation
-from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table
+from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table, facts
 from ckpttool.report.documents import diff as diff_report
 from ckpttool.words import number, plural, shape_text
 
@@ -49,24 +49,17 @@ def explained(found: Explanation) -> Document:
     """What `explain` shows."""
     tensor = found.tensor
     kind = f"{'trainable' if tensor.trainable else 'frozen'} parameter" if tensor.kind == "parameter" else "buffer"
-    pairs: list[tuple[str, str | Cell]] = [
+    optimizer = found.optimizer
+    shown = facts(
         ("runtime", Cell(tensor.fqn, "key")),
         ("canonical", Cell(tensor.canonical, "key")),
         ("serialized", Cell(", ".join(found.serialized) or "not serialized", "key")),
         ("aliases", Cell(", ".join(found.aliases) or "none", "key")),
         ("tensor", f"{tensor.dtype} {shape_text(tensor.shape)}, {kind}"),
-    ]
-    if not tensor.persistent:
-        pairs.append(("persistent", "no"))
-    if found.optimizer is not None:
-        pairs.append(("optimizer id", f"{found.optimizer.id} (param group {found.optimizer.group})"))
-    if found.states:
-        pairs.append(("optimizer state", Cell(", ".join(found.states), "key")))
-    if found.hook is not None:
-        pairs.append(("renamed by", str(found.hook)))
-    return Document(
-        f"explain {found.name}",
-        plural(len({tensor.fqn, *found.serialized, *found.aliases}), "name"),
-        True,
-        (Facts(tuple(pairs)),),
+        ("persistent", "" if tensor.persistent else "no"),
+        ("optimizer id", "" if optimizer is None else f"{optimizer.id} (param group {optimizer.group})"),
+        ("optimizer state", Cell(", ".join(found.states), "key")),
+        ("renamed by", str(found.hook or "")),
     )
+    verdict = plural(len({tensor.fqn, *found.serialized, *found.aliases}), "name")
+    return Document(f"explain {found.name}", verdict, True, (shown,))

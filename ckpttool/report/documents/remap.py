@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckpttool.expression import BY_CODE, Ref, refs
+from ckpttool.keys import dotted
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse, first_pattern
-from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Table, filled, shortened
+from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, shortened
 from ckpttool.words import number, plural
 
 if TYPE_CHECKING:
@@ -20,30 +21,27 @@ if TYPE_CHECKING:
 _ROWS = 20
 
 
-def document(done: Remap, source: str, out: str | None, *, dry_run: bool) -> Document:
+def document(done: Remap) -> Document:
     """What a remap did, or would do."""
-    counts = done.counts
-    verdict = ", ".join(f"{number(count)} {what}" for what, count in counts.items())
-    pairs: list[tuple[str, str | Cell]] = [("source", Cell(source, "key"))]
-    if out is not None:
-        pairs.append(("output", Cell(out, "key")))
-    if done.form is not None:
-        pairs.append(("form", done.form if done.source_form is None else f"{done.source_form} -> {done.form}"))
-    if done.sections:
-        pairs.append(("one model", ", ".join(path or "(root)" for path in done.sections)))
-    pairs += [
+    verdict = ", ".join(f"{number(count)} {what}" for what, count in done.counts.items())
+    computed = (
         ("computed", f"{plural(len(keys), 'tensor')} by running {run.model}'s own {BY_CODE[run.way]}() on the values")
         for run, keys in done.plan.by_code
+    )
+    blocks: list[Block] = [
+        facts(
+            ("source", Cell(done.source, "key")),
+            ("output", Cell(done.output, "key")),
+            ("form", " -> ".join(filter(None, (done.form and done.source_form, done.form)))),
+            ("one model", ", ".join(path or "(root)" for path in done.sections)),
+            *computed,
+            *((f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers),
+            ("it takes", str(done.cost or "")),
+            ("written", str(done.written or "")),
+            ("verified", str(done.verified or "")),
+        )
     ]
-    pairs += [(f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers]
-    if done.cost is not None:
-        pairs.append(("it takes", str(done.cost)))
-    if done.written is not None:
-        pairs.append(("written", str(done.written)))
-    if done.verified is not None:
-        pairs.append(("verified", str(done.verified)))
-    blocks: list[Block] = [Facts(tuple(pairs))]
-    if dry_run:
+    if done.dry_run:
         blocks.append(shortened(_changes(done.plan), _ROWS, "--format json"))
         blocks.append(Note("dry run: nothing was written"))
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
@@ -51,30 +49,29 @@ def document(done: Remap, source: str, out: str | None, *, dry_run: bool) -> Doc
     return Document("remap", verdict, True, filled(blocks))
 
 
-def swapped(done: Swap, program: str, new: str, out: str | None, *, dry_run: bool) -> Document:
+def swapped(done: Swap) -> Document:
     """What a swap did, or would do."""
     renamed = sum(isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items())
     computed = sum(not isinstance(source, Ref) for source in done.sources.values())
-    pairs: list[tuple[str, str | Cell]] = [("program", Cell(program, "key")), ("weights", Cell(new, "key"))]
-    if out is not None:
-        pairs.append(("output", Cell(out, "key")))
-    pairs += [
-        ("keys read as", done.form),
-        ("under another name", number(renamed)),
-        ("computed", number(computed)),
-        *([("by the model's own load_state_dict()", number(len(done.by_code)))] if done.by_code else []),
-        ("constants kept", number(len(done.constants))),
+    blocks: list[Block] = [
+        facts(
+            ("program", Cell(done.source, "key")),
+            ("weights", Cell(done.weights, "key")),
+            ("output", Cell(done.output, "key")),
+            ("keys read as", done.form),
+            ("under another name", number(renamed)),
+            ("computed", number(computed)),
+            ("by the model's own load_state_dict()", number(len(done.by_code)) if done.by_code else ""),
+            ("constants kept", number(len(done.constants))),
+            ("kept as they are", ", ".join(done.kept)),
+            ("it takes", str(done.cost or "")),
+            ("verified", str(done.verified or "")),
+        )
     ]
-    if done.kept:
-        pairs.append(("kept as they are", ", ".join(done.kept)))
-    if done.cost is not None:
-        pairs.append(("it takes", str(done.cost)))
-    if done.verified is not None:
-        pairs.append(("verified", str(done.verified)))
-    blocks: list[Block] = [Facts(tuple(pairs))]
     ignored = tuple((key,) for key in done.ignored)
     table = Table("In the checkpoint, and no part of any program", (Column("key", "key"),), ignored)
     blocks.append(shortened(table, _ROWS, "--format json"))
+    dry_run = done.cost is not None
     if dry_run:
         blocks.append(Note("dry run: nothing was written"))
     verdict = f"{plural(len(done.sources), 'weight')} {'fit' if dry_run else 'swapped'}"
@@ -110,6 +107,6 @@ def _without_indices(key: str) -> tuple[str, ...]:
 def _dropped(plan: Plan) -> Table:
     reasons: dict[str, list[str]] = {}
     for drop in plan.dropped:
-        reasons.setdefault(drop.reason, []).append(".".join(filter(None, (drop.section, drop.key))))
+        reasons.setdefault(drop.reason, []).append(dotted(drop.section, drop.key))
     rows = [(group.pattern, reason) for reason, keys in reasons.items() for group in collapse((k, None) for k in keys)]
     return Table(f"Left out: {plural(len(plan.dropped), 'key')}", (Column("key", "key"), Column("why")), tuple(rows))

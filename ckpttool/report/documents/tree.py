@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.report.collapse import collapse
 from ckpttool.report.document import Cell, Column, Inline, Table
+from ckpttool.values import dataclass
 from ckpttool.words import human_bytes, number
 
 _BAR = 20  # characters of the longest bar

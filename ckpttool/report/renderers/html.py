@@ -17,7 +17,6 @@ from typing import Any
 from ckpttool.report.document import (
     KINDS,
     Cell,
-    Code,
     Commands,
     Document,
     Facts,
@@ -167,14 +166,9 @@ def _problems(block: Problems) -> list[str]:
     return ["<ul>", *items, "</ul>"]
 
 
-def _code(code: Code) -> list[str]:
-    return [f'<div class="code"><pre>{chr(10).join(map(_escape, code.lines))}</pre></div>']
-
-
 def _commands(block: Commands) -> list[str]:
-    return [f"<h2>{_escape(block.title)}</h2>", *_code(Code(block.commands))]
+    lines = "\n".join(map(_escape, block.commands))
+    return [f"<h2>{_escape(block.title)}</h2>", f'<div class="code"><pre>{lines}</pre></div>']
 
 
-_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(
-    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
-)
+_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(zip(KINDS, (_facts, _table, _note, _problems, _commands)))

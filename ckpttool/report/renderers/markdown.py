@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckpttool.report.document import KINDS, Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import KINDS, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
 from ckpttool.words import visible
 
 _CODE_ROLES = ("key", "dtype", "shape")  # a code span interprets nothing, not even @mentions
@@ -72,20 +72,10 @@ def _problems(block: Problems) -> list[str]:
     return [f"- **{block.severity}:** {_escape(p.problem)} @ {_code_span(p.key)}" for p in block.problems]
 
 
-def _fenced(lines: Iterable[str], language: str) -> list[str]:
-    shown = [visible(line) for line in lines]
-    fence = _fence("\n".join(shown), 3)
-    return [f"{fence}{language}", *shown, fence]
-
-
-def _code(code: Code) -> list[str]:
-    return _fenced(code.lines, code.language)
-
-
 def _commands(block: Commands) -> list[str]:
-    return [_escape(block.title), "", *_fenced(block.commands, "shell")]
+    shown = [visible(line) for line in block.commands]
+    fence = _fence("\n".join(shown), 3)
+    return [_escape(block.title), "", f"{fence}shell", *shown, fence]
 
 
-_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(
-    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
-)
+_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(zip(KINDS, (_facts, _table, _note, _problems, _commands)))

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ckpttool.report.document import KINDS, Cell, Code, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.report.document import KINDS, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
 from ckpttool.words import visible
 
 # What each role looks like, in the sixteen colours that the user's own theme sets.
@@ -125,14 +125,10 @@ def _problems(block: Problems) -> list[RenderableType]:
     ]
 
 
-def _code(code: Code) -> list[RenderableType]:
-    return [_text(f"  {line}", "dim") for line in code.lines]
-
-
 def _commands(block: Commands) -> list[RenderableType]:
     return [_text(block.title, "plain"), *(_text(f"  {command}", "command") for command in block.commands)]
 
 
 _BLOCKS: Mapping[type, Callable[[Any], list[RenderableType]]] = dict(
-    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
+    zip(KINDS, (_facts, _table, _note, _problems, _commands))
 )

@@ -5,23 +5,10 @@ so that `grep` finds whole keys. On a terminal, `terminal.py` sets the same bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.report.document import (
-    KINDS,
-    Block,
-    Cell,
-    Code,
-    Commands,
-    Document,
-    Facts,
-    Note,
-    Problems,
-    Table,
-    cell,
-    cells,
-)
+from ckpttool.report.document import KINDS, Block, Cell, Commands, Document, Facts, Note, Problems, Table, cell, cells
+from ckpttool.values import dataclass
 from ckpttool.words import visible
 
 _PAD_LIMIT = 120  # one endless key must not pad ten thousand rows to its width
@@ -69,10 +56,6 @@ def _problems(block: Problems) -> list[str]:
     return [f"{block.severity}: {visible(str(problem))}" for problem in block.problems]
 
 
-def _code(code: Code) -> list[str]:
-    return _indent(map(visible, code.lines))
-
-
 def _commands(block: Commands) -> list[str]:
     return [visible(block.title), *_indent(map(visible, block.commands))]
 
@@ -91,6 +74,4 @@ def _pad(entry: Cell, text: str, width: int) -> str:
     return text.rjust(width) if entry.role == "number" else text.ljust(width)
 
 
-_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(
-    zip(KINDS, (_facts, _table, _note, _problems, _code, _commands))
-)
+_BLOCKS: Mapping[type, Callable[[Any], list[str]]] = dict(zip(KINDS, (_facts, _table, _note, _problems, _commands)))

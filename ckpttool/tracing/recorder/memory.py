@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpttool.expression import OPAQUE, Expression, Op, Ref, Special, refs
+from ckpttool.values import dataclass
 
 _MOST_PIECES = 1024
 _SMALL = 1 << 22  # elements; below, the overlap of two strided tensors is found by marking every element

@@ -80,9 +80,7 @@ def argument(arg: Any, value: Value) -> Argument:
         return Special("device", "cpu")
     if isinstance(arg, complex):
         return Special("complex", repr(arg))
-    if arg is None or isinstance(arg, (bool, int, float, str)):
-        return arg
-    return opaque()
+    return arg if isinstance(arg, (type(None), bool, int, float, str)) else opaque()
 
 
 def cast(source: Expression, dtype: torch.dtype) -> Expression:

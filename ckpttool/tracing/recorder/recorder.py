@@ -6,6 +6,7 @@ Values are followed by memory (storage, offset, shape, stride, dtype), not by Py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -97,7 +98,7 @@ class Recorder(TorchDispatchMode):
 
     def written_since(self, clock: int) -> set[Any]:
         """The storages (or objects) that were written in place after `clock`."""
-        return {mark[0] if isinstance(mark[0], int) else mark for when, mark in self.writes if when > clock}
+        return {_place(mark) for when, mark in self.writes if when > clock}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -222,8 +223,11 @@ class Recorder(TorchDispatchMode):
             return [self._copied(targets[0], args[1])]
         if func.__name__.startswith("zero_"):
             return [fn.full(tuple(targets[0].shape), 0, targets[0].dtype)]
-        inputs = [self.value(t) for t in _tensors(args, kwargs)]
-        if pure is None or torch.Tag.nondeterministic_seeded in func.tags:
+        given = _tensors(args, kwargs)
+        inputs = [self.value(tensor) for tensor in given]
+        places = Counter(map(_place, map(token, given)))
+        in_turn = len(targets) > 1 and any(places[_place(token(target))] > 1 for target in targets)  # one reads another
+        if pure is None or in_turn or torch.Tag.nondeterministic_seeded in func.tags:
             return [opaque(*inputs) for _ in targets]
         pure_kwargs = {k: v for k, v in kwargs.items() if not any(v is t for t in targets) or not _is_out(func, k)}
         meta_args, meta_kwargs = _on_meta(args), {k: _on_meta(v) for k, v in pure_kwargs.items()}
@@ -307,6 +311,11 @@ class _Bounds:
             size, depth = sum(size for size, _ in parts) + 1, max((depth for _, depth in parts), default=0) + 1
             known = self.known[id(node)] = (node, size, depth)  # holding the node keeps its id its own
         return known[1:]
+
+
+def _place(mark: Token) -> Any:
+    """The address of the storage, or what else identifies a tensor that has none."""
+    return mark[0] if isinstance(mark[0], int) else mark
 
 
 def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:

@@ -120,6 +120,64 @@ def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None
         assert found["fix"] or found["notes"]
 
 
+@pytest.mark.parametrize(
+    ("gone", "more"), [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")]
+)
+def test_three_reasons_are_said_why_a_swap_would_be_refused_and_how_many_more(ask: Ask, gone: int, more: str) -> None:
+    state = state_of(net())
+    torch.export.save(torch.export.export(net(), (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    absent = list(state)[:gone]
+    found = ask("--model", "model.py:net", saved({key: state[key] for key in state if key not in absent}), "p.pt2")
+    (note,) = (note for note in found["notes"] if note.startswith("swap-weights would be refused"))
+    assert f"the weights do not fit the program: {gone} problem" in note
+    assert [key in note for key in state] == [number < min(gone, 3) for number in range(len(state))]
+    assert note.endswith(f"{absent[:3][-1]}{more})")
+
+
+FORGETFUL = """
+from torch import nn
+
+def saving(module, state, prefix, meta):
+    for gone in module.gone:
+        state.pop(prefix + gone)
+    state[prefix + "kernel"] = state.pop(prefix + "a.weight")
+
+def loading(state, prefix, *rest):
+    state[prefix + "a.weight"] = state.pop(prefix + "kernel")
+
+def build(*gone):
+    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
+    net["twin"], net.gone = net["b"], gone
+    net.register_state_dict_post_hook(saving)
+    net._register_load_state_dict_pre_hook(loading)
+    return net
+
+def nothing(): return build()
+def twin(): return build("twin.weight")
+def both(): return build("b.weight", "twin.weight")
+def three(): return build("b.weight", "twin.weight", "a.bias")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", None),
+        ("twin", None),  # its tensor is saved under its first name
+        ("both", "1 tensor is in no key that state_dict() writes (b.weight), so no command"),
+        ("three", "2 tensors are in no key that state_dict() writes (a.bias, b.weight), so no command"),
+    ],
+)
+def test_tensors_that_a_model_does_not_save_are_said_and_no_swap_is_printed(
+    ask: Ask, name: str, said: str | None
+) -> None:
+    Path("forgetful.py").write_text(FORGETFUL)
+    found = ask("--model", f"forgetful.py:{name}")
+    notes = [note for note in found["notes"] if "in no key that state_dict() writes" in note]
+    assert [note.startswith(said or "") for note in notes] == ([True] if said else [])
+    assert [line.split()[1] for line in found["fix"]] == (["remap"] if said else ["swap-weights", "remap"])
+
+
 def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:
     runtime = {key: value.detach() for key, value in hooked().named_parameters()}
     left, right = saved(state_of(hooked())), saved(runtime, "b.pt")

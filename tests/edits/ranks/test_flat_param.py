@@ -19,6 +19,7 @@ from torch import nn
 from ckpttool.checkpoint import Span
 from ckpttool.edits.ranks.gather import gather
 from ckpttool.edits.remap.result import Remap
+from ckpttool.evaluate import with_torch
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.expression import Ref
 from ckpttool.formats.open import open_checkpoint
@@ -202,6 +203,22 @@ def test_what_is_no_tensor_of_a_state_is_on_every_rank(run: Run, tmp_path: Path,
     assert run("remap", tmp_path / "rank_*.pt", *MODEL, *units, "-o", tmp_path / "back.pt")[0] == 0
     found = torch.load(tmp_path / "back.pt")["optimizer"]["state"]
     assert {(own["step"], own["kind"]) for own in found.values()} == {(3, "plain")}
+
+
+@pytest.mark.parametrize("form", ["fsdp-flat", "fsdp-sharded"])
+def test_state_of_no_parameters_shape_is_on_every_rank_as_it_was(run: Run, tmp_path: Path, form: str) -> None:
+    """Also a view with strides, whose values are laid in order where each rank has them in a storage of its own."""
+    kept = {"view": torch.arange(6.0).reshape(2, 3).t(), "sparse": torch.eye(3).to_sparse()}
+    model = Net()
+    params = [name for name, _ in model.named_parameters()]
+    state = {"state": {name: dict(kept) for name in params}, "param_groups": [{"params": params}]}
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "old.pt")
+    out = ["--to", form, "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "old.pt", *MODEL, *out)[0] == 0
+    (optimizer,) = open_checkpoint(str(tmp_path / "rank_1.pt")).optimizers
+    views = [entry for entry in optimizer.tensors if entry.key.endswith(".view")]
+    assert all(torch.equal(with_torch.load(entry), kept["view"]) for entry in views)
+    assert len(views) == sum(entry.layout == "sparse_coo" for entry in optimizer.tensors) > 0
 
 
 def test_what_lies_in_one_file_stays_a_span_of_it(runs: dict[int, Path], names: Names) -> None:

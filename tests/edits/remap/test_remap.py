@@ -232,6 +232,46 @@ def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "one").read_bytes() != path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--rule|0.{x} => a.{x}",
+        "--rule|0.{x} => a.{x}|--sections|ema",
+        "--rule|0.{x} => a.{x}|--drop|optimizer",
+        "--rule|0.{x} => a.{x}|--drop|epoch|--drop|own",
+        "--rule|0.{x} => a.{x}|--drop|other.w|--drop|loose",
+        "--drop|optimizer|--drop|rng|--drop|epoch",
+        "--drop|optimizer.state.1.exp_avg",
+        "--drop|model.1.*|--drop|other",
+        "--drop|ema|--to|ddp",
+        "--select|0|--sections|model",
+        "--optimizer-keys|fqn",
+        "--optimizer-keys|flat|--drop|ema|--rule|0.{x} => a.{x}",
+        "--rule|{x*} => net.{x*}|--drop|optimizer.state.0.step",
+    ],
+)
+def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path, run: Run, line: str) -> None:
+    """To the byte, and says the same of it; what it drops is nowhere in the output, and all else is."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    parts = {"model": model.state_dict(), "ema": deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+    rest = {"other": {"w": torch.ones(5)}, "epoch": 3, "own": {"lr": 0.1}, "loose": torch.ones(7), "rng": [1]}
+    source, plan = tmp_path / "in.pt", tmp_path / "plan.json"
+    torch.save(parts | rest, source)
+    outs = [tmp_path / "one.pt", tmp_path / "two.pt"]
+    made = run("remap", source, *line.split("|"), "-o", outs[0], "--save-plan", plan, "--format", "json")
+    again = run("remap", source, "--plan", plan, "-o", outs[1], "--format", "json")
+    assert (made.status, again.status) == (0, 0), made.err + again.err
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    said = ("renamed", "transformed", "unchanged", "dropped")
+    assert [made.data[name] for name in said] == [again.data[name] for name in said]
+    words = line.split("|")
+    gone = {words[at + 1] for at, word in enumerate(words) if word == "--drop" and "." not in words[at + 1]}
+    assert torch.load(outs[0]).keys() == {*parts, *rest} - gone
+
+
 def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
     plan = Plan.from_json({
         "schema": "ckpttool.plan/1", "outputs": [], "dropped": [{"section": "", "key": "*", "reason": ""}]

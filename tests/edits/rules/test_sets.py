@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool.cli.app import main
 from ckpttool.edits.rules.file import read
-from ckpttool.edits.rules.ready import ready, sets
+from ckpttool.edits.rules.ready import SETS, ready, sets
 from ckpttool.errors import CkptError
 from command import Run
 from places import DOCS
@@ -67,7 +67,7 @@ def test_the_sets_are_listed(run: Run) -> None:
     assert (done.status, done.err) == (0, "")
     assert [line.split()[0] for line in done.out.splitlines() if "-to-" in line] == sets()
     data = run("remap", "--rules", "list", "--format", "json").data
-    assert data["sets"] == [one.to_json() for one in ready()]
+    assert data == SETS.write([ready()])
     assert {one["name"]: one["sizes"] for one in data["sets"]} == {name: list(sizes_of(name)) for name in sets()}
     assert all(" to " in one["about"] for one in data["sets"])
     assert run("remap", "--rules", "vit-timm-to-hf").status == 2

@@ -179,10 +179,7 @@ def test_values_tell_what_names_do_not(data: st.DataObject) -> None:
     order = data.draw(st.permutations(list(left)))
     right = {f"other.x{at}.weight": left[key] for at, key in enumerate(order)}
     mine, theirs = (
-        Side(
-            tuple(Tensor(key, "float32", (3, 3)) for key in state),
-            digest=Digests(section_of(state).by_key()),
-        )
+        Side(tuple(Tensor(key, "float32", (3, 3)) for key in state), digest=Digests(section_of(state).by_key()))
         for state in (left, right)
     )
     pairs = infer(mine, theirs).pairs

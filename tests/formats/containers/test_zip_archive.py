@@ -32,7 +32,15 @@ class Entry:
     disk: int = 0
 
 
-def archive_bytes(entries: list[Entry], *, count: int | None = None, size: int | None = None, disk: int = 0) -> bytes:
+def archive_bytes(
+    entries: list[Entry],
+    *,
+    count: int | None = None,
+    size: int | None = None,
+    disks: tuple[int, int] = (0, 0),
+    more: int = 0,
+) -> bytes:
+    """The archive; its end may lie about the number of records, here and in all, and where they are."""
     body, directory = b"", b""
     for entry in entries:
         crc = zlib.crc32(entry.data)
@@ -47,7 +55,8 @@ def archive_bytes(entries: list[Entry], *, count: int | None = None, size: int |
         directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields, start) + entry.name
     number = len(entries) if count is None else count
     length = len(directory) if size is None else size
-    return body + directory + struct.pack("<4s4H2IH", b"PK\5\6", disk, disk, number, number, length, len(body), 0)
+    end = (b"PK\5\6", *disks, number, number + more, length, len(body), 0)
+    return body + directory + struct.pack("<4s4H2IH", *end)
 
 
 def read(tmp_path: Path, data: bytes) -> Archive:
@@ -118,35 +127,89 @@ def test_an_archive_inside_a_file(tmp_path: Path) -> None:
     assert path.read_bytes()[span.offset : span.offset + span.length] == b"little"
 
 
+OUTSIDE, ELSEWHERE = "points outside the file", "points to where no such record is"
+NO_END, DISKS = "no end of a zip archive found", "one part of several"
+# What the file is, and what is said of it
 LYING = {
-    "truncated": torch_archive()[:-1],
-    "cut in half": torch_archive()[:400],
-    "empty": b"",
-    "no zip": b"nothing of the kind" * 10,
-    "directory outside": archive_bytes([Entry(b"a")], size=10_000),
-    "more records than announced": archive_bytes([Entry(b"a"), Entry(b"b")], count=1),
-    "fewer records than announced": archive_bytes([Entry(b"a")], count=2),
-    "far fewer records than announced": archive_bytes([Entry(b"a")], count=65_534),
-    "one name twice": archive_bytes([Entry(b"a"), Entry(b"a")]),
-    "encrypted": archive_bytes([Entry(b"a", flags=1)]),
-    "several disks": archive_bytes([Entry(b"a")], disk=1),
-    "record on another disk": archive_bytes([Entry(b"a", disk=3)]),
-    "offset outside": archive_bytes([Entry(b"a", offset=1 << 20)]),
-    "offset into nothing": archive_bytes([Entry(b"a", offset=2)]),
-    "overlapping": archive_bytes([Entry(b"a", nbytes=40, size=40), Entry(b"b")]),
-    "two records at one place": archive_bytes([Entry(b"a"), Entry(b"b", offset=0, local_name=b"a")]),
-    "longer than the file": archive_bytes([Entry(b"a", nbytes=1 << 30, size=1 << 30)]),
-    "other name in the header": archive_bytes([Entry(b"a", local_name=b"b")]),
-    "stored with two sizes": archive_bytes([Entry(b"a", size=5)]),
-    "name not UTF-8": archive_bytes([Entry(b"\xff\xfe", flags=0x800)]),
-    "zip64 sizes missing": archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF)]),
+    "truncated": (torch_archive()[:-1], NO_END),
+    "cut in half": (torch_archive()[:400], NO_END),
+    "empty": (b"", NO_END),
+    "no zip": (b"nothing of the kind" * 10, NO_END),
+    "directory outside": (archive_bytes([Entry(b"a")], size=10_000), OUTSIDE),
+    "directory longer by a byte": (archive_bytes([Entry(b"a")], size=48), OUTSIDE),
+    "directory shorter by a byte": (archive_bytes([Entry(b"a")], size=46), "the zip directory is damaged"),
+    "more records than announced": (archive_bytes([Entry(b"a"), Entry(b"b")], count=1), "more than the 1 records"),
+    "fewer records than announced": (archive_bytes([Entry(b"a")], count=2), "too small for the 2 records"),
+    "fewer, of long names": (archive_bytes([Entry(b"a" * 60)], count=2), "the zip directory is cut off"),
+    "far fewer records than announced": (archive_bytes([Entry(b"a")], count=65_534), "too small for the 65534 records"),
+    "one name twice": (archive_bytes([Entry(b"a"), Entry(b"a")]), "two records of one name @ a"),
+    **{
+        f"encrypted, {flag}": (archive_bytes([Entry(b"a", flags=flag)]), "the archive is encrypted @ a")
+        for flag in (1, 0x40, 0x2000)
+    },
+    "on another disk": (archive_bytes([Entry(b"a")], disks=(1, 0)), DISKS),
+    "directory on another disk": (archive_bytes([Entry(b"a")], disks=(0, 1)), DISKS),
+    "records on another disk": (archive_bytes([Entry(b"a")], more=1), DISKS),
+    "record on another disk": (archive_bytes([Entry(b"a", disk=3)]), DISKS),
+    "offset outside": (archive_bytes([Entry(b"a", offset=1 << 20)]), OUTSIDE),
+    "offset into nothing": (archive_bytes([Entry(b"a", offset=2)]), f"{ELSEWHERE} @ a"),
+    "overlapping": (archive_bytes([Entry(b"a", nbytes=40, size=40), Entry(b"b")]), "overlaps what follows it @ a"),
+    "overlapping by a byte": (archive_bytes([Entry(b"a", nbytes=5, size=5), Entry(b"b")]), "what follows it @ a"),
+    "two records at one place": (
+        archive_bytes([Entry(b"a"), Entry(b"b", offset=0, local_name=b"a")]),
+        f"{ELSEWHERE} @ b",
+    ),
+    "longer than the file": (archive_bytes([Entry(b"a", nbytes=1 << 30, size=1 << 30)]), "what follows it @ a"),
+    "other name in the header": (archive_bytes([Entry(b"a", local_name=b"b")]), f"{ELSEWHERE} @ a"),
+    "longer name in the header": (archive_bytes([Entry(b"a", local_name=b"ab")]), f"{ELSEWHERE} @ a"),
+    "stored with two sizes": (archive_bytes([Entry(b"a", size=5)]), "two different sizes @ a"),
+    "name not UTF-8": (archive_bytes([Entry(b"\xff\xfe", flags=0x800)]), "name is not UTF-8"),
+    "zip64 sizes missing": (
+        archive_bytes([Entry(b"a", size=0xFFFFFFFF, nbytes=0xFFFFFFFF)]),
+        "zip64 sizes are missing",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LYING)
 def test_archives_that_lie(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CkptError):
-        read(tmp_path, LYING[name])
+    data, words = LYING[name]
+    with pytest.raises(CkptError) as caught:
+        read(tmp_path, data)
+    assert words in " ".join([caught.value.message, *map(str, caught.value.problems)])
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1 << 40])
+@pytest.mark.parametrize("comment", [b"", b"with a comment"])
+def test_zip64_archives_of_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, comment: bytes
+) -> None:
+    """Python's, told that all beyond so many bytes is beyond four gibibytes: sizes, offsets, both or none are wide."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
+    contents = {f"dir/{n}": b"%d" % (n % 10) * n for n in (0, 1, 2, 99, 101, 300, 3)}
+    with zipfile.ZipFile(tmp_path / "wide.zip", "w", zipfile.ZIP_DEFLATED) as out:
+        for name, data in contents.items():
+            out.writestr(name, data, zipfile.ZIP_STORED if len(data) % 2 or len(data) < 10 else zipfile.ZIP_DEFLATED)
+        out.comment = comment
+    archive = read_archive(str(tmp_path / "wide.zip"))
+    assert {record.name: read_record(archive, record, 1000) for record in archive.records} == contents
+    for record, info in zip(archive.records, zipfile.ZipFile(tmp_path / "wide.zip").infolist()):
+        known = (info.filename, info.header_offset, info.compress_size, info.file_size, info.CRC)
+        assert known == (record.name, record.start, record.nbytes, record.size, record.crc)
+    data = (tmp_path / "wide.zip").read_bytes()
+    at = data.rfind(b"PK\6\6")
+    if at >= 0:
+        (tmp_path / "wide.zip").write_bytes(data[:at] + b"XX" + data[at + 2 :])
+        with pytest.raises(CkptError, match="not where its locator says"):
+            read_archive(str(tmp_path / "wide.zip"))
+
+
+def test_a_record_of_another_method_is_not_read(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_BZIP2) as out:
+        out.writestr("a", b"x" * 100)
+    archive = read_archive(str(tmp_path / "a.zip"))
+    with pytest.raises(CkptError, match="compressed by method 12"):
+        read_record(archive, archive.by_name["a"], 1000)
 
 
 def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path) -> None:

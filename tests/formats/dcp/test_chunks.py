@@ -86,6 +86,38 @@ def test_a_cover_holds_every_element_once(drawn: list[Any]) -> None:
     assert (cover_problem(shape, boxes) is None) == exact
 
 
+@settings(max_examples=150, deadline=None)
+@given(cut=cuts(), which=st.integers(0, 9), dim=st.integers(0, 2), of=st.sampled_from([0, 0, 1]), by=st.integers(-2, 2))
+def test_a_cover_with_one_box_elsewhere_is_none(
+    cut: tuple[tuple[int, ...], list[Box]], which: int, dim: int, of: int, by: int
+) -> None:
+    """Moved, it holds as many elements, some of them twice or outside; cut shorter or longer, fewer or more."""
+    shape, boxes = cut
+    which, dim = which % len(boxes), dim % len(shape)
+    changed = [list(part) for part in boxes[which]]
+    changed[of][dim] += by
+    if changed[of][dim] < 0:
+        return
+    boxes[which] = tuple(changed[0]), tuple(changed[1])
+    counts = dict.fromkeys(product(*map(range, shape)), 0)
+    for offsets, sizes in boxes:
+        for place in product(*(range(at, at + size) for at, size in zip(offsets, sizes))):
+            counts[place] = counts.get(place, 0) + 1
+    inside = all(at + size <= whole for box in boxes for at, size, whole in zip(*box, shape))
+    found = cover_problem(shape, boxes)
+    if not inside:
+        assert "is not inside" in str(found)
+    elif sum(counts.values()) != prod(shape):
+        assert f"its chunks hold {sum(counts.values()):,} elements" in str(found)
+    else:
+        assert found == (None if set(counts.values()) == {1} else "two of its chunks overlap")
+
+
+@pytest.mark.parametrize("boxes", [[((0,), (4,))], [((0, 0, 0), (4, 1, 1))], [((0, 0), (4,))], [((), ())]])
+def test_a_box_of_another_rank_is_not_inside(boxes: list[Box]) -> None:
+    assert "is not inside [4, 1]" in str(cover_problem((4, 1), boxes))
+
+
 def test_a_chunk_that_is_another_tensor(tmp_path: Path) -> None:
     item = saved(tmp_path, torch.ones(4), [((0,), (4,))])
     for wrong in (

@@ -340,89 +340,160 @@ class Bomb:
         return os.system, (f"touch {self.path}",)
 
 
-def outside(metadata: Any) -> None:
-    next(iter(metadata.storage_data.values())).relative_path = "../secret"
+def first_place(**said: Any) -> Callable[[Any], None]:
+    def lies(metadata: Any) -> None:
+        vars(metadata.storage_data[MetadataIndex("n")]).update(said)
+
+    return lies
+
+
+def of_w(**said: Any) -> Callable[[Any], None]:
+    return lambda metadata: vars(metadata.state_dict_metadata["w"]).update(said)
+
+
+def chunks(*boxes: tuple[list[int], list[int]]) -> Callable[[Any], None]:
+    """The tensor `w` in these boxes, each with a place of its own in the file."""
+
+    def lies(metadata: Any) -> None:
+        own = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes]
+        metadata.state_dict_metadata["w"].chunks = own
+        for number, chunk in enumerate(own):
+            place = _StorageInfo("__0_0.distcp", 10 * number, 10)
+            metadata.storage_data[MetadataIndex("w", chunk.offsets)] = place
+
+    return lies
+
+
+def paths(**said: Any) -> Callable[[Any], None]:
+    return lambda metadata: metadata.planner_data.update(said)
 
 
 def no_place(metadata: Any) -> None:
     metadata.storage_data.clear()
 
 
-def huge_shape(metadata: Any) -> None:
-    metadata.state_dict_metadata["w"].size = torch.Size([1 << 40, 1 << 40])
-
-
-def huge_rank(metadata: Any) -> None:
-    metadata.state_dict_metadata["w"].size = torch.Size([1] * 100_000)
-
-
-def gap(metadata: Any) -> None:
-    metadata.state_dict_metadata["w"].size = torch.Size([5])
-
-
-def overlap(metadata: Any) -> None:
-    chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([2])) for at in (0, 1)]
-    metadata.state_dict_metadata["w"].chunks = chunks
-    for chunk in chunks:
-        metadata.storage_data[MetadataIndex("w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 0, 10)
-
-
-def no_bytes(metadata: Any) -> None:
-    metadata.storage_data[MetadataIndex("n")].length = 0
-
-
-def itself(metadata: Any) -> None:
-    info = next(iter(metadata.storage_data.values()))
-    info.relative_path, info.offset, info.length = ".metadata", 0, 10
-
-
-def negative(metadata: Any) -> None:
-    next(iter(metadata.storage_data.values())).offset = -1
-
-
-def long_list(metadata: Any) -> None:
-    metadata.planner_data["w"] = ("w", 1 << 40)
-
-
-def two_ways(metadata: Any) -> None:
-    metadata.planner_data.update({"w": ("n",), "n": ("n", "x")})
-
-
-def deep(metadata: Any) -> None:
-    metadata.planner_data["w"] = ("x",) * 100_000
-
-
-def transformed(metadata: Any) -> None:
-    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
-
-
 def no_metadata(metadata: Any) -> Any:
     return {"state_dict_metadata": {}}
-
-
-def no_chunks(metadata: Any) -> None:
-    metadata.state_dict_metadata["w"].chunks = 7
 
 
 def odd_key(metadata: Any) -> None:
     metadata.state_dict_metadata[3] = metadata.state_dict_metadata.pop("w")
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *(outside, no_place, huge_shape, huge_rank, gap, overlap, negative, long_list, two_ways, deep, transformed),
-        *(no_metadata, no_chunks, odd_key, no_bytes, itself, lambda metadata: far_away(metadata, 1 << 50)),
-    ],
-)
-def test_metadata_that_lies(tmp_path: Path, how: Callable[[Any], Any]) -> None:
+NO_PATH = "is not the flat key of its path @ Metadata"
+# What is changed, and all that is said of it
+LIES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "outside": (first_place(relative_path="../secret"), ["leads out of the folder @ ../secret"]),
+    "itself": (
+        first_place(relative_path=".metadata", offset=0, length=9),
+        ["describes the folder, and holds no data @ .metadata"],
+    ),
+    "no file": (first_place(relative_path="gone"), ["the data file is missing @ gone"]),
+    "no bytes": (first_place(length=0), ["it has no bytes: torch.save writes some for every item @ n"]),
+    "transformed": (first_place(transform_descriptors=["zstd"]), ["went through an extension: zstd @ n"]),
+    "behind the end": (first_place(offset=1 << 50), ["__0_0.distcp ends at byte SIZE, before its data @ n"]),
+    "before the start": (
+        first_place(offset=-1),
+        ["not as torch writes it: '__0_0.distcp', byte -1, LENGTH bytes @ Metadata"],
+    ),
+    "of less than nothing": (
+        first_place(length=-1),
+        ["not as torch writes it: '__0_0.distcp', byte OFFSET, -1 bytes @ Metadata"],
+    ),
+    "a place that is text": (
+        first_place(offset="0"),
+        ["not as torch writes it: '__0_0.distcp', byte '0', LENGTH bytes @ Metadata"],
+    ),
+    "a length that is true": (
+        first_place(length=True),
+        ["not as torch writes it: '__0_0.distcp', byte OFFSET, True bytes @ Metadata"],
+    ),
+    "a file that is a number": (
+        first_place(relative_path=5),
+        ["not as torch writes it: 5, byte OFFSET, LENGTH bytes @ Metadata"],
+    ),
+    "no places": (no_place, ["nothing says where its bytes lie @ n", "nothing says where its bytes lie @ w"]),
+    "a huge shape": (
+        of_w(size=torch.Size([1 << 40, 1 << 40])),
+        ["its shape [1099511627776, 1099511627776] is too large @ w"],
+    ),
+    "a huge rank": (of_w(size=torch.Size([1] * 100_000)), ["sizes that are no tuple @ w"]),
+    "a rank too many": (of_w(size=torch.Size([1] * 65)), ["sizes that are no tuple @ w"]),
+    "sizes of text": (of_w(size="4"), ["sizes that are no tuple @ w"]),
+    "a size of text": (of_w(size=("4",)), ["sizes ['4'] @ w"]),
+    "a size below nothing": (of_w(size=(-4,)), ["sizes [-4] @ w"]),
+    "a gap": (of_w(size=torch.Size([5])), ["its chunks hold 4 elements, it has 5 @ w"]),
+    "no chunks": (of_w(chunks=7), ["int where a list has to be @ w"]),
+    "no properties": (of_w(properties=7), ["unknown dtype None @ w"]),
+    "an overlap": (chunks(([0], [2]), ([1], [2])), ["two of its chunks overlap @ w"]),
+    "a chunk outside": (chunks(([0], [2]), ([3], [2])), ["a chunk at [3] of [2] elements is not inside [4] @ w"]),
+    "a chunk of another rank": (
+        chunks(([0, 0], [2, 2])),
+        ["a chunk at [0, 0] of [2, 2] elements is not inside [4] @ w"],
+    ),
+    "a path of something else": (paths(w=("w", 1 << 40)), [NO_PATH]),
+    "paths of each other": (paths(w=("n",), n=("n", "x")), [NO_PATH]),
+    "a deep path": (paths(w=("x",) * 100_000), [NO_PATH]),
+    "a path of true": (paths(w=("w", True)), [NO_PATH]),
+    "a list for a path": (paths(w=["w"]), [NO_PATH]),
+    "no metadata": (no_metadata, ["not as torch writes it: dict where a Metadata has to be @ Metadata"]),
+    "a key that is a number": (odd_key, ["a key that is no string @ 3"]),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
     folder = save({"w": torch.ones(4), "n": 3}, tmp_path / "m")
     (tmp_path / "secret").write_text("x")
+    place = pickle.loads((folder / ".metadata").read_bytes()).storage_data[MetadataIndex("n")]
+    how, said = LIES[name]
     change(folder, how)
     with pytest.raises(CkptError) as caught:
         open_checkpoint(str(folder))
-    assert caught.value.exit_status == 2
+    words = {"OFFSET": place.offset, "LENGTH": place.length, "SIZE": f"{(folder / '__0_0.distcp').stat().st_size:,}"}
+    for word, value in words.items():
+        said = [text.replace(word, str(value)) for text in said]
+    found = sorted(map(str, caught.value.problems))
+    assert len(found) == len(said)
+    assert all(text.endswith(words) for text, words in zip(found, said)), found
     assert main(["inspect", str(folder)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("ways", "said"),
+    [
+        ({"a": ("a",), "a.b": ("a", "b")}, "the way to it leads through another entry @ a.b"),
+        ({"a.b": ("a", "b"), "a": ("a",)}, "the way to it leads through another entry @ a"),
+        ({"a.0": ("a", 0), "a.b": ("a", "b")}, "neither a dict nor a list @ a"),
+        ({"a.20000": ("a", 20000)}, "neither a dict nor a list @ a"),
+        ({"0": (0,), "1": (1,)}, None),
+        ({"a.-1": ("a", -1)}, "neither a dict nor a list @ a"),
+        ({".".join("x" * 300): tuple("x" * 300)}, "nested too deep @ x.x.x.x.x.x.x.x.x.x"),
+    ],
+)
+def test_keys_that_make_no_nested_state_dict(tmp_path: Path, ways: dict[str, Any], said: str | None) -> None:
+    folder = save(dict.fromkeys(ways, torch.ones(2)), tmp_path / "m")
+    change(folder, paths(**ways))
+    with pytest.raises(CkptError, match="make no nested state dict") as caught:
+        open_checkpoint(str(folder))
+    assert list(map(str, caught.value.problems)) == ([said] if said else [])
+
+
+def test_lists_keep_their_places_where_something_is_missing(tmp_path: Path) -> None:
+    folder = save({"a.0": torch.ones(1), "a.3": torch.ones(2)}, tmp_path / "m")
+    change(folder, paths(**{"a.0": ("a", 0), "a.3": ("a", 3)}))
+    remap(folder, "-o", tmp_path / "out.pt")
+    assert [None if one is None else one.numel() for one in torch.load(tmp_path / "out.pt")["a"]] == [1, None, None, 2]
+
+
+def test_an_object_is_read_up_to_a_size(tmp_path: Path) -> None:
+    """What is no tensor is read whole; of one that is longer than any, only the place is said."""
+    folder = save({"n": 3}, tmp_path / "m")
+    os.truncate(folder / "__0_0.distcp", 1 << 25)
+    for length, said in (((1 << 24) + 1, "n is 16,777,217 bytes and no tensor"), (1 << 24, "n is not as torch.save")):
+        change(folder, first_place(offset=0, length=length))
+        with pytest.raises(CkptError, match=said):
+            open_checkpoint(str(folder))
 
 
 def test_items_that_share_bytes_are_refused(tmp_path: Path) -> None:

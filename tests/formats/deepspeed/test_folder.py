@@ -83,10 +83,7 @@ def test_it_is_read_and_not_written(saved: Path, run: Run, tmp_path: Path) -> No
     assert (
         done.status,
         "is in another format (DeepSpeed folder (ZeRO, universal)) than what would replace it" in done.err,
-    ) == (
-        1,
-        True,
-    )
+    ) == (1, True)
     done = run("remap", f"{tmp_path / 'run'}::model", "--keep-aliases", "-o", f"{tmp_path / 'out'}/")
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -225,6 +225,63 @@ def test_a_wrong_total_size_is_said_and_mended(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / INDEX).read_text())["metadata"] == {"total_size": 8}
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("indent", [None, 2, 4])
+@pytest.mark.parametrize("keys", ["ab", "ba"])
+def test_the_index_keeps_its_spelling_and_its_order(
+    tmp_path: Path, keys: str, indent: int | None, ascii_only: bool, end: str
+) -> None:
+    """In an order of its own or sorted, with all else that it says; its inverse gives the same text."""
+    shards = {f"{key}.safetensors": {f"é.{key}": torch.ones(2)} for key in "ab"}
+    path = write(tmp_path / "m", shards)
+    value: dict[str, Any] = {
+        "note": "ü",
+        "weight_map": {f"é.{key}": f"{key}.safetensors" for key in keys},
+        "metadata": {"by": "x", "total_size": 16},
+    }
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=ascii_only) + end, "utf-8")
+    new = "é.z" if keys == "ab" else "é.0"
+    remap(path, "-o", f"{tmp_path}/out/", "--rule", f"é.a => {new}")
+    renamed = {"é.a": new, "é.b": "é.b"}
+    value["weight_map"] = {renamed[key]: own for key, own in value["weight_map"].items()}
+    if keys == "ab":
+        value["weight_map"] = dict(sorted(value["weight_map"].items()))
+    wanted = json.dumps(value, indent=indent, ensure_ascii=ascii_only) + end
+    assert (tmp_path / "out" / INDEX).read_text("utf-8") == wanted
+    remap(tmp_path / "out", "-o", f"{tmp_path}/back/", "--rule", f"{new} => é.a")
+    assert same(tmp_path / "m", tmp_path / "back")
+
+
+def test_an_index_without_sizes_gets_them_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}})
+    path.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    assert open_checkpoint(str(path)).notes == ()
+    remap(path, "-o", f"{tmp_path}/out/", "--rule", "a => b")
+    assert (tmp_path / "out" / INDEX).read_text() == json.dumps(
+        {"metadata": {"total_size": 8}, "weight_map": {"b": "a.safetensors"}}
+    )
+
+
+@pytest.mark.parametrize(("said", "is_noted"), [(40, False), (64, False), (63, True), ("40", True), (None, False)])
+def test_tied_tensors_may_be_counted_once_or_each(tmp_path: Path, said: object, is_noted: bool) -> None:
+    weight = torch.ones(6)
+    path = write(tmp_path / "m", {"a.bin": {"w": weight, "tied": weight}, "b.bin": {"b": torch.ones(4)}})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {"total_size": said}}))
+    assert bool(open_checkpoint(str(path)).notes) == is_noted
+
+
+def test_shards_are_called_after_their_index(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "in.pt")
+    for index, name in (("own.safetensors.index.json", "own"), ("own.bin.index.json", "own")):
+        (tmp_path / index).mkdir()
+        ending = index.split(".")[1]
+        remap(tmp_path / "in.pt", "-o", tmp_path / index / index, "--max-shard-size", "8")
+        assert {path.name for path in (tmp_path / index).iterdir()} == {
+            index, f"{name}-00001-of-00002.{ending}", f"{name}-00002-of-00002.{ending}"
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "text",
     [

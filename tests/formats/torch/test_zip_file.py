@@ -352,6 +352,58 @@ def test_shared_storages_stay_shared(tmp_path: Path) -> None:
             assert sum("/data/" in name for name in archive.namelist()) == 2
 
 
+def test_a_state_dict_at_two_places_is_a_section_at_each(tmp_path: Path, run: Run) -> None:
+    """It stays one as long as it is the same at both, and there and back gives the same bytes."""
+    shared = torch.nn.Linear(2, 3).state_dict()
+    path = saved(tmp_path, {"model": shared, "best": shared, "list": [shared, {"w": torch.ones(1)}], "epoch": 3})
+    checkpoint = read(path)
+    assert [section.path for section in checkpoint.sections] == ["model", "best", "list.0", "list.1"]
+    assert checkpoint.others == ("epoch",)
+    there, back = tmp_path / "there.pt", tmp_path / "back.pt"
+    assert (
+        run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model,best,list.0", "-o", there, "--verify")[0] == 0
+    )
+    found = load(str(there))
+    assert found["model"] is found["best"] is found["list"][0]
+    assert list(found["best"]) == ["a.weight", "a.bias"]
+    assert run("remap", there, "--rule", "a.{x} => {x}", "--sections", "model,best,list.0", "-o", back)[0] == 0
+    assert back.read_bytes() == Path(path).read_bytes()
+    assert (
+        run("remap", path, "--rule", "{x} => b.{x}", "--sections", "best", "--force", "-o", there, "--verify")[0] == 0
+    )
+    found = load(str(there))
+    assert [list(found[name]) for name in ("model", "best")] == [["weight", "bias"], ["b.weight", "b.bias"]]
+    assert run("remap", path, "--drop", "best", "--force", "-o", there, "--verify")[0] == 0
+    assert list(load(str(there))) == ["model", "list", "epoch"]
+
+
+def test_an_optimizer_and_a_module_at_two_places_are_sections_at_each(tmp_path: Path, run: Run) -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.named_parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    own = optimizer.state_dict()
+    path = saved(tmp_path, {"module": model, "ema": model, "optimizer": own, "best": own})
+    kinds = [(section.path, section.kind, len(section.tensors)) for section in read(path).sections]
+    assert kinds == [
+        ("module", "state_dict", 2), ("ema", "state_dict", 2), ("optimizer", "optimizer", 2), ("best", "optimizer", 2)
+    ]  # fmt: skip
+    assert run("remap", path, "--optimizer-keys", "fqn", "-o", tmp_path / "out.pt", "--verify").status == 0
+    found = load(str(tmp_path / "out.pt"))
+    assert list(found["optimizer"]["state"]) == list(found["best"]["state"]) == ["weight", "bias"]
+    assert torch.equal(found["ema"].weight, model.weight)
+
+
+def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_path: Path) -> None:
+    shared = {f"k{number}": torch.ones(1) for number in range(100)}
+    checkpoint = read(saved(tmp_path, {"list": [shared] * 2000}))
+    assert [section.path for section in checkpoint.sections] == [f"list.{number}" for number in range(1001)]
+    assert len(checkpoint.others) == 999
+    assert checkpoint.notes == (
+        "from list.1001 on, sections that stand at several places are looked at in one of them",
+    )
+
+
 def test_metadata_follows(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, training()))
     section = checkpoint.section("model")
@@ -490,10 +542,7 @@ def test_a_fresh_file_of_several_sections(tmp_path: Path) -> None:
     now = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, sections)), weights_only=True)
     assert same(
         {key: dict(value) for key, value in now.items()},
-        {
-            "model": {"w": torch.ones(2), "version": {"a": [1, "b"]}},
-            "ema": {"v": torch.zeros(3)},
-        },
+        {"model": {"w": torch.ones(2), "version": {"a": [1, "b"]}}, "ema": {"v": torch.zeros(3)}},
     )
 
 
@@ -596,41 +645,62 @@ def wrapped(depth: int) -> Call:
 
 
 GOOD = {"0": bytes(8)}
-LYING: dict[str, tuple[Any, dict[str, bytes]]] = {
-    "no storage": (tensor_node(key="7"), GOOD),
-    "storage too small": (tensor_node(numel=3, size=(3,)), GOOD),
-    "storage too large": (tensor_node(numel=2), {"0": bytes(100)}),
-    "tensor too large": (tensor_node(size=(3,)), GOOD),
-    "offset outside": (tensor_node(offset=1), GOOD),
-    "stride outside": (tensor_node(stride=(2,)), GOOD),
-    "negative size": (tensor_node(size=(-1,)), GOOD),
-    "negative stride": (tensor_node(offset=1, stride=(-1,)), GOOD),
-    "negative offset": (tensor_node(offset=-1), GOOD),
-    "negative number of elements": (tensor_node(numel=-2), GOOD),
-    "sizes and strides differ": (tensor_node(size=(1, 1)), GOOD),
-    "too many dimensions": (tensor_node(size=(1,) * 100, stride=(1,) * 100), GOOD),
-    "huge sizes": (tensor_node(size=(2**62, 2**62), stride=(0, 1)), GOOD),
-    "sizes of another type": (tensor_node(size="ab"), GOOD),
-    "a bool as size": (tensor_node(size=(True,)), GOOD),
-    "unknown storage class": (tensor_node(kind="OddStorage"), GOOD),
-    "storage key of another type": (tensor_node(key=("a",)), GOOD),
-    "no arguments": (Call(Global("torch._utils", "_rebuild_tensor_v2"), ()), GOOD),
-    "storage is none": (Call(Global("torch._utils", "_rebuild_tensor_v2"), (1, 2, 3, 4, 5, 6)), GOOD),
-    "parameter of nothing": (Call(Global("torch._utils", "_rebuild_parameter"), (1, True, None)), GOOD),
-    "parameter of parameter of ...": (wrapped(5000), GOOD),
-    "sparse of nothing": (Call(Global("torch._utils", "_rebuild_sparse_tensor"), (1, (2, 3, 4))), GOOD),
+# The tensor, the storages, and what is said of it
+LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
+    "no storage": (tensor_node(key="7"), GOOD, "storage 7 is missing"),
+    "storage too small": (tensor_node(numel=3, size=(3,)), GOOD, "storage 0 is 8 bytes, its tensors say 12"),
+    "storage too large": (tensor_node(numel=2), {"0": bytes(100)}, "storage 0 is 100 bytes, its tensors say 8"),
+    "tensor too large": (tensor_node(size=(3,)), GOOD, "reaches element 2 of a storage of 2"),
+    "offset outside": (tensor_node(offset=1), GOOD, "reaches element 2 of a storage of 2"),
+    "stride outside": (tensor_node(stride=(2,)), GOOD, "reaches element 2 of a storage of 2"),
+    "negative size": (tensor_node(size=(-1,)), GOOD, "sizes (-1,)"),
+    "negative stride": (tensor_node(offset=1, stride=(-1,)), GOOD, "sizes (-1,)"),
+    "negative offset": (tensor_node(offset=-1), GOOD, "offset -1, shape (2,), strides (1,)"),
+    "negative number of elements": (tensor_node(numel=-2), GOOD, "a storage reference"),
+    "sizes and strides differ": (tensor_node(size=(1, 1)), GOOD, "offset 0, shape (1, 1), strides (1,)"),
+    "too many dimensions": (tensor_node(size=(1,) * 100, stride=(1,) * 100), GOOD, "tuple where sizes have to be"),
+    "huge sizes": (tensor_node(size=(2**62, 2**62), stride=(0, 1)), GOOD, "of a storage of 2"),
+    "sizes of another type": (tensor_node(size="ab"), GOOD, "str where sizes have to be"),
+    "a bool as size": (tensor_node(size=(True,)), GOOD, "sizes (True,)"),
+    "unknown storage class": (tensor_node(kind="OddStorage"), GOOD, "a storage of class OddStorage"),
+    "storage key of another type": (tensor_node(key=("a",)), GOOD, "a storage reference"),
+    "no arguments": (
+        Call(Global("torch._utils", "_rebuild_tensor_v2"), ()),
+        GOOD,
+        "the arguments of torch._utils._rebuild_tensor_v2",
+    ),
+    "storage is none": (
+        Call(Global("torch._utils", "_rebuild_tensor_v2"), (1, 2, 3, 4, 5, 6)),
+        GOOD,
+        "a storage reference",
+    ),
+    "parameter of nothing": (
+        Call(Global("torch._utils", "_rebuild_parameter"), (1, True, None)),
+        GOOD,
+        "int where a tensor has to be",
+    ),
+    "parameter of parameter of ...": (wrapped(5000), GOOD, "Call where a tensor has to be"),
+    "sparse of nothing": (
+        Call(Global("torch._utils", "_rebuild_sparse_tensor"), (1, (2, 3, 4))),
+        GOOD,
+        "the arguments of torch._utils._rebuild_sparse_tensor",
+    ),
     "dtype that is none": (
         Call(Global("torch._utils", "_rebuild_meta_tensor_no_storage"), (Global("os", "system"), (1,), (1,), False)),
         GOOD,
+        "os.system where a dtype has to be",
     ),
 }
 
 
 @pytest.mark.parametrize("name", LYING)
 def test_tensors_that_lie(tmp_path: Path, name: str) -> None:
-    node, storages = LYING[name]
-    with pytest.raises(CkptError):
+    node, storages, words = LYING[name]
+    with pytest.raises(CkptError) as caught:
         read(crafted(tmp_path, {"w": node}, storages))
+    (problem,) = caught.value.problems
+    assert problem.key == "w"
+    assert words in problem.problem
 
 
 @pytest.mark.parametrize("reference", [("storage", Global("torch", "FloatStorage"), "9", "cpu", 2), ("else",), "text"])
@@ -649,9 +719,15 @@ def test_the_honest_tensor(tmp_path: Path) -> None:
 
 
 def test_archives_that_are_no_checkpoint(tmp_path: Path) -> None:
-    for records in ({"a/other": b""}, {"a/data.pkl": b"N.", "b/data.pkl": b"N."}, {"a/data.pkl": b"N.more"}):
+    for records, words in (
+        ({"a/other": b""}, "0 records are called NAME/data.pkl, not one"),
+        ({"a/data.pkl": b"N.", "b/data.pkl": b"N."}, "2 records are called NAME/data.pkl, not one"),
+        ({"a/b/data.pkl": b"N."}, "0 records are called NAME/data.pkl, not one"),
+        ({"a/data.pkl": b"N.more"}, "4 bytes follow the pickle"),
+        ({"a/data.pkl": b"N.", "a/constants.pkl": b"N."}, "it is a TorchScript archive"),
+    ):
         path = write_pieces(layout_archive(None, [NewRecord(k, v) for k, v in records.items()]), tmp_path / "x.pt")
-        with pytest.raises(CkptError):
+        with pytest.raises(CkptError, match=words):
             read(path)
 
 

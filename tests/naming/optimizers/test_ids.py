@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import OrderedDict, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import format_for
 from ckpttool.naming.optimizers.classes import class_of
-from ckpttool.naming.optimizers.forms import form_of, read, write
+from ckpttool.naming.optimizers.forms import form_of, read, same_options, write
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.optimizer_state import FLAT, numbered, renamed
 from files import write_pieces
@@ -82,15 +83,21 @@ def test_nested_state_is_flattened_as_torch_does(tmp_path: Path) -> None:
         ({"state": {}, "param_groups": [{"lr": 1}]}, "has no list of ids or names @ param_groups.0.params"),
         ({"state": {}, "param_groups": [3]}, "has no list of ids or names @ param_groups.0.params"),
         ({"state": {}, "param_groups": [{"params": [[0]]}]}, "has no list of ids or names @ param_groups.0.params"),
-        (
-            {"state": {}, "param_groups": [{"params": [0, "a"]}]},
-            "some params are ids and some names @ param_groups",
-        ),
+        ({"state": {}, "param_groups": [{"params": [0, "a"]}]}, "some params are ids and some names @ param_groups"),
         ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "stands in more than one place of the param groups @ 0"),
         ({"state": {3: {}}, "param_groups": [{"params": [0]}]}, "no param group has this parameter @ state.3"),
         ({"state": {0: 3}, "param_groups": [{"params": [0]}]}, "is no dict @ state.0"),
+        ({"state": {"a": 3}, "param_groups": [{"params": ["a"]}]}, "is no dict @ state.a"),
         ({"param_groups.a.lr": 1, "state.b.step": 1}, "no param_groups key names this parameter @ state.b.step"),
         ({"param_groups.lr": 1}, "names no parameter @ param_groups.lr"),
+        (
+            {"param_groups.a.lr": 1, "state.a.x": 1, "state.a.x.y": 2},
+            "stands in the place of another part of the state @ state.a.x.y",
+        ),
+        (
+            {"param_groups.a.lr": 1, "state.a.x.y": 2, "state.a.x": 1},
+            "stands in the place of another part of the state @ state.a.x",
+        ),
     ],
 )
 def test_what_is_no_optimizer_state_is_said(state: Any, problem: str, tmp_path: Path) -> None:
@@ -105,6 +112,48 @@ def test_an_optimizer_that_is_the_whole_file_is_called_the_root() -> None:
     with pytest.raises(CkptError) as raised:
         read(Section("", "optimizer", (), mapping={"state": {}, "param_groups": [{}]}))
     assert raised.value.message == "(root) is not an optimizer's state dict as torch writes it"
+
+
+def test_an_optimizer_of_no_parameters_has_ids(tmp_path: Path) -> None:
+    assert form_of(section(tmp_path / "o.pt", {"state": {}, "param_groups": [{"params": [], "lr": 1.0}]})) == "id"
+
+
+OPTIONS: dict[str, Any] = {
+    "1": 1,
+    "1.0": 1.0,
+    "True": True,
+    "None": None,
+    "text": "1",
+    "list": [1, 2.0],
+    "tuple": (1, 2),
+    "longer": [1, 2, 3],
+    "nested": [[1], (2,)],
+    "nested too": ([1], [2]),
+    "tensor": torch.ones(2),
+    "equal tensor": torch.ones(2),
+    "other tensor": torch.zeros(2),
+    "bytes": torch.ones(2).view(torch.int32),
+    "object": Namespace(x=1),
+    "other object": Namespace(x=1),
+}
+ALIKE = ({"1", "1.0"}, {"list", "tuple"}, {"nested", "nested too"}, {"tensor", "equal tensor"})
+
+
+def test_options_are_the_same_by_their_values(tmp_path: Path) -> None:
+    """True is not 1, and of two objects nobody knows. A flat state has one group for those that are the same."""
+    mapping = {f"param_groups.{n.replace('.', '_')}.lr": v for n, v in OPTIONS.items()}
+    torch.save({"optimizer": mapping}, tmp_path / "o.pt")
+    (found,) = open_checkpoint(str(tmp_path / "o.pt")).sections
+    groups = {frozenset(map(str, group.params)) for group in read(found).groups}
+    together = set().union(*ALIKE)
+    alone = [{name} for name in OPTIONS if name not in together]
+    assert groups == {frozenset(name.replace(".", "_") for name in names) for names in (*ALIKE, *alone)}
+
+
+def test_options_are_the_same_where_they_have_the_same_names() -> None:
+    both, one = {"lr": 1, "eps": 2}, {"lr": 1}
+    assert same_options(both, dict(both))
+    assert not any(same_options(*pair) for pair in ((both, one), (one, both), (both, {**both, "eps": 3})))
 
 
 @pytest.mark.parametrize(

@@ -213,8 +213,7 @@ def test_a_new_prefix_is_suggested(steady: list[str], run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [["run", "--suggest", "r.toml"], ["run/step-9.pt"], ["run", "--fail-on", "missing"], ["empty"]],
+    "line", [["run", "--suggest", "r.toml"], ["run/step-9.pt"], ["run", "--fail-on", "missing"], ["empty"]]
 )
 def test_what_is_no_question(steady: list[str], run: Run, line: list[str]) -> None:
     Path("empty").mkdir()

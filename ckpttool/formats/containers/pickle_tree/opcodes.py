@@ -8,11 +8,12 @@ from __future__ import annotations
 import codecs
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ckpttool.formats.containers.pickle_tree.nodes import ABSENT, ByteString, Call, Global, Persistent, PickledSet
 from ckpttool.limits import limits
+from ckpttool.values import dataclass
 from ckpttool.words import a
 
 STOP = ord(".")

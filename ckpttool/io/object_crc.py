@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ckpttool.checkpoint import Span
-from ckpttool.io.pieces import Piece, Pieces
+from ckpttool.io.pieces import Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.read import filesystem, stat
 
@@ -38,20 +38,16 @@ def is_copied(runs: Sequence[Pieces | Span], out: str) -> bool:
     source = stat(span.path)
     size, end = (source.size or 0 if source is not None else 0), span.offset + span.length
     before, after = [Piece(Span(span.path, 0, span.offset))], [Piece(Span(span.path, end, size - end))]
-    theirs, ours = _of_object(span.path, size), _of_object(out, span.length + _nbytes([*head, *tail]))
-    if theirs is None or ours is None or _nbytes([*head, *tail, *before, *after]) > _MOST:
+    theirs, ours = _of_object(span.path, size), _of_object(out, span.length + nbytes_of([*head, *tail]))
+    if theirs is None or ours is None or nbytes_of([*head, *tail, *before, *after]) > _MOST:
         return False
 
     def of_range(whole: int, head: Pieces, tail: Pieces, more: int) -> int:
         """The CRC of the range, as it were with as many zeros behind it as both tails have bytes."""
-        zeros = _nbytes(tail) + more
+        zeros = nbytes_of(tail) + more
         return int(combined(whole ^ _crc(tail), 0, more) ^ combined(_crc(head), 0, span.length + zeros))
 
-    return of_range(theirs, before, after, _nbytes(tail)) == of_range(ours, head, tail, _nbytes(after))
-
-
-def _nbytes(pieces: Pieces) -> int:
-    return sum(piece.nbytes for piece in pieces)
+    return of_range(theirs, before, after, nbytes_of(tail)) == of_range(ours, head, tail, nbytes_of(after))
 
 
 def _crc(pieces: Pieces) -> int:

@@ -14,7 +14,7 @@ from ckpttool.io.together.job import current, only_first
 from ckpttool.queries.diff.keys import Values
 
 
-def shared(values: Values | None, *comparisons: Callable[[Values], object]) -> Values | None:
+def dealt(values: Values | None, *comparisons: Callable[[Values], object]) -> Values | None:
     """`values`, with all that these comparisons ask it answered by the ranks of the job; the first then is alone.
 
     They are made once on every rank, as if all values were the same, to hear what they ask. What they ask besides where

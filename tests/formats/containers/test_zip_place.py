@@ -1,0 +1,26 @@
+"""Where storages lie, told from the directory alone: torch's own archives are the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpttool.formats.containers.zip_archive import read_archive
+from ckpttool.formats.containers.zip_place import U32, data_of, is_storage
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 33, 64, 5000], [U32 - 1, 7], [U32, 7], [1 << 31, 1 << 31, U32 + 70, 7]])
+def test_every_storage_that_torch_writes_is_told_from_its_place_and_its_size(tmp_path: Path, sizes: list[int]) -> None:
+    """Beyond four gibibytes too: the large ones are sparse."""
+    with torch.serialization.skip_data():
+        torch.save({str(n): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}, tmp_path / "a.pt")
+    archive = read_archive(str(tmp_path / "a.pt"))
+    storages = [record for record in archive.records if is_storage(record.name.encode()) and record.nbytes]
+    assert len(storages) == sum(size > 0 for size in sizes)
+    for record in storages:
+        place = (record.name.encode(), record.start, record.nbytes)
+        assert data_of(*place, record.end) == record.data
+        assert data_of(*place, record.end + 1) is None
+        assert data_of(*place, record.end - 1) is None

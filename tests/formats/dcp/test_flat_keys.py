@@ -1,0 +1,57 @@
+"""Flat keys and their paths: torch's own flattening of random state dicts is the oracle, and its way back."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
+from ckpttool.errors import Refused
+from ckpttool.formats.containers.pickle_tree import loads
+from ckpttool.formats.dcp.flat_keys import flattened, nested
+from ckpttool.formats.torch.tensors import is_tensor
+
+KEYS = st.sampled_from(["a", "b", "a.b", "", "x"]) | st.integers(-1, 2)
+LEAVES = st.sampled_from([torch.ones(2), 3, None, "text", (1, torch.ones(1)), True])
+TREES = st.recursive(
+    LEAVES, lambda inside: st.lists(inside, max_size=3) | st.dictionaries(KEYS, inside, max_size=3), max_leaves=8
+)
+
+
+def pickled(value: Any) -> Any:
+    """The tree of the pickle that torch.save makes of the value."""
+    torch.save(value, out := io.BytesIO())
+    with zipfile.ZipFile(out) as archive:
+        return loads(archive.read("archive/data.pkl")).root
+
+
+@settings(max_examples=150, deadline=None)
+@given(state=st.dictionaries(KEYS, TREES, max_size=4))
+def test_what_torch_flattens_is_flattened_so(state: dict[Any, Any]) -> None:
+    try:
+        flat, paths = flatten_state_dict(state)
+    except ValueError:
+        with pytest.raises(Refused) as caught:
+            flattened(pickled(state))
+        assert {problem.problem for problem in caught.value.problems} == {"two entries have this flat key"}
+        return
+    found = flattened(pickled(state))
+    assert {key: path for key, (path, _) in found.items()} == paths
+    assert [key for key, (_, node) in found.items() if is_tensor(node)] == [
+        key for key, value in flat.items() if isinstance(value, torch.Tensor)
+    ]
+    assert nested({paths[key]: key for key in flat}) == unflatten_state_dict({key: key for key in flat}, paths)
+
+
+@pytest.mark.parametrize("root", [torch.ones(2), [torch.ones(2)], {(1, 2): torch.ones(2)}])
+def test_what_has_no_flat_keys_is_refused(root: Any) -> None:
+    with pytest.raises(Refused, match="cannot hold this") as caught:
+        flattened(pickled(root))
+    said = "a key of a dict that is no word @ " if isinstance(root, dict) else "the file holds no dict @ (root)"
+    assert said in list(map(str, caught.value.problems))

@@ -1,0 +1,188 @@
+"""Patches on real files: what the pieces say, the way back to the byte, and both from wherever a process died."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.checkpoint import Lazy, Span
+from ckpttool.io import kernel, patch
+from ckpttool.io.patch import Patch
+from ckpttool.io.pieces import Piece
+
+BLOCK = 4096
+CUTS = st.tuples(*[st.floats(0, 1)] * 2)
+SIZES = st.integers(1, 9 * BLOCK) | st.sampled_from([BLOCK, 2 * BLOCK, 5 * BLOCK])
+SHIFTS = st.sampled_from([0, 0, 0, BLOCK, -BLOCK, 2 * BLOCK, 1, -7])
+
+
+@contextmanager
+def opened(path: Path, content: bytes) -> Iterator[int]:
+    path.write_bytes(content)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def drawn(size: int, cuts: tuple[float, float], shift: int, tail: int) -> tuple[bytes, Span, bytes, bytes, bytes]:
+    """The file, the part of it that stays, what stands before and behind that then, and the whole of it."""
+    content = os.urandom(size)
+    start, end = (int(cut * size) for cut in sorted(cuts))
+    end = size if shift > 0 and not tail else end
+    head, behind = os.urandom(max(0, start + shift)), os.urandom(tail)
+    return content, Span("", start, end - start), head, behind, head + content[start:end] + behind
+
+
+@settings(max_examples=80, deadline=None)
+@given(size=SIZES, cuts=CUTS, shift=SHIFTS, tail=st.sampled_from([0, 0, 1, 300, 5000]))
+def test_a_patch_makes_what_its_pieces_say_and_its_way_back_undoes_it(
+    tmp_path_factory: pytest.TempPathFactory, size: int, cuts: tuple[float, float], shift: int, tail: int
+) -> None:
+    path = tmp_path_factory.mktemp("patch").resolve() / "file"
+    content, stays, head, behind, wanted = drawn(size, cuts, shift, tail)
+    pieces = [Piece(head), Piece(Span(str(path), stays.offset, stays.length)), Piece(behind)]
+    with opened(path, content) as descriptor:
+        found = patch.of_pieces(pieces, str(path), size)
+        is_moved = len(head) != stays.offset
+        if is_moved and (behind or stays.offset + stays.length < size):
+            assert found is None  # only what the file ends with can be moved
+            return
+        assert found is not None
+        assert (found.after, found.nbytes) == (len(wanted), len(head) + len(behind))
+        back = patch.inverse(descriptor, found)
+        try:
+            patch.apply(descriptor, found, fsync=False)
+        except OSError as error:
+            number = error.errno
+        else:
+            number = 0
+        if number:  # not by whole blocks, or not here
+            assert is_moved
+            assert number in kernel.NOT_HERE
+            assert path.read_bytes() == content
+            return
+        assert path.read_bytes() == wanted
+        assert patch.content_of(descriptor, back) == patch.hash_of(found)
+        assert patch.inverse(descriptor, back) == found
+        patch.apply(descriptor, found, fsync=False)  # done again, it changes nothing
+        assert path.read_bytes() == wanted
+        patch.apply(descriptor, back, fsync=False)
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(("size", "now"), [(300, b"other"), (3, b"other bytes"), (5, b""), (0, b"first")])
+def test_a_file_of_which_nothing_stays_is_written_whole(tmp_path: Path, size: int, now: bytes) -> None:
+    content = os.urandom(size)
+    found = patch.of_pieces([Piece(now[:2]), Piece(now[2:])], str(tmp_path / "file"), size)
+    assert found is not None
+    with opened(tmp_path / "file", content) as descriptor:
+        back, sample = patch.inverse(descriptor, found), patch.sample_of(descriptor, found.start, found.length)
+        patch.apply(descriptor, found, fsync=False)
+        assert (tmp_path / "file").read_bytes() == now
+        assert patch.fits(descriptor, back, sample)
+        patch.apply(descriptor, back, fsync=False)
+        assert (tmp_path / "file").read_bytes() == content
+
+
+def test_a_patch_keeps_one_span_of_the_file_itself(tmp_path: Path) -> None:
+    """All else takes a copy: bytes of another file, computed ones, ones in another order; and more than so many."""
+    place, other = str(tmp_path.resolve() / "file"), str(tmp_path.resolve() / "other")
+    own = Span(place, 100, 400)
+    computed = Lazy(400, lambda: [bytes(400)])
+    kinds: list[list[Span | Lazy]] = [[Span(other, 100, 400)], [computed], [own, own], [own, computed]]
+    for kept in kinds:
+        assert patch.of_pieces([Piece(b"head"), *(Piece(one) for one in kept)], place, 500) is None
+    found = patch.of_pieces([Piece(b"head"), Piece(own)], place, 500)
+    assert found is not None
+    assert (found.start, found.length, found.shift, found.head, found.after) == (100, 400, -96, b"head", 404)
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").touch()
+    assert patch.of_pieces([Piece(b"head"), Piece(Span(str(tmp_path / "link"), 100, 400))], place, 500) == found
+
+
+class Died(Exception):
+    """The process is not there any more."""
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    """Lets so many calls that change a file be made, of writes only a half of the last one, and then none."""
+    calls = [left]
+
+    def counted(owner: Any, name: str, call: Any) -> None:
+        def wrapped(*args: Any) -> Any:
+            calls[0] -= 1
+            if calls[0] == 0 and name == "write":
+                call(args[0], args[1][: len(args[1]) // 2])
+            if calls[0] <= 0:
+                raise Died
+            return call(*args)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    counted(os, "write", os.write)
+    counted(os, "ftruncate", os.ftruncate)
+    counted(kernel, "fallocate", kernel.fallocate)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "start", "shift", "tail"),
+    [
+        (20_000, 600, 0, b""),
+        (20_000, 600, 0, b"x" * 9_000),
+        (20_000, 600, 0, b"x"),
+        (20_480, 600, BLOCK, b""),
+        (20_480, 6_000, -BLOCK, b""),
+    ],
+)
+def test_from_wherever_it_died_the_way_back_is_known_and_leads_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, start: int, shift: int, tail: bytes, left: int
+) -> None:
+    content = os.urandom(size)
+    length = size - start - (2_000 if tail else 0)
+    made = Patch(size, start, length, shift, os.urandom(start + shift), tail)
+    with opened(tmp_path / "file", content) as descriptor:
+        back, sample = patch.inverse(descriptor, made), patch.sample_of(descriptor, start, length)
+        with monkeypatch.context() as inside:
+            dying(inside, left)
+            try:
+                patch.apply(descriptor, made, fsync=False)
+            except Died:
+                pass
+            except OSError:
+                pytest.skip("this file system moves no blocks")
+        assert patch.fits(descriptor, back, sample)
+        patch.apply(descriptor, back, fsync=False)
+        assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("shift", [0, BLOCK])
+def test_another_file_is_not_taken_for_one_on_the_way(tmp_path: Path, shift: int) -> None:
+    """By its size, which is of one of the two or between them, and by both ends of what stays."""
+    content = os.urandom(20_480)
+    made = Patch(len(content), 600, len(content) - 600, shift, os.urandom(600 + shift), b"")
+    tail = Patch(len(content), 600, 10_000, 0, os.urandom(600), b"x" * 100)
+    with opened(tmp_path / "file", content) as descriptor:
+        for one in (made, tail):
+            sample = patch.sample_of(descriptor, one.start, one.length)
+            assert patch.fits(descriptor, one, sample)
+            for at in (one.start, one.start + one.length - 1):
+                os.pwrite(descriptor, bytes([content[at] ^ 1]), at)
+                assert not patch.fits(descriptor, one, sample)
+                os.pwrite(descriptor, content[at : at + 1], at)
+            for size in (one.after - 1, len(content) + shift + 1):
+                os.ftruncate(descriptor, size)
+                assert not patch.fits(descriptor, one, sample)
+                os.ftruncate(descriptor, len(content))
+                os.pwrite(descriptor, content, 0)
+        os.ftruncate(descriptor, (len(content) + tail.after) // 2)
+        assert patch.fits(descriptor, tail, patch.sample_of(descriptor, tail.start, tail.length))

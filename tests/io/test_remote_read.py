@@ -1,0 +1,146 @@
+"""Bytes behind URLs: whatever was fetched before, and however little is kept, they are those of the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpttool.errors import CkptError
+from ckpttool.io.remote import kept, read
+from ckpttool.io.remote.kept import Kept, Stat
+from ckpttool.io.remote.read import Stream, open_file
+
+DATA = os.urandom(3_001)
+URL = "memory://reads/data"
+PLACES = st.integers(0, 3_010)
+RANGES = st.tuples(PLACES, st.integers(0, 900))
+STEPS = st.one_of(
+    st.tuples(st.just("read_at"), RANGES),
+    st.tuples(st.just("prefetch"), st.lists(RANGES, max_size=4)),
+    st.tuples(st.just("stream"), st.tuples(PLACES, st.integers(1, 500), st.integers(0, 3_010))),
+    st.tuples(st.just("seek"), PLACES),
+    st.tuples(st.just("read"), st.integers(-1, 400)),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A file of many blocks, of which few are kept."""
+    for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
+        monkeypatch.setattr(read, own, value)
+    monkeypatch.setattr(kept, "_MAX_BLOCKS", 9)
+    monkeypatch.setattr(kept, "_MAX_AHEAD", 700)
+    fsspec.filesystem("memory").pipe_file("/reads/data", DATA)
+    yield
+    read.forget(URL)
+
+
+@settings(max_examples=120, deadline=None)
+@given(steps=st.lists(STEPS, max_size=8))
+def test_any_reads_in_any_order_give_the_bytes_of_the_file(steps: list[tuple[str, Any]]) -> None:
+    read.forget(URL)
+    file, stream, at = open_file(URL), Stream(URL), 0
+    assert file.size == len(DATA)
+    for step, asked in steps:
+        if step == "read_at":
+            assert file.read_at(*asked) == DATA[asked[0] : sum(asked)]
+        elif step == "prefetch":
+            file.prefetch(asked)
+            for offset, count in asked:
+                assert file.read_at(offset, count) == DATA[offset : offset + count]
+        elif step == "stream":
+            offset, count, until = asked
+            found = bytes(stream.read_at(offset, count, max(until, offset + count)))
+            assert found == DATA[offset : offset + len(found)]
+            assert found or offset >= len(DATA)
+        elif step == "seek":
+            at = file.seek(asked)
+        else:
+            found = file.read(asked)
+            assert found == (DATA[at:] if asked < 0 else DATA[at : at + asked])
+            at += len(found)
+        assert len(kept.kept.blocks) <= 9
+
+
+def test_what_is_read_in_order_is_asked_for_in_longer_and_longer_runs() -> None:
+    """Blocks of 64 bytes, one, two, four and then four at a time; a place elsewhere begins with one again."""
+    file, before = open_file(URL), kept.kept.requests[URL]
+    for at in range(64 * 11):
+        assert file.read_at(at, 1) == DATA[at : at + 1]
+    assert kept.kept.requests[URL] - before == 4
+    fetched = kept.kept.fetched[URL]
+    file.read_at(2_000, 1)
+    assert kept.kept.fetched[URL] - fetched == 64
+
+
+def test_ranges_that_are_close_are_asked_for_as_one() -> None:
+    for gap, requests in ((20, 1), (21, 2), (-5, 1)):
+        read.forget(URL)
+        file, before = open_file(URL), kept.kept.requests[URL]
+        file.prefetch([(100 + 30 + gap, 30), (100, 30)])
+        assert kept.kept.requests[URL] - before == requests
+        file.read_at(105, 20), file.read_at(100 + 30 + gap, 30)
+        file.prefetch([(100, 30), (110, 10), (5_000, 10)])
+        assert kept.kept.requests[URL] - before == requests
+
+
+def test_a_file_that_ends_before_its_size_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = open_file(URL)
+    fsspec.filesystem("memory").pipe_file("/reads/data", DATA[:-1])
+    monkeypatch.setattr("ckpttool.io.remote.errors._WAITS", ())
+    with pytest.raises(CkptError, match="asked for 57 bytes from byte 2,944, got 56"):
+        file.read_at(len(DATA) - 3, 3)
+    fsspec.filesystem("memory").rm("/reads/data")
+    read.forget(URL)
+    with pytest.raises(CkptError, match="no such file"):
+        open_file(URL)
+
+
+@pytest.mark.parametrize(
+    ("url", "goes"),
+    [
+        ("s3://b/m", {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a"}),
+        ("s3://b/m/", {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a"}),
+        ("s3://b/m/sub/a", {"s3://b/m", "s3://b/m/sub/a"}),
+        ("s3://b/none", set()),
+    ],
+)
+def test_what_is_at_under_and_above_is_forgotten(url: str, goes: set[str]) -> None:
+    urls = {"s3://b/m", "s3://b/m/a", "s3://b/m/sub/a", "s3://b/model", "s3://c/m"}
+    known = Kept()
+    for one in urls:
+        known.stats[one] = None
+        known.assumed[one], known.blocks[one, 3], known.runs[one] = [], b"", (1, 2)
+        known.keep_heads({one: b"head"})
+    known.forget(url)
+    left = urls - goes
+    assert left == {*known.stats} == {*known.assumed} == {*known.runs} == {*known.ahead} == {*known.heads}
+    assert {one for one, _ in known.blocks} == left
+
+
+def test_heads_are_kept_while_there_is_room() -> None:
+    known = Kept()
+    for number in range(9):
+        known.keep_heads({f"m://{number}": bytes(100)})
+    assert [*known.heads] == [*known.ahead] == [f"m://{number}" for number in range(2, 9)]
+
+
+@pytest.mark.parametrize(
+    ("now", "is_still"),
+    [
+        (Stat(False, 5, ("ETag", "a")), True),
+        (Stat(False, 5, ("ETag", "b")), False),
+        (Stat(False, 6, ("ETag", "a")), False),
+        (Stat(True, 5, ("ETag", "a")), False),
+        (Stat(False, 5, ("mtime", "b")), True),  # a listing tells of another version than a single answer
+        (Stat(False, 6, ("mtime", "b")), False),
+    ],
+)
+def test_what_tells_that_a_file_is_still_the_same(now: Stat, is_still: bool) -> None:
+    assert now.is_still(Stat(False, 5, ("ETag", "a"))) == is_still

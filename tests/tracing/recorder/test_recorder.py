@@ -1,0 +1,163 @@
+"""What the recorder says of tensors that are written in place, through views of each other: random programs."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ckpttool.evaluate.interpret import evaluate
+from ckpttool.evaluate.with_torch import same_bits
+from ckpttool.expression import Op, Ref, is_opaque
+from ckpttool.tracing.recorder.recorder import Recorder
+
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
+Tensors = list[torch.Tensor]
+
+
+def viewed(chance: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """A view of the tensor, or of a part of it."""
+    if not x.dim():
+        return x.unsqueeze(0)
+    dim = chance.randrange(x.dim())
+    start, end = sorted(chance.choices(range(x.shape[dim] + 1), k=2))
+    ways: list[Callable[[], torch.Tensor]] = [
+        lambda: x.narrow(dim, start, end - start),
+        lambda: x.narrow(dim, start, end - start),
+        lambda: x[start:end],
+        lambda: x.select(dim, start % x.shape[dim]),
+        lambda: x.transpose(0, dim),
+        lambda: x.unsqueeze(dim),
+        lambda: x.squeeze(),
+        lambda: x.flatten(),
+        lambda: x.reshape(-1, 2),
+        lambda: x[::2] if dim == 0 else x[:, 1::2],
+        lambda: x.chunk(2, dim)[-1],
+        lambda: x.diagonal(),
+        lambda: x.as_strided((2, 2), (1, 3), x.storage_offset()),
+        lambda: x.detach().t_(),
+        lambda: x.view({torch.float32: torch.int32, torch.float64: torch.int64}[x.dtype]),
+    ]
+    try:
+        return chance.choice(ways)()
+    except (RuntimeError, IndexError, KeyError):  # there is no such view
+        return x
+
+
+def computed(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    ways: list[Callable[[], torch.Tensor]] = [
+        lambda: x + 1,
+        lambda: x.neg(),
+        lambda: x.clone(),
+        lambda: x.to(torch.float64),
+        lambda: torch.stack([x, x]),
+        lambda: x * y,
+        lambda: torch.full_like(x, 3.0),
+        lambda: x.new_zeros(x.shape),
+        lambda: x.expand(2, *x.shape),
+        lambda: torch.cat([x, y]),
+    ]
+    try:
+        return chance.choice(ways)()
+    except (RuntimeError, IndexError):
+        return x.clone()
+
+
+def write(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Changes the tensor where it is; by the other one where torch lets it."""
+    number = float(chance.randint(-3, 3))
+    ways: list[Callable[[], object]] = [
+        lambda: x.copy_(y),
+        lambda: x.copy_(y),
+        lambda: x.add_(y),
+        lambda: x.mul_(number),
+        lambda: x.fill_(number),
+        lambda: x.zero_(),
+        lambda: x.neg_(),
+        lambda: torch.add(x, number, out=x),
+        lambda: torch.mul(x, y, out=x),
+        lambda: x.__setitem__(slice(0, 1), y),
+        lambda: x.clamp_(-number, 5),
+        lambda: torch._foreach_mul_([x, y], number),
+        lambda: torch._foreach_add_([x, y], [y, x]),
+    ]
+    try:
+        chance.choice(ways)()
+    except (RuntimeError, IndexError):  # of another shape, or of elements that overlap
+        x.fill_(number)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 100))
+def test_every_tensor_is_what_it_is_said_to_be(first: int) -> None:
+    told = wanted = 0
+    for seed in range(first, first + 100):
+        chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        whole = torch.randint(-9, 9, (4, 6), generator=generator).float()
+        names = {"whole": whole, "other": torch.randint(-9, 9, (6,), generator=generator).float()}
+        if chance.random() < 0.5:
+            names["part"] = whole[1:3] if chance.random() < 0.5 else whole.t()[2:4]  # another name in one storage
+        before = {name: tensor.clone() for name, tensor in names.items()}
+        recorder = Recorder()
+        for name, tensor in names.items():
+            recorder.name(tensor, Ref(name))
+        pool: Tensors = list(names.values())
+        with recorder:
+            for _ in range(chance.randint(3, 10)):
+                x, y = chance.choice([*pool, *pool[-2:]]), chance.choice(pool)
+                kind = chance.randrange(3)
+                if kind == 0:
+                    pool.append(viewed(chance, x))
+                elif kind == 1:
+                    pool.append(computed(chance, x, y))
+                elif all(size == 1 or step for size, step in zip(x.shape, x.stride())):
+                    write(chance, viewed(chance, x) if chance.random() < 0.5 else x, y)
+        for tensor in pool:
+            value = recorder.value(tensor)
+            wanted += 1
+            if not is_opaque(value):
+                told += 1
+                found = evaluate(value, before.__getitem__)
+                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), (seed, value)
+                assert same_bits(found, tensor), (seed, value)
+    assert told > 0.8 * wanted, (told, wanted)
+
+
+def cuts(chance: random.Random, size: int) -> list[tuple[int, int]]:
+    """Ranges that make up `size` places."""
+    edges = sorted({0, size, *chance.choices(range(1, size), k=chance.randint(1, 2))})
+    return list(pairwise(edges))
+
+
+def test_what_is_filled_piece_by_piece_is_made_of_the_pieces() -> None:
+    """Rows, columns or blocks of memory that held nothing, in any order; some of them are written again."""
+    for seed in range(100):
+        chance = random.Random(seed)
+        whole = torch.empty(4, 6).t() if chance.random() < 0.3 else torch.empty(4, 6)
+        rows, columns = (
+            [(0, whole.shape[dim])] if chance.random() < 0.4 else cuts(chance, whole.shape[dim]) for dim in (0, 1)
+        )
+        places = [(slice(*row), slice(*column)) for row in rows for column in columns]
+        chance.shuffle(places)
+        again = chance.sample(places, chance.choice([0, 0, 1]))
+        missing = places.pop() if chance.random() < 0.2 and not again else None
+        values = {f"v{at}": torch.randn(whole[place].shape) for at, place in enumerate([*places, *again])}
+        recorder = Recorder()
+        for name, value in values.items():
+            recorder.name(value, Ref(name))
+        with recorder:
+            made = whole.new_empty(whole.shape) if whole.is_contiguous() else torch.empty(4, 6).t()
+            for place, value in zip([*places, *again], values.values()):
+                if chance.random() < 0.5:
+                    made[place] = value
+                else:
+                    made[place].copy_(value)
+        told = recorder.value(made)
+        assert is_opaque(told) == (missing is not None), seed
+        if missing is None:
+            assert same_bits(evaluate(told, values.__getitem__), made), seed
+            in_a_row = whole.is_contiguous() and len(places) > 1 and 1 in (len(rows), len(columns))
+            assert not in_a_row or (isinstance(told, Op) and told.op == "aten.cat.default"), (seed, told)
