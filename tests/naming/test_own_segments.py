@@ -22,7 +22,7 @@ SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "5"))
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "none": lambda model: model,
     "dp": nn.DataParallel,
-    "compile": torch.compile,
+    "compile": lambda model: torch.compile(model),  # type: ignore[dict-item,return-value]
     "compile(dp)": lambda model: torch.compile(nn.DataParallel(model)),  # type: ignore[dict-item,return-value]
     "averaged": AveragedModel,
 }
