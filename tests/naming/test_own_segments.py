@@ -1,0 +1,63 @@
+"""Models that call modules of their own as wrappers do, saved inside of wrappers: each value under its own name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import segment_models
+from ckpttool.cli.app import main
+from ckpttool.edits.rules.mend import INFERRED
+from zoo import randomized, runtime_values
+
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "5"))
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "none": lambda model: model,
+    "dp": nn.DataParallel,
+    "compile": lambda model: torch.compile(model),  # type: ignore[dict-item,return-value]
+    "compile(dp)": lambda model: torch.compile(nn.DataParallel(model)),  # type: ignore[dict-item,return-value]
+    "averaged": AveragedModel,
+}
+
+
+def loaded(make: Callable[[], nn.Module], path: str) -> dict[str, torch.Tensor]:
+    """What an instance holds that has loaded the file strictly."""
+    model = randomized(make(), 2)
+    model.load_state_dict(torch.load(path))
+    return runtime_values(model)
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[fqn], wanted[fqn]) for fqn in wanted)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_what_loads_has_the_values_that_were_saved(
+    seed: int, wrapper: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operand, path, out = f"segment_models:tree_{seed}", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")
+    make = getattr(segment_models, f"tree_{seed}")
+    model = randomized(make(), 1)
+    wanted = runtime_values(model)
+    torch.save(WRAPPERS[wrapper](model).state_dict(), path)
+    if main(["remap", path, "--model", operand, "--to", "serialized", "-o", out]) == 0:
+        assert same(loaded(make, out), wanted)
+    capsys.readouterr()
+    status = main(["diff", "--model", operand, path, "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (status == 0) == (wrapper == "none")
+    for command in found["fix"]:
+        words = shlex.split(command)[1:]
+        assert main(words) == 0, command
+        made = words[words.index("-o") + 1]
+        if main(["diff", "--model", operand, made]) == 0 and INFERRED not in found["notes"]:
+            assert same(loaded(make, made), wanted), command

@@ -1,0 +1,29 @@
+"""Random models whose own modules are called as wrappers call theirs: ``tree_7`` is that of seed 7."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+SEGMENTS = ("module", "_orig_mod", "fc", "layer", "0", "_checkpoint_wrapped_module", "model")
+
+
+def tree(draw: random.Random, depth: int = 0) -> nn.Module:
+    """Linear layers of one shape, so that names alone tell them apart."""
+    made = nn.Module()
+    for name in draw.sample(SEGMENTS, draw.choice([1, 1, 2, 3])):
+        made.add_module(name, nn.Linear(2, 2) if depth == 2 or draw.random() < 0.5 else tree(draw, depth + 1))
+    if not depth and draw.random() < 0.4:  # the same names once more below a segment
+        setattr(made, draw.choice(("module", "_orig_mod")), copy.deepcopy(made))
+    return AveragedModel(made) if not depth and draw.random() < 0.15 else made
+
+
+def __getattr__(name: str) -> Callable[[], nn.Module]:
+    kind, _, seed = name.partition("_")
+    if kind != "tree" or not seed.isdigit():
+        raise AttributeError(name)
+    return lambda: tree(random.Random(int(seed)))
