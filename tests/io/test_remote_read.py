@@ -31,7 +31,10 @@ STEPS = st.one_of(
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A file of many blocks, of which few are kept."""
+    """A file of many blocks, of which few are kept, and nothing of what other tests read."""
+    nothing = Kept()
+    monkeypatch.setattr(kept, "kept", nothing)
+    monkeypatch.setattr(read, "kept", nothing)
     for own, value in (("BLOCK", 64), ("PART", 300), ("_LARGE", 512), ("_SMALL_GAP", 20), ("_MAX_RUN", 4)):
         monkeypatch.setattr(read, own, value)
     monkeypatch.setattr(kept, "_MAX_BLOCKS", 9)
