@@ -60,7 +60,7 @@ def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]
     if not root:
         return found
     inner = {key: strip(key, root) for key in keys}
-    whole = _key_by_key(list(inner.values()), names, optional)
+    whole = _key_by_key(list(inner.values()), names, optional, below=False)
     if not whole.complete or len(set(inner.values())) < len(keys):
         return found
     segments = Counter(path.rpartition(".")[2] for path in root for _ in keys)
@@ -72,11 +72,12 @@ def match(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]
     )
 
 
-def _key_by_key(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str]) -> Match:
+def _key_by_key(keys: Sequence[str], names: Mapping[str, str], optional: Iterable[str], below: bool = True) -> Match:
+    """With `below` the model may also be a part of another, all of whose keys are below that part's name."""
     count = Counter(names.values())
     by_canonical = {canonical: name for name, canonical in names.items() if count[canonical] == 1}
     by_canonical.update((name, name) for name in names)
-    prefix = common_prefix(keys, by_canonical)
+    prefix = common_prefix(keys, by_canonical) if below else ""
     text = "\n".join(keys)  # most keys have nothing of a wrapper: asking each by itself would take longer than all else
     paths = recognise(keys) if any(part in text for part in _BY_EVIDENCE) else frozenset[str]()
     may_be_wrapped = bool(prefix or WRAPPER.search(text))
