@@ -51,21 +51,14 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     target = _checked_target(source, options, writer)
     model = operand_of(options)
     done = replace(
-        _made(source, options, model),
+        made(source, options, model),
         source=source.source,
         output=options.target(source.source) or "",
         dry_run=options.dry_run,
     )
     if options.to_ranks and model is not None:
         return _write_ranks(source, options, writer, model.names(), done)
-    if target is not None:
-        _check_versions(done, target, options, _to_operand(options, model) or model)
-    return done if target is None else _write(source, options, writer, target, done)
-
-
-def made(source: Checkpoint, options: RemapOptions) -> Remap:
-    """What `options` make of `source`, whatever format is to hold it. Raises as `run` does."""
-    return _made(source, options, operand_of(options))
+    return done if target is None else _write(source, options, writer, target, done, model)
 
 
 def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -> Target | None:
@@ -95,8 +88,8 @@ def _to_operand(options: RemapOptions, model: ModelOperand | None) -> ModelOpera
     return model.with_optimizer(options.to_optimizer)
 
 
-def _made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) -> Remap:
-    """What is to be written: a saved plan carried out, or the one that the options ask for."""
+def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) -> Remap:
+    """What `options`, of which the model is read, make of `source`, whatever is to hold it. Raises as `run` does."""
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
         return by_plan(source.read_for(plan.reads), plan, _runners(plan, model, _to_operand(options, model)))
@@ -225,17 +218,30 @@ def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Opti
     return wanted.changes and not options.trainable_only and all(option is None for option in about_keys)
 
 
-def _write(source: Checkpoint, options: RemapOptions, writer: Writer, target: Target, done: Remap) -> Remap:
+def fitted(done: Remap, target: Target, options: RemapOptions, model: ModelOperand | None) -> Checkpoint:
+    """What was made as the output can hold it. Raises `Refused`, all problems at once, where it cannot."""
+    _check_versions(done, target, options, _to_operand(options, model) or model)
+    return fit(done.result, target.format, keep_aliases=options.keep_aliases)
+
+
+def _write(
+    source: Checkpoint,
+    options: RemapOptions,
+    writer: Writer,
+    target: Target,
+    done: Remap,
+    model: ModelOperand | None,
+) -> Remap:
     """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
-    fitted = fit(done.result, target.format, keep_aliases=options.keep_aliases)
+    output = fitted(done, target, options, model)
     notes = (*source.notes, *done.notes, *losses(done.result, target.format))
-    done = replace(done, result=fitted, notes=notes)
+    done = replace(done, result=output, notes=notes)
     if options.dry_run:
-        return replace(done, cost=cost_of(target.lay_out(fitted, _shard_size(options))))
-    expected = fingerprints(fitted) if options.verify and options.in_place else fitted
-    written = _edited(options, writer, target, fitted)
+        return replace(done, cost=cost_of(target.lay_out(output, _shard_size(options))))
+    expected = fingerprints(output) if options.verify and options.in_place else output
+    written = _edited(options, writer, target, output)
     if written is None or written.way == "copied":
-        writer.target(target, target.lay_out(fitted, _shard_size(options)), _of_values(done))
+        writer.target(target, target.lay_out(output, _shard_size(options)), _of_values(done))
     if options.verify:
         done = replace(done, verified=writer.prove(target.path, expected))
     if written is not None and written.way == "edited" and done.plan.dropped:

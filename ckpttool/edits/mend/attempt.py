@@ -9,13 +9,12 @@ from ckpttool.edits import run as remap
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
-from ckpttool.formats.fit import fit
 from ckpttool.names import Names
-from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import target_for
 from ckpttool.operands.printed import operand, outputs
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import HARMLESS, Diff
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
 from ckpttool.queries.diff.run import run
 from ckpttool.values import dataclass
 
@@ -37,6 +36,15 @@ class Question:
         """The same question of other checkpoints, without their bytes: no rename changes these, nor suggestions."""
         options = replace(self.options, values=False, rtol=0.0, atol=0.0)
         return run(self._narrowed(left), right, options, self.model, infers=False)
+
+    def remaining(self, diff: Diff) -> int:
+        """How many differences are left that a remap could mend: those of values alone it leaves as they are."""
+        alone = sum(entry.left == entry.right for entry in self.of_values(diff))
+        return sum(entry.status not in HARMLESS for entry in diff.entries) - alone
+
+    def of_values(self, diff: Diff) -> list[Entry]:
+        """The tensors of two checkpoints that have other values, under one name or two."""
+        return [] if self.right is None else [entry for entry in diff.entries if entry.status == "value"]
 
     def _narrowed(self, left: Checkpoint | None) -> Checkpoint | None:
         """Of an output what was asked about: the one optimizer, with the model beside it where a model is asked."""
@@ -76,16 +84,6 @@ class Attempt:
     drops: bool = False
     infers: bool = False
 
-    @property
-    def left_to_do(self) -> int:
-        """How many differences there still are."""
-        return remaining(self.after)
-
-
-def remaining(diff: Diff) -> int:
-    """How many differences stand between left and right."""
-    return sum(entry.status not in HARMLESS for entry in diff.entries)
-
 
 def try_remap(question: Question, options: RemapOptions, word: str, most: int | None = None) -> Attempt | None:
     """The remap of the left checkpoint that `options` ask for; None where it is refused, or no format can hold it, or
@@ -103,16 +101,17 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
         like=None if options.like is None else question.right,
     )
     try:
-        result = remap.made(source, read).result
+        model = operand_of(read)
+        done = remap.made(source, read, model)
     except CkptError:
         return None
     named = operand(source.source, source.format)
     for out in outputs(named, word):
         try:
             target = target_for(out, source)
-            fitted = fit(result, target.format)
+            fitted = remap.fitted(done, target, read, model)
             after = question.of_names(replace(fitted, source=out, format=target.format.name), question.right)
-            if most is not None and not after.identical and (remaining(after) >= most or _loses(options, after)):
+            if not (after.identical or most is None or _helps(question, options, after, most)):
                 return None
             target.lay_out(fitted)
         except CkptError:
@@ -122,6 +121,7 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
     return None
 
 
-def _loses(options: RemapOptions, after: Diff) -> bool:
-    """Whether it leaves out tensors while others are missing: these may be the same under other names."""
-    return bool(options.drop) and any(entry.status == "missing" for entry in after.entries)
+def _helps(question: Question, options: RemapOptions, after: Diff, most: int) -> bool:
+    """Whether fewer than `most` differences are left, and none of what is missing may be among what it leaves out."""
+    loses = options.drop and any(entry.status == "missing" for entry in after.entries)
+    return not loses and question.remaining(after) < most

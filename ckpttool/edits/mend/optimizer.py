@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.mend.attempt import Question, remaining, try_remap
+from ckpttool.edits.mend.attempt import Question, try_remap
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.mend.ways import Way
 from ckpttool.edits.remap.options import RemapOptions
@@ -30,7 +30,7 @@ def mended(question: Question, diff: Diff, remedy: Remedy) -> Diff:
         if _PLACEHOLDERS.intersection(v for v in vars(options).values() if isinstance(v, str)):
             named = operand(path, whole.format)
             return replace(diff, fix=(command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
-        found = try_remap(replace(question, left=whole, picked=picked), options, word, remaining(diff))
+        found = try_remap(replace(question, left=whole, picked=picked), options, word, question.remaining(diff))
         if found is not None:
             return replace(diff, fix=(found.command,))
     fresh = _without(question, whole, picked) if question.right is None else ()

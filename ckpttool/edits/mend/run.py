@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool.edits.mend import ways
-from ckpttool.edits.mend.attempt import Attempt, Question, remaining, try_remap
+from ckpttool.edits.mend.attempt import Attempt, Question, try_remap
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
 from ckpttool.edits.rules.mend import INFERRED, PART, Suggested, needs_file
@@ -14,6 +14,8 @@ from ckpttool.queries.diff.result import Diff
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
 DROPPED = "what --drop leaves out is not in the output: the right has no place for it, or another name's value there"
+UNREAD = "values of tensors without a partner by name were not compared: diff --values of the output does"
+_UNPAIRED = ("missing", "transformed")
 OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
 
 
@@ -60,15 +62,27 @@ def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -
     notes += [OWN_NAMES] if swaps else []
     notes += [INFERRED] if best and best.infers else []
     notes += [DROPPED] if best and best.drops else []
-    if not unknown and not swaps and not any(attempt.after.identical for attempt in found):
-        notes += [PART] if best else []
-        notes += sentences(question.left, diff, best.after if best else diff)
+    unpaired = question.options.comparison is not None and any(e.status in _UNPAIRED for e in diff.entries)
+    notes += [UNREAD] if best and unpaired else []
+    if not unknown and not swaps:
+        notes += [PART] if best and not best.after.identical else []
+        notes += sentences(question.left, diff, _left_over(question, diff, best))
     return replace(diff, fix=(*unknown, *(attempt.command for attempt in found)), notes=(*diff.notes, *notes))
+
+
+def _left_over(question: Question, diff: Diff, best: Attempt | None) -> Diff:
+    """What still differs once the best way is gone: values, which it was not asked about, as they do now."""
+    if best is None:
+        return diff
+    names = () if best.after.identical else best.after.entries
+    return replace(best.after, entries=(*names, *question.of_values(diff)))
 
 
 def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Attempt | None:
     """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
     differing = {entry.status for entry in diff.entries} - {"same"}
+    if any(entry.left != entry.right for entry in question.of_values(diff)):
+        differing.add("renamed")  # the names can be mended where the values cannot
     if question.left is not None and one_rank(question.left):
         return None  # what the other ranks hold, no command makes of it
     of_ranks = question.left is not None and question.left.format == "rank_files"
@@ -76,13 +90,13 @@ def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Attemp
     if differing and differing <= not_by_names and not of_ranks:
         return None
     worth = ways.to_load(question, diff) if suggested is None else ways.to_compare(question, diff, suggested)
-    best, least = None, remaining(diff)
+    best, least = None, question.remaining(diff)
     for word, options in worth:
         attempt = try_remap(question, options, word, least)
         if attempt is not None and attempt.after.identical:
             return attempt
         if attempt is not None:
-            best, least = attempt, attempt.left_to_do
+            best, least = attempt, question.remaining(attempt.after)
     return best
 
 

@@ -69,7 +69,7 @@ def _takes_over_nothing(question: Question, diff: Diff) -> bool:
     """Whether the names of the other checkpoint change none: the two have names in common, and no tensor has two."""
     both = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
     plain = question.left is not None and question.left.format in _AS_THEY_ARE
-    return plain and question.options.comparison is None and bool(both) and all(both)
+    return plain and bool(both) and all(both)
 
 
 def _by_inference(suggested: Suggested) -> Iterator[Way]:
