@@ -7,6 +7,8 @@ import re
 FLAT_PARAM = "_flat_param"  # FSDP1's name; FlattenParamsWrapper's is flat_param, fairscale's flat_param_0
 _FLAT = re.compile(r"_flat_param|flat_param(_\d+)?")
 
+NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment that is a number, as of a layer
+
 
 def dotted(*parts: str) -> str:
     """The parts joined by dots, without those that are empty: the root of a file or a model has no name."""

@@ -72,11 +72,8 @@ def say(failure: Failure, as_json: bool = False) -> int:
     with suppress(OSError):
         sys.stderr.writelines(f"{for_log(clipped(line), 'text')}\n" for line in lines)
         if as_json and failure.message:
-            sys.stdout.write(
-                for_log(
-                    json.render(ERROR.write((failure.status, failure.message, failure.problems, failure.hint))), "json"
-                )
-            )
+            said = ERROR.write((failure.status, failure.message, failure.problems, failure.hint))
+            sys.stdout.write(for_log(json.render(said), "json"))
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()

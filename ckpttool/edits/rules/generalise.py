@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckpttool.edits.rules.patterns import InTurn, parse
 from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError
+from ckpttool.keys import NUMBER
 from ckpttool.values import dataclass
 
 _VARIABLES = ("{n}", "{m}", "{k}", "{j}")  # the layer numbers, the outermost first
-_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _MOST_KINDS = 400  # kinds of renames beyond which only layer numbers are generalised
 _TOO_MANY = 4000  # kinds of renames beyond which every key is named by itself
 _SAMPLES = 2  # keys of each kind that a rule is tried on; all are checked at the end
@@ -117,7 +116,7 @@ def _samples(names: Mapping[str, str]) -> dict[str, str]:
 
 def _kind(key: str, name: str) -> tuple[str, ...]:
     """Equal for renames of which `numbered` makes one."""
-    own, new = _NUMBER.split(key), _NUMBER.split(name)
+    own, new = NUMBER.split(key), NUMBER.split(name)
     if own[1::2] != new[1::2] or len(own[1::2]) > len(_VARIABLES):
         return numbered((key, name))
     return (*own[::2], "=>", *new[::2])  # what stands around the numbers

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 
+from ckpttool.keys import NUMBER
 from ckpttool.naming.inference import words
 from ckpttool.naming.inference.values import Group, Side, Template
-
-_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|\Z)")  # a segment that is a number
 
 
 class Order:
@@ -28,7 +27,7 @@ class Order:
         """Module -> the place of the first layer below it."""
         first: dict[str, int] = {}  # what stands before the first number -> the place of the first key that has it
         for key, at in self.place.items():
-            number = _LAYER.search(key)
+            number = NUMBER.search(key)
             if number is not None:
                 first.setdefault(key[: number.start()], at)
         found: dict[str, int] = {}
@@ -47,7 +46,7 @@ class Order:
 
         Parameters of a module's own come first in a state dict, wherever they are used: their order says nothing.
         """
-        path = group.first.key.split(".")
+        path = tuple(group.first.key.split("."))
         if not self._side.ordered or not words.kind(path) or any(segment.isdecimal() for segment in path):
             return ""
         homes = (".".join(path[:depth]) for depth in range(len(path) - 1, -1, -1))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 
 from ckpttool.naming.inference import words
-from ckpttool.naming.inference.values import Group, Outlined, Template, groups
+from ckpttool.naming.inference.values import Group, Outlined, groups
 
 DEPTHS = (3, 2, 1, 0)  # layer numbers that are generalised: models have up to three
 # What an inference may cost: a comparison of two groups `COST`, a step one for each tensor that is left. Real models
@@ -84,34 +83,19 @@ class Unpaired:
             yield from ((a, b) for a, b in found.values() if b)
 
 
-@lru_cache(maxsize=1 << 16)
-def _kind(path: Template) -> str:
-    return words.kind(path)
-
-
-@lru_cache(maxsize=1 << 16)
-def _certain(path: Template) -> str:
-    return words.certain_part(path)
-
-
-@lru_cache(maxsize=1 << 16)
-def _part(path: Template) -> str:
-    return words.part(path)
-
-
 def kind(group: Group) -> str:
     """As `words.kind`."""
-    return _kind(group.path)
+    return words.kind(group.path)
 
 
 def certain(group: Group) -> str:
     """As `words.certain_part`."""
-    return _certain(group.path)
+    return words.certain_part(group.path)
 
 
 def part(group: Group) -> str:
     """As `words.part`."""
-    return _part(group.path)
+    return words.part(group.path)
 
 
 def only(

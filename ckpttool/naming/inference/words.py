@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 # Part -> whole segments, in lower case, that mean it and nothing else, whatever stands around them.
 CERTAIN: dict[str, tuple[str, ...]] = {
@@ -52,29 +52,35 @@ _PARTS = {word: part for part, words in RELATIVE.items() for word in words} | _C
 _KINDS = {word: kind for kind, words in KINDS.items() for word in words}
 
 
-def kind(segments: Sequence[str]) -> str:
+_kept = lru_cache(maxsize=1 << 16)  # a group's name is asked about at each step
+
+
+@_kept
+def kind(segments: tuple[str, ...]) -> str:
     """``weight``, ``bias``, ...; empty where the name does not say."""
     return _KINDS.get(segments[-1].lower().rpartition("_")[2], "")
 
 
-def certain_part(segments: Sequence[str]) -> str:
+@_kept
+def certain_part(segments: tuple[str, ...]) -> str:
     """``query``, ``key``, ...; empty where no segment says so."""
     return _innermost(segments, _CERTAIN)
 
 
-def part(segments: Sequence[str]) -> str:
+@_kept
+def part(segments: tuple[str, ...]) -> str:
     """As `certain_part`, and by the words that other tensors of the layer have to bear out."""
     if len(segments) == 2 and segments[0].lower() in _OUTERMOST:
         return HEAD
     return _innermost(segments, _PARTS)
 
 
-def is_fused(segments: Sequence[str]) -> bool:
+def is_fused(segments: tuple[str, ...]) -> bool:
     """Whether the name says that several parts are in one tensor."""
     return any(word in segment.lower() for segment in segments for word in FUSED_WORDS)
 
 
-def _innermost(segments: Sequence[str], table: dict[str, str]) -> str:
+def _innermost(segments: tuple[str, ...], table: dict[str, str]) -> str:
     lower = [segment.lower() for segment in segments]
     found = next((table[word] for word in reversed(lower) if word in table), "")
     return f"cross-attention's {found}" if found and not _CROSS.isdisjoint(lower) else found
