@@ -47,6 +47,20 @@ def write_back(descriptor: int, offset: int, length: int) -> None:
         _call("sync_file_range", descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), _WRITE)
 
 
+def evict(descriptor: int, offset: int, length: int) -> None:
+    """Takes what the disk has of these bytes out of the page cache; what it has not yet, stays."""
+    with suppress(OSError, AttributeError):
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def memory() -> int:
+    """Bytes of memory that the machine has; where nobody says, as many as can be."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return sys.maxsize
+
+
 def _call(name: str, *args: object) -> None:
     if not sys.platform.startswith("linux"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

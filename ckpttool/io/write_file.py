@@ -27,6 +27,10 @@ from ckpttool.io.temporary import staged_file
 # or lent out; smaller ones cost more calls.
 BLOCK = 1 << 16
 FLUSHED = 1 << 23  # bytes that are written before the disk is asked to begin with them
+# What one run writes stays in the page cache for who reads it next, up to this part of the memory. More would drive out
+# what others have there, and takes fresh memory all the time, where evicted pages are at hand: 8 GiB took half as long.
+KEPT = 0.25
+BEHIND = 32 * FLUSHED  # bytes before the last ones in which what the disk has by now is looked for
 
 
 def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -> None:
@@ -181,11 +185,12 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
     bytes that were read. Raises OSError, and `CkptError` on a source that changed meanwhile.
     """
     size = nbytes_of(pieces)
+    evict = work.counts.written + size > KEPT * kernel.memory()
     with sources_stay():
         segments = share(descriptor, pieces, at) if digest is None else [(at, pieces)]
         work.has_written(size - sum(nbytes_of(own) for _, own in segments))
         for offset, own in segments:
-            blocks = _Blocks(descriptor, offset, nbytes_of(own), flush)
+            blocks = _Blocks(descriptor, offset, nbytes_of(own), flush, evict)
             for data in stream(own):
                 blocks.write(data)
                 if digest is not None:
@@ -201,8 +206,9 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
 class _Blocks:
     """Writes `length` bytes of a file from byte `at` on, block by block; what is less than a block waits for more."""
 
-    def __init__(self, descriptor: int, at: int, length: int, flush: bool) -> None:
+    def __init__(self, descriptor: int, at: int, length: int, flush: bool, evict: bool) -> None:
         self._descriptor = descriptor
+        self._evict = evict  # what is flushed
         self._waiting = bytearray(BLOCK)
         self._count = 0  # bytes that wait
         self._at, self._flushed = at, at if flush else at + length
@@ -240,4 +246,6 @@ class _Blocks:
             view, self._at = view[count:], self._at + count
         if self._at - self._flushed >= FLUSHED:
             kernel.write_back(self._descriptor, self._flushed, self._at - self._flushed)
+            if self._evict and self._flushed:
+                kernel.evict(self._descriptor, max(0, self._flushed - BEHIND), min(self._flushed, BEHIND))
             self._flushed = self._at

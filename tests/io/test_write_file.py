@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import resource
 import stat
@@ -75,6 +77,38 @@ def test_what_is_flushed_is_begun_to_be_written_back(
     write(pieces, str(tmp_path / "out"))
     assert [offset for offset, _ in asked] == [sum(length for _, length in asked[:n]) for n in range(len(asked))]
     assert 0 <= 120 * CHUNK - sum(length for _, length in asked) < FLUSHED
+
+
+def test_a_run_leaves_a_part_of_the_memory_in_the_page_cache(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file may be all of it, or several together; what is more is evicted once the disk has it."""
+    pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
+    nbytes = 120 * CHUNK
+    monkeypatch.setattr(kernel, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # the disk is quick
+    for memory, kept in ((8 * nbytes, [True, True, False]), (nbytes, [False, False, False])):
+        monkeypatch.setattr(kernel, "memory", lambda memory=memory: memory)
+        work.begin()
+        for number, whole in enumerate(kept):
+            out = tmp_path / f"{memory}-{number}"
+            write(pieces, str(out))
+            found = resident(out)
+            assert found == nbytes if whole else found <= 3 * FLUSHED
+            with open(out, "rb") as file:
+                kernel.evict(file.fileno(), 0, nbytes)
+            if resident(out):
+                pytest.skip("a file system that is in memory")
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that are in the page cache."""
+    nbytes = path.stat().st_size
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as mapped:
+        address = ctypes.addressof(mapping := ctypes.c_char.from_buffer(mapped))
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages)
+        del mapping
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def test_checksums_run_along(tmp_path: Path, source: Path) -> None:
