@@ -1,4 +1,4 @@
-"""Times ckpttool as whole processes against other ways to the same end, in turns A B A B, in one run.
+"""Times ckpttool as whole processes against other ways to the same end, in turns A B B A, in one run.
 
     make bench [SIZE=1] [RUNS=3] [CASES=rename]
 
@@ -61,10 +61,9 @@ def run(command: list[str], folder: Path, status: int = 0) -> Run:
 
 def cache(case: Case, folder: Path) -> None:
     """Of the folder's files those that the case reads are in the page cache, the others are not: there is room."""
-    words = " ".join([*case.ours, *case.theirs])
     for path in filter(Path.is_file, folder.rglob("*")):
         with open(path, "rb", buffering=0) as file:
-            if str(path) in words or (path.parent != folder and str(path.parent) in words):
+            if str(path) in case.words or (path.parent != folder and str(path.parent) in case.words):
                 while file.read(1 << 20):
                     pass
             elif hasattr(os, "posix_fadvise"):
@@ -80,7 +79,11 @@ def measure(case: Case, folder: Path, runs: int) -> str:
     if os.waitpid(pid, 0)[1]:
         sys.exit(f"wrong: {shlex.join(case.ours)}")
     cache(case, folder)
-    pairs = [(run(case.ours, folder, case.status), run(case.theirs, folder, case.status)) for _ in range(runs)]
+    pairs = []
+    for at in range(runs):  # in turns A B B A: what a run leaves to the next one, such as memory, is left to both
+        both = [case.ours, case.theirs]
+        done = [run(command, folder, case.status) for command in (both if at % 2 == 0 else both[::-1])]
+        pairs.append((done[at % 2], done[1 - at % 2]))
     ratios = sorted(ours.seconds / theirs.seconds for ours, theirs in pairs)
     seconds = statistics.median(ours.seconds for ours, _ in pairs)
     cpu = statistics.median(ours.cpu for ours, _ in pairs)
@@ -93,19 +96,19 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=float, default=1.0, help="GiB of the model's file")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=4, help="an even number: each of a pair is the first as often")
     parser.add_argument("--cases", default="", help="a regular expression: only the work that it is found in")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--write", action="store_true", help="put the table into README.md, the growth into docs/")
     args = parser.parse_args()
-    data.make(args.folder, args.size)
+    chosen = [case for case in cases(args.folder) if re.search(args.cases, case.work)]
+    data.make(args.folder, args.size, " ".join(case.words for case in chosen))
     said = f"{datetime.date.today()}: {args.size:g} GiB in {data.TENSORS} tensors; {args.runs} runs of each, in turns."
     lines = [f"{said} Page cache warm.", "", *HEAD.split("\n")]
     print("\n".join(lines))
-    for case in cases(args.folder):
-        if re.search(args.cases, case.work):
-            lines.append(measure(case, args.folder, args.runs))
-            print(lines[-1], flush=True)
+    for case in chosen:
+        lines.append(measure(case, args.folder, args.runs))
+        print(lines[-1], flush=True)
     if args.write:
         page = Path(__file__).with_name("README.md")
         block = "<!-- table -->\n" + "\n".join(lines) + "\n<!-- /table -->"

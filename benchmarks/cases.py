@@ -23,6 +23,11 @@ class Case:
     check: Callable[[], bool] = lambda: True
     status: int = 0
 
+    @property
+    def words(self) -> str:
+        """Both command lines: the files that they name are those that are used."""
+        return " ".join([*self.ours, *self.theirs])
+
 
 def python(code: str) -> list[str]:
     """A command line that runs the code."""

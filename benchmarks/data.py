@@ -11,18 +11,18 @@ TENSORS = 290  # as many as a 7-billion-parameter Llama has
 MANY = 100_000
 
 
-def make(folder: Path, gib: float) -> None:
-    """Makes them in a process of its own: its memory is not inherited by the processes that are measured."""
+def make(folder: Path, gib: float, words: str) -> None:
+    """Makes those that the words name, in a process of its own: its memory is not inherited by those measured."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid == 0:
-        _make(folder, gib)
+        _make(folder, gib, words)
         os._exit(0)
     if os.waitpid(pid, 0)[1]:
         sys.exit("the files could not be made")
 
 
-def _make(folder: Path, gib: float) -> None:
+def _make(folder: Path, gib: float, words: str) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
@@ -42,16 +42,20 @@ def _make(folder: Path, gib: float) -> None:
     torch.manual_seed(0)
     model = Tower(side).eval()
     state = model.state_dict()
-    torch.save(state, folder / "model.pt")
-    save_file(state, folder / "model.safetensors")
-    save_file(state, folder / "same.safetensors")
-    middle = f"layers.{TENSORS // 2}.weight"
-    save_file(
-        {**state, middle: state[middle].clone().index_fill_(0, torch.tensor([0]), 0)}, folder / "other.safetensors"
-    )
-    warnings.simplefilter("ignore")  # that this is one process
-    dcp.save(state, checkpoint_id=folder / "model.dcp", no_dist=True)
-    torch.export.save(torch.export.export(model, (torch.zeros(1, side),)), folder / "model.pt2")
+    save_file(state, folder / "model.safetensors")  # what is written is compared with it
+    if "model.pt" in words:
+        torch.save(state, folder / "model.pt")
+    if "same.safetensors" in words:
+        save_file(state, folder / "same.safetensors")
+    if "other.safetensors" in words:
+        middle = f"layers.{TENSORS // 2}.weight"
+        zeroed = state[middle].clone().index_fill_(0, torch.tensor([0]), 0)
+        save_file({**state, middle: zeroed}, folder / "other.safetensors")
+    if "model.dcp" in words:
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save(state, checkpoint_id=folder / "model.dcp", no_dist=True)
+    if "model.pt2" in words:
+        torch.export.save(torch.export.export(model, (torch.zeros(1, side),)), folder / "model.pt2")
     many = {f"layers.{i // 10}.block.{i % 10}.weight": torch.zeros(1) for i in range(MANY)}
     torch.save({key: many[key] for key in list(many)[:10_000]}, folder / "many.pt")
     save_file(many, folder / "many.safetensors")

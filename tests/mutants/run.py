@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -185,7 +185,7 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def reach(tests: Sequence[str]) -> Reach:
+def reach(tests: Sequence[str], jobs: int) -> Reach:
     """Runs the tests once, and keeps what they reach in build/mutants until a file of the package or a test changes."""
     digest = sha256("\0".join(tests).encode())
     for path in sorted([*(ROOT / "ckpttool").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
@@ -195,36 +195,43 @@ def reach(tests: Sequence[str]) -> Reach:
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="ckpttool-mutants-") as folder:
-            kept.write_text(json.dumps(_measured(copied(Path(folder).resolve()), tests)))
+            kept.write_text(json.dumps(_measured(copied(Path(folder).resolve()), tests, jobs)))
     seconds, names, lines = json.loads(kept.read_text())
     return Reach(
         seconds, {p: {int(n): [names[i] for i in row] for n, row in rows.items()} for p, rows in lines.items()}
     )
 
 
-def _measured(copy: Path, tests: Sequence[str]) -> list[object]:
+def _measured(copy: Path, tests: Sequence[str], jobs: int) -> list[object]:
     """Seconds, names of tests, and for each line of each module the numbers of those that reach it."""
     print(f"which tests of {' '.join(tests)} reach which lines …", flush=True)
-    data, seconds = copy / "reached", copy / "seconds.json"
-    line = ["-m", "coverage", "run", "--rcfile=/dev/null", f"--data-file={data}", "--source=ckpttool", "-m", "pytest"]
-    subprocess.run(
-        [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *tests],
-        cwd=copy,
-        env=_environment(copy, HERE) | {"CKPTTOOL_PASSED": str(seconds)},
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    measured = CoverageData(str(data))
-    measured.read()
+    files = sorted(str(path) for test in tests for path in (copy / test).rglob("test_*.py") or [copy / test])
+    shares = [(copy / f"reached-{at}", copy / f"seconds-{at}.json", files[at::jobs]) for at in range(jobs)]
+    running = [subprocess.Popen(**_under_coverage(copy, *share), stdout=subprocess.DEVNULL) for share in shares]
+    for process in running:
+        process.wait()
     numbers: dict[str, int] = {}
-    lines = {
-        str(Path(path).relative_to(copy)): {
-            line: [numbers.setdefault(name, len(numbers)) for name in names]
-            for line, names in measured.contexts_by_lineno(path).items()
-        }
-        for path in measured.measured_files()
+    lines: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    seconds: dict[str, float] = {}
+    for data, passed, _ in shares:
+        seconds |= json.loads(passed.read_text())
+        measured = CoverageData(str(data))
+        measured.read()
+        for path in measured.measured_files():
+            own = lines[str(Path(path).relative_to(copy))]
+            for line, names in measured.contexts_by_lineno(path).items():
+                own[line] += [numbers.setdefault(name, len(numbers)) for name in names]
+    return [seconds, list(numbers), lines]
+
+
+def _under_coverage(copy: Path, data: Path, passed: Path, files: Sequence[str]) -> dict[str, Any]:
+    """What runs the tests of the files, and writes what they reach and which have passed."""
+    line = ["-m", "coverage", "run", "--rcfile=/dev/null", f"--data-file={data}", "--source=ckpttool", "-m", "pytest"]
+    return {
+        "args": [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *files],
+        "cwd": copy,
+        "env": _environment(copy, HERE) | {"CKPTTOOL_PASSED": str(passed)},
     }
-    return [json.loads(seconds.read_text()), list(numbers), lines]
 
 
 def survives(mutant: Mutant, copy: Path, tests: Sequence[str]) -> bool:
@@ -299,7 +306,7 @@ def main(args: Sequence[str]) -> int:
     asked = parser.parse_args(args)
     only = asked.only or ["ckpttool"]
     modules = [str(p.relative_to(ROOT)) for o in only for p in sorted((ROOT / o).rglob("*.py")) or [ROOT / o]]
-    known, mutants = reach(asked.tests or mirrors(only)), drawn(modules, asked.seed)
+    known, mutants = reach(asked.tests or mirrors(only), asked.jobs), drawn(modules, asked.seed)
     chosen = list({str(mutant): mutant for mutant, _ in zip(mutants, range(asked.n))}.values())
     preload()
     counts: Counter[bool] = Counter()
