@@ -73,7 +73,8 @@ def partitions_of(files: Files) -> tuple[Partitions, dict[str, TensorEntry]]:
     groups = groups_of(files)
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     flats = [[file.entry(key, node) for node in sequence(_state(file), key)] for file in files.optimizers]
-    gaps = sequence(_state(first), "param_alignment_paddings") or [[0] * len(own) for own in groups]
+    key = "param_alignment_paddings"
+    gaps = [sequence({key: own}, key) for own in sequence(_state(first), key)] or [[0] * len(own) for own in groups]
     sizes = tuple(tuple(flat.numel for flat in own) for own in flats)
     done = Partitions(stage, world_size, groups, tuple(tuple(plain(own)) for own in gaps), sizes)
     _check(done, files)
