@@ -23,7 +23,7 @@ from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
-from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor, malformed
+from ckpttool.formats.torch.tensors import MOST, Storages, entry_of, is_tensor, malformed
 from ckpttool.formats.torch.tree import extra_of
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent
@@ -234,16 +234,10 @@ def sequence(items: Mapping[Any, Any], key: str) -> list[Any]:
     return list(found or ())
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
-    """A ``torch.Size``, or a tuple of sizes."""
-    sizes = node.args[0] if type(node) is Call and len(node.args) == 1 else node
-    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise malformed("param_shapes without shapes")
-    return tuple(sizes)
-
-
 def plain(node: Any) -> Any:
     """A number, a word or a list of such; the value of an enum; None for any other node."""
+    if type(node) is int and abs(node) >= MOST:
+        return None
     if type(node) in (bool, int, float, str, type(None)):
         return node
     if type(node) in (list, tuple):

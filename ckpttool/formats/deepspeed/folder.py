@@ -24,12 +24,11 @@ from ckpttool.formats.deepspeed.files import (
     plain,
     read_files,
     sequence,
-    shape_of,
 )
 from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
 from ckpttool.formats.deepspeed.universal import Parameters, read_parameters
 from ckpttool.formats.torch.mappings import pairs_of
-from ckpttool.formats.torch.tensors import is_tensor
+from ckpttool.formats.torch.tensors import is_tensor, sizes_of
 from ckpttool.many import many_objects
 
 # What describes the run and its partitions, and means nothing beside the gathered tensors.
@@ -104,7 +103,7 @@ def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
     fragments = [file.tensors("frozen_param_fragments") for file in files.models]
     if cut.stage < 3 or not fragments[0]:
         return fragments[0]
-    shapes = {str(k): shape_of(v) for k, v in mapping(files.models[0].items, "frozen_param_shapes").items()}
+    shapes = {str(k): sizes_of(v) for k, v in mapping(files.models[0].items, "frozen_param_shapes").items()}
     found: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():
         one = replace(cut, groups=({name: shape},))

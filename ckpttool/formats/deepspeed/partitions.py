@@ -14,7 +14,8 @@ from typing import Any
 from ckpttool.checkpoint import Part, TensorEntry, in_row_major
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.parts import across, concatenated
-from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, sequence, shape_of, zero_stage
+from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, sequence, zero_stage
+from ckpttool.formats.torch.tensors import sizes_of
 from ckpttool.values import dataclass
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -84,7 +85,7 @@ def partitions_of(files: Files) -> tuple[Partitions, dict[str, TensorEntry]]:
 def groups_of(files: Files) -> tuple[Shapes, ...]:
     """The shapes of the parameters of each param group, in order."""
     return tuple(
-        {str(name): shape_of(size) for name, size in (mapping({"": own}, "")).items()}
+        {str(name): sizes_of(size) for name, size in (mapping({"": own}, "")).items()}
         for own in sequence(files.models[0].items, "param_shapes")
     )
 

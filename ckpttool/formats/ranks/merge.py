@@ -19,6 +19,7 @@ from ckpttool.formats.ranks import dtensor, sharded_tensor
 from ckpttool.formats.ranks.parts import ALL_RANKS, RankParts
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
+from ckpttool.formats.torch.tensors import MOST
 from ckpttool.keys import dotted, is_flat
 
 _COUNTER = re.compile(r"step|epoch|iter")  # in the name of what all ranks count alike
@@ -131,6 +132,8 @@ def _told(value: Any) -> str:
         return "a tensor"
     if isinstance(value, (list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
+    if type(value) is int and abs(value) >= MOST:
+        return hex(value)  # which Python writes however long it is
     return {dict: "a dict", ExtraEntry: "an object"}.get(type(value)) or repr(value)
 
 

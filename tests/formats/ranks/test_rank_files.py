@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpttool.formats.ranks.files import _numbers
 from command import Run
+from places import DATA
 from torch_version import needs_torch
 
 SEEDS = range(int(os.environ.get("CKPTTOOL_SEEDS", "4")))
@@ -46,11 +47,12 @@ def of_rank(rank: int, ranks: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tensors_cut_over_any_mesh_are_whole(run: Run, tmp_path: Path, seed: int) -> None:
-    """Up to three dimensions of the mesh, two of which may cut the same dimension; parts that are empty, or views."""
+    """Ranks in any order; up to three dimensions of the mesh, which may cut the same one of the tensor; no elements."""
     needs_torch("2.7", "cutting a tensor that every rank has")
     draw = random.Random(seed)
-    sizes = draw.choice(((2,), (3,), (5,), (2, 2), (3, 2), (1, 3), (2, 2, 2)))
+    sizes = draw.choice(((1,), (2,), (3,), (5,), (2, 2), (3, 2), (1, 3), (2, 2, 2)))
     ranks = math.prod(sizes)
+    order = torch.tensor(draw.sample(range(ranks), ranks)).reshape(sizes)
     wholes, cuts = {}, {}
     for number in range(6):
         shape = [draw.choice((0, 1, 2, 3, 5, 7)) for _ in range(draw.randint(1, 3))]
@@ -59,13 +61,23 @@ def test_tensors_cut_over_any_mesh_are_whole(run: Run, tmp_path: Path, seed: int
         cuts[f"t{number}"] = [draw.choice(ways) for _ in sizes]
     for rank in range(ranks):
         with of_rank(rank, ranks):
-            mesh = init_device_mesh("cpu", sizes)
+            mesh = DeviceMesh("cpu", order)
             parts = {key: distribute_tensor(w, mesh, cuts[key], src_data_rank=None) for key, w in wholes.items()}
             torch.save(parts, tmp_path / f"rank_{rank}.pt")
     done = run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
     assert done.status == 0, done.err
     made = torch.load(tmp_path / "out.pt")
     assert all(torch.equal(made[key], whole) for key, whole in wholes.items()), cuts
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.15.0"])
+def test_dtensors_that_other_releases_of_torch_wrote(run: Run, tmp_path: Path, version: str) -> None:
+    done = run("remap", DATA / f"dtensors-torch-{version}" / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify")
+    assert done.status == 0, done.err
+    made, whole = torch.load(tmp_path / "out.pt"), torch.arange(42.0).reshape(7, 6)
+    assert {key: torch.equal(value, whole) for key, value in made.items()} == dict.fromkeys(
+        ("replicated", "square", "strided"), True
+    )
 
 
 def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_path: Path) -> None:
@@ -83,6 +95,9 @@ def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_p
 # What ranks hold otherwise than others
 
 
+LONG = 1 << 20_000  # more digits than Python writes
+
+
 def optimizer(**own: Any) -> dict[str, Any]:
     return {"model": {"w": ONES}, "optimizer": {"state": {0: own}, "param_groups": [{"lr": 0.1, "params": [0]}]}}
 
@@ -93,6 +108,8 @@ def optimizer(**own: Any) -> dict[str, Any]:
         (optimizer(m=None), optimizer(m=ONES), "is None on rank 0, and a tensor on rank 1 @ optimizer.state.0.m"),
         (optimizer(m=ONES), optimizer(m={"a": ONES}), "is a tensor on rank 0, and a dict on rank 1"),
         (optimizer(m=ONES, n=[1]), optimizer(m=ONES, n=[1, 2]), "a list of 1 on rank 0, and a list of 2 on rank 1"),
+        (optimizer(m=ONES, n=LONG), optimizer(m=ONES, n=LONG), None),
+        (optimizer(m=ONES, n=LONG), optimizer(m=ONES, n=-LONG), "is 0x1000"),
         (optimizer(m=ONES, n=1), optimizer(m=ONES, n=True), "is 1 on rank 0, and True on rank 1"),
         ({"a": ONES, "b": None}, {"a": ONES, "b": ONES}, "differs between the ranks, and no parts make it @ b"),
         ({"a": ONES, "b": ONES}, {"a": ONES, "b": None}, "differs between the ranks, and no parts make it @ b"),
