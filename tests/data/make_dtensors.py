@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -30,7 +30,7 @@ def main(out: Path) -> None:
     for rank in range(6):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
         mesh, (column, row) = DeviceMesh("cpu", torch.arange(6).reshape(3, 2).t()), divmod(rank, 2)
-        parts = {
+        parts: dict[str, tuple[torch.Tensor, list[Placement]]] = {
             "replicated": (part(whole, 3, column), [Replicate(), Shard(0)]),
             "square": (part(part(whole, 2, row), 3, column, dim=1), [Shard(0), Shard(1)]),
             "strided": (part(part(whole, 3, column), 2, row), [_StridedShard(0, split_factor=3), Shard(0)]),
