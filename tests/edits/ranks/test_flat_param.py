@@ -488,6 +488,15 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
     assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut by itself
 
 
+def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -> None:
+    state = Net().state_dict()
+    torch.save({**state, "head.weight": state["head.weight"] + 1}, tmp_path / "model.pt")
+    out = ["--to", "fsdp-flat", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    done = run("remap", tmp_path / "model.pt", *MODEL, *UNITS, *out)
+    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
+    assert "other values than emb.weight, and one flat parameter holds both @ head.weight" in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
