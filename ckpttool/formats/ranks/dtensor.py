@@ -86,8 +86,6 @@ def _local_box(key: str, state: Any, storages: Storages) -> LocalBox:
     if len(at) != len(mesh_shape) or any(place >= size for place, size in zip(at, mesh_shape)):
         raise ValueError("no place in the mesh")
     placements = tuple(_placement(node) for node in _items(spec["placements"]))
-    if len(placements) != len(mesh_shape):
-        raise ValueError("not a placement for each dimension of the mesh")
     order = _orders(placements, mesh_shape, spec)
     offsets, sizes = _box(shape, mesh_shape, at, order)
     if local.shape != sizes and (local.numel or prod(sizes)):
@@ -114,12 +112,12 @@ def _rank(mesh: Mapping[str, Any], shape: tuple[int, ...], at: tuple[int, ...]) 
     """The global rank that saved the file, and all that its mesh names."""
     ranks = counts_of(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
     number = mesh.get("_rank")
-    if number is None and len(ranks) == prod(shape):
+    if number is None:
         number = 0
         for size, place in zip(shape, at):
             number = number * size + place
         number = ranks[number]
-    if number not in ranks or len(set(ranks)) != len(ranks):
+    if number not in ranks:
         raise ValueError("no rank of the mesh")
     return number, ranks
 

@@ -92,6 +92,41 @@ def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_p
     assert (done.status, said in done.err) == (2, True), done.err
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value", "says"),
+    [
+        ("_coordinate_on_dim", (0,), None),
+        ("_coordinate_on_dim", (2,), "no place in the mesh"),
+        ("_coordinate_on_dim", (), "no place in the mesh"),
+        ("_coordinate_on_dim", None, "the DTensor w"),
+        ("_rank", 9, "no rank of the mesh"),
+        ("_rank", 0, "is rank 0, as another file is"),
+    ],
+)
+def test_a_mesh_that_lies_is_refused(run: Run, tmp_path: Path, attribute: str, value: object, says: str | None) -> None:
+    needs_torch("2.13", "meshes with these attributes")
+    for rank in (0, 1):
+        with of_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            part = DTensor.from_local(ONES, mesh, [Shard(0) if says else Replicate()], run_check=False)
+            if rank:
+                setattr(mesh, attribute, value)
+            torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
+    done = run("inspect", tmp_path / "rank_*.pt")
+    assert (done.status, (says or "") in done.err) == (2 if says else 0, True), done.err
+
+
+class Odd:
+    """Pickled as a tensor of a class that is none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._tensor._rebuild_from_type_v2, (print, 5, (), {"_spec": None})
+
+
+def test_a_tensor_of_no_class_is_no_dtensor(run: Run, tmp_path: Path) -> None:
+    assert run("inspect", saved(tmp_path, *[{"w": Odd(), "a": ONES}] * 2)).status == 0
+
+
 # What ranks hold otherwise than others
 
 
