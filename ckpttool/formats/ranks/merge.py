@@ -149,16 +149,17 @@ def _of_sharded(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
     if not all(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
         raise _unfit("a sharded tensor on some ranks, and not on all", key)
     found = [sharded_tensor.local_part(entry) for entry in own if entry is not None]
-    if len({(part.shape, part.dtype) for part in found}) > 1:
+    kinds = {(part.shape, part.dtype) for part in found}
+    if len(kinds) > 1:
         raise _unfit("has another shape or dtype on other ranks", key)
-    shape, at = found[0].shape, 0
+    [(shape, dtype)], at = kinds, 0
     for part in found:
         if part.local is not None and part.offset != at:
             raise _unfit("is not cut along its first dimension, rank by rank", key)
         at += 0 if part.local is None else part.local.numel
     if at != prod(shape):
         raise _unfit(f"its parts hold {at:,} of {prod(shape):,} elements", key)
-    return _whole(key, found[0].dtype, shape, tuple(part.local for part in found))
+    return _whole(key, dtype, shape, tuple(part.local for part in found))
 
 
 def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
@@ -166,9 +167,10 @@ def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
     if not all(entry is not None and dtensor.is_dtensor(entry) for entry in own):
         raise _unfit("a DTensor on some ranks, and not on all", key)
     found = [dtensor.local_box(entry) for entry in own if entry is not None]
-    shape, dtype = found[0].shape, found[0].dtype
-    if len({(box.shape, box.dtype, box.layout) for box in found}) > 1:
+    kinds = {(box.shape, box.dtype, box.layout) for box in found}
+    if len(kinds) > 1:
         raise _unfit("has another shape, dtype, mesh or placement on other ranks", key)
+    [(shape, dtype, _)] = kinds
     by_corner: defaultdict[tuple[int, ...], list[TensorEntry]] = defaultdict(list)
     for box in found:
         if box.local.numel:
@@ -176,7 +178,7 @@ def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
     held = sum(copies[0].numel for copies in by_corner.values())
     if held != prod(shape):
         raise _unfit(f"its parts hold {held:,} of {prod(shape):,} elements", key)
-    copies = tuple(tuple(group) for group in by_corner.values() if len(group) > 1)
+    copies = tuple(map(tuple, by_corner.values()))
     parts = RankParts(tuple(box.local for box in found), whole=True, copies=copies, of_dtensors=True)
     boxes = {corner: group[0] for corner, group in by_corner.items()}
     return in_row_major(key, dtype, shape, _in_boxes(shape, dtype, boxes), payload=parts)
