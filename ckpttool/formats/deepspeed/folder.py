@@ -76,10 +76,11 @@ def _model(
     """
     first = files.models[0]
     module, objects = first.tensors("module"), first.objects("module")
-    found = {**weights, **_frozen(files, cut)}
+    gathered = {**weights, **_frozen(files, cut)}
     buffers = [name for name in map(plain, sequence(first.items, "buffer_names")) if name in module]
     whole = [name for name, entry in module.items() if cut.stage < 3 or entry.numel]  # ZeRO-3 leaves a placeholder
-    found = {**{name: module[name] for name in (*whole, *buffers)}, **found}
+    own = {name: module[name] for name in (*whole, *buffers) if name not in gathered}
+    found = {**own, **gathered}
     for name, other in mapping(first.items, "shared_params").items():
         if plain(other) in found:
             found[str(name)] = replace(found[str(plain(other))], key=str(name))
@@ -90,10 +91,10 @@ def _model(
             hint=COPY,
             problems=[Problem("neither a parameter, a buffer nor shared", name) for name in unknown],
         )
-    taken: dict[str, TensorEntry | ExtraEntry] = {**{name: module[name] for name in buffers}, **objects}
+    taken: dict[str, TensorEntry | ExtraEntry] = {**own, **objects}
     for file in files.models[1:]:
-        own: dict[str, TensorEntry | ExtraEntry] = {**file.tensors("module"), **file.objects("module")}
-        differing = [name for name in taken if name not in own or not same_values(own[name], taken[name])]
+        theirs: dict[str, TensorEntry | ExtraEntry] = {**file.tensors("module"), **file.objects("module")}
+        differing = [name for name in taken if name not in theirs or not same_values(theirs[name], taken[name])]
         notes += [f"{name} differs between the ranks: rank 0's is taken" for name in differing]
     return tuple(found[name] for name in dict.fromkeys((*module, *found))), tuple(objects.values())
 

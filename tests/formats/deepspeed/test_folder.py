@@ -163,6 +163,25 @@ def _set(where: dict[str, Any], **items: Any) -> None:
     where.update(items)
 
 
+def _of_another_dtype(own: dict[str, Any]) -> None:
+    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+    flats[0] = flats[0].view(torch.int32)
+
+
+def _strided(own: dict[str, Any]) -> None:
+    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+    flats[0] = flats[0].repeat_interleave(2)[::2]
+
+
+def _longer(own: dict[str, Any]) -> None:
+    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+    flats[0] = torch.cat([flats[0], torch.zeros(9)])
+
+
+def _one_group_less(own: dict[str, Any]) -> None:
+    (own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]).pop()
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -181,6 +200,10 @@ def _set(where: dict[str, Any], **items: Any) -> None:
         (_rank(0, lambda own: _set(own, partition_count=[3, 2])), "are cut over [3, 2] ranks, as those of experts are"),
         (_rank(0, lambda own: _set(own, partition_count=[])), "[] partitions"),
         (_rank(0, lambda own: _set(own, partition_count=0)), "0 partitions"),
+        (_rank(1, _of_another_dtype), "the ranks' partitions are of several dtypes: float32, int32"),
+        (_rank(1, _strided), "is no flat tensor"),
+        (_rank(1, _longer), "the partitions do not fit the parameters"),
+        (_rank(1, _one_group_less), "the partitions do not fit the parameters"),
         (_rank(1, lambda own: _set(own, ds_version="0.1")), "ds_version is '0.1', in "),
         (_second_model, "rank 0"),
     ],
@@ -192,6 +215,48 @@ def test_ranks_that_say_other_things_are_refused(
     damage(tmp_path / "run" / "global_step2")
     done = run("inspect", tmp_path / "run")
     assert (done.status, says in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "says"),
+    [
+        (0, lambda own: own["shared_params"].clear(), "neither a parameter, a buffer nor shared @ head.weight"),
+        (1, lambda own: own["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
+        (
+            0,
+            lambda own: own["frozen_param_shapes"].update({"frozen.weight": torch.Size([6, 5])}),
+            "is cut short @ frozen",
+        ),
+        (1, lambda own: own.update(global_steps=4), "global_steps is 4, in "),
+        (1, lambda own: own.update(dp_world_size=4), "dp_world_size is 4, in "),
+        (0, lambda own: own.update(param_shapes=None), "says no shapes of parameters @ param_shapes"),
+        (0, lambda own: own.update(param_shapes=[{"up.weight": [-1]}]), "sizes [-1]"),
+        (0, lambda own: own.update(param_shapes=[{"up.weight": [1 << 20_000]}]), "sizes that no tensor has"),
+        (0, lambda own: own["param_shapes"][1].update(more=torch.Size([4])), "its parts of the parameters are"),
+    ],
+)
+def test_model_files_of_stage_3_that_lie_are_refused(
+    run: Run, tmp_path: Path, rank: int, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
+    edited(step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", change)
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, says in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("listed", [["scale", "count"], []])
+def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path, listed: list[str]) -> None:
+    """Also where the file does not list them: what is no placeholder is the module's own."""
+    step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
+    edited(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda own: own.update(buffer_names=listed))
+    edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda own: own["module"]["scale"].add_(1))
+    edited(step / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda own: own["module"].pop("count"))
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
+    assert [f"{name} differs between the ranks: rank 0's is taken" in done.err for name in ("scale", "count")] == [
+        True,
+        True,
+    ]
+    assert torch.load(tmp_path / "whole.pt")["model"]["scale"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_what_the_module_holds_beside_tensors_is_carried(saved: Path, run: Run, tmp_path: Path) -> None:
