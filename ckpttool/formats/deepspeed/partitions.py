@@ -43,7 +43,8 @@ class Partitions:
         if len(dtypes) > 1:
             raise CkptError(f"the ranks' partitions are of several dtypes: {', '.join(dtypes)}", hint=COPY)
         gathered = self._of_parameters if self.stage == 3 else self._of_groups
-        return {name: _whole(name, shape, parts, flats[0][0].dtype) for name, shape, parts in gathered(flats)}
+        *_, dtype = "float32", *dtypes
+        return {name: _whole(name, shape, parts, dtype) for name, shape, parts in gathered(flats)}
 
     def _of_groups(self, flats: Sequence[Sequence[TensorEntry]]) -> Iterator[tuple[str, tuple[int, ...], list[Part]]]:
         for index, shapes in enumerate(self.groups):
@@ -108,9 +109,10 @@ def _check(cut: Partitions, files: Files) -> None:
 
 
 def _gaps_and_groups(cut: Partitions) -> list[Problem]:
-    if not cut.groups or any(type(gap) is not int or gap < 0 for own in cut.gaps for gap in own):
+    if not cut.groups:
         return [Problem("says no shapes of parameters", "param_shapes")]
-    if [len(own) for own in cut.gaps] != [len(own) for own in cut.groups]:
+    is_number = all(type(gap) is int and gap >= 0 for own in cut.gaps for gap in own)
+    if not is_number or [len(own) for own in cut.gaps] != [len(own) for own in cut.groups]:
         return [Problem("not one for each parameter", "param_alignment_paddings")]
     if len({len(own) for own in cut.sizes}) > 1 or (cut.stage < 3 and len(cut.sizes[0]) != len(cut.groups)):
         return [Problem(f"{len(cut.groups)} param groups, the ranks have {list(map(len, cut.sizes))}", "param_shapes")]

@@ -59,7 +59,7 @@ class Merge:
         """The section at `path`, of what the ranks have there; what does not fit is noted in `problems`."""
         first = next(section for section in own if section is not None)
         self._is_one(path, [_ABSENT if section is None else section.kind for section in own])
-        if first.kind == "optimizer" and first.mapping is not None:
+        if first.mapping is not None:
             found: list[TensorEntry] = []
             mapping = self._value([_ABSENT if s is None else s.mapping for s in own], found, path)
             return replace(first, tensors=tuple(found), mapping=mapping)

@@ -387,7 +387,7 @@ def sizes_of(node: Any) -> tuple[int, ...]:
     sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise malformed(f"{type(sizes).__name__} where sizes have to be")
-    if any(type(size) is int and size >= MOST for size in sizes):
+    if any(type(size) is int and abs(size) >= MOST for size in sizes):
         raise malformed("sizes that no tensor has")
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise malformed(f"sizes {sizes!r}")

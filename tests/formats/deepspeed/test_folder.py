@@ -163,6 +163,11 @@ def _set(where: dict[str, Any], **items: Any) -> None:
     where.update(items)
 
 
+def _negative(own: dict[str, Any]) -> None:
+    for gaps in own.setdefault("param_alignment_paddings", [[0]]):
+        gaps[0] = -1
+
+
 def _of_another_dtype(own: dict[str, Any]) -> None:
     flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
     flats[0] = flats[0].view(torch.int32)
@@ -191,7 +196,7 @@ def _one_group_less(own: dict[str, Any]) -> None:
         (_rank(1, lambda own: _set(_base(own)["param_groups"][0], lr=0.5)), "lr is 0.5, and 0.01 on rank 0 @"),
         (_rank(1, lambda own: _set(_base(own)["param_groups"][0], more=1)), "more is 1, and None on rank 0 @"),
         (_rank(0, lambda own: _set(own, param_alignment_paddings=[5])), "param_alignment_paddings is no list"),
-        (_rank(0, lambda own: _set(own, param_alignment_paddings=[[-1]])), "@ param_"),
+        (_rank(0, _negative), "not one for each parameter @ param_alignment_paddings"),
         (_rank(0, lambda own: _set(own, param_alignment_paddings=[[0]])), "one for each parameter @ param_alignment_"),
         (_rank(1, lambda own: _set(own, zero_stage=7)), "zero_stage is 7, in "),
         (_rank(0, lambda own: _set(own, zero_stage=7)), " 7"),
@@ -202,7 +207,7 @@ def _one_group_less(own: dict[str, Any]) -> None:
         (_rank(0, lambda own: _set(own, partition_count=0)), "0 partitions"),
         (_rank(1, _of_another_dtype), "the ranks' partitions are of several dtypes: float32, int32"),
         (_rank(1, _strided), "is no flat tensor"),
-        (_rank(1, _longer), "the partitions do not fit the parameters"),
+        (_rank(1, _longer), "rank_0_mp_rank_00_optim_states.pt: the partitions do not fit the parameters of"),
         (_rank(1, _one_group_less), "the partitions do not fit the parameters"),
         (_rank(1, lambda own: _set(own, ds_version="0.1")), "ds_version is '0.1', in "),
         (_second_model, "rank 0"),
@@ -232,6 +237,7 @@ def test_ranks_that_say_other_things_are_refused(
         (0, lambda own: own.update(param_shapes=None), "says no shapes of parameters @ param_shapes"),
         (0, lambda own: own.update(param_shapes=[{"up.weight": [-1]}]), "sizes [-1]"),
         (0, lambda own: own.update(param_shapes=[{"up.weight": [1 << 20_000]}]), "sizes that no tensor has"),
+        (0, lambda own: own.update(param_shapes=[{"up.weight": [-1 << 20_000]}]), "sizes that no tensor has"),
         (0, lambda own: own["param_shapes"][1].update(more=torch.Size([4])), "its parts of the parameters are"),
     ],
 )
