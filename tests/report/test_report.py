@@ -483,6 +483,12 @@ def test_collapse_keeps_apart_what_is_not_alike() -> None:
     assert [g.pattern for g in collapse([("l.0.w", "f32"), ("l.1.w", "bf16")])] == ["l.0.w", "l.1.w"]
 
 
+def test_collapse_counts_what_comes_twice_and_takes_it_for_no_other() -> None:
+    assert [(g.pattern, len(g.keys)) for g in collapse((key, None) for key in ("a.0", "a.0"))] == [("a.0", 2)]
+    assert patterns("a.0", "a.0", "a.1", "a.1") == ["a.{0-1}"]
+    assert patterns("a.0.0", "a.0.0", "a.0.1", "a.1.0") == ["a.0.{0-1}", "a.1.0"]
+
+
 def test_collapse_loses_no_key_and_gives_up_on_hostile_ones() -> None:
     keys = [".".join("1" if i == j else "0" for j in range(300)) for i in range(300)]
     groups = collapse((key, None) for key in [*keys, "a.0", "a.999999999", "a.2"])
