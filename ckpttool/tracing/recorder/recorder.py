@@ -368,7 +368,7 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tenso
 def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments with `device` on meta where the input has no values: it cannot leave."""
     if "device" in kwargs and any(t.device.type == "meta" for t in _tensors(args, {})):
-        return {**kwargs, "device": torch.device("meta"), **({"pin_memory": False} if "pin_memory" in kwargs else {})}
+        return {**kwargs, "device": torch.device("meta")}
     return kwargs
 
 

@@ -13,6 +13,7 @@ import torch
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Op, Ref, is_opaque
+from ckpttool.tracing.recorder.identity import token
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
@@ -189,3 +190,41 @@ def test_one_place_in_memory_takes_no_two_values(device: str) -> None:
     row = torch.zeros(3, device=device)
     with Recorder(), pytest.raises(RuntimeError, match="single memory location"):
         row.expand(2, 3).add_(1)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda w: w.to("cpu"),
+        lambda w: torch.empty_like(w, device="cpu").copy_(w),
+        lambda w: torch.empty_like(w, device="cpu", pin_memory=True).copy_(w),
+        lambda w: w.new_zeros(2, 3, device="cpu").copy_(w),
+        lambda w: torch.stack([w, w]).to("cpu")[1],
+    ],
+)
+def test_what_has_no_values_does_not_leave_meta(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A hook that saves on the CPU is followed where there is nothing to copy."""
+    weight, recorder = torch.empty(2, 3, device="meta"), Recorder()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        copied = copy(weight)
+    values = {"weight": torch.randn(2, 3)}
+    assert torch.equal(evaluate(recorder.value(copied), values.__getitem__), values["weight"])
+    assert not recorder.blind
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.Tensor.to_sparse])
+def test_who_made_a_tensor_or_wrote_to_it_last(kind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A dense tensor is known by its memory, any other by what it is made of."""
+    weight, recorder = torch.eye(3), Recorder()
+    recorder.name(weight, Ref("weight"))
+    assert (recorder.author_of(token(weight)), recorder.author_of(token(torch.ones(2)))) == (None, None)
+    assert recorder.author_of(token(torch.eye(2).to_sparse())) is None
+    with recorder:
+        recorder.author = "maker"
+        made = kind(weight)
+        assert recorder.author_of(token(made)) == "maker"
+        recorder.author = "writer"
+        made.mul_(2)
+    assert recorder.author_of(token(made)) == "writer"
+    assert recorder.author_of(token(weight)) is None
