@@ -185,7 +185,7 @@ def test_whatever_memory_they_share_the_values_are_what_the_state_dict_had(in_pl
     done = 0
     for seed in range(SEEDS):
         chance, live = random.Random(seed), nn.Module()
-        flat = (np.arange(12) + 1j * chance.randrange(2)).astype(np.complex64)
+        flat = (np.arange(21) + 1j * chance.randrange(2)).astype(np.complex64)[9:]  # its address is nothing round
         for name in "abc"[: chance.randint(1, 3)]:
             live.register_buffer(name, lain(chance, flat))
         old, kinds = {name: tensor.clone() for name, tensor in live.named_buffers()}, chance.choice([2, 4])

@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
         in_turn = len(targets) > 1 and any(places[_place(token(target))] > 1 for target in targets)  # one reads another
         if pure is None or in_turn or torch.Tag.nondeterministic_seeded in func.tags:
             return [opaque(*inputs) for _ in targets]
-        pure_kwargs = {k: v for k, v in kwargs.items() if not any(v is t for t in targets) or not _is_out(func, k)}
+        pure_kwargs = {name: value for name, value in kwargs.items() if not _is_out(func, name)}
         meta_args, meta_kwargs = _on_meta(args), {k: _on_meta(v) for k, v in pure_kwargs.items()}
         try:
             out = pure(*meta_args, **meta_kwargs)

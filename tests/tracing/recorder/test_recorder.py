@@ -7,12 +7,14 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.expression import Op, Ref, is_opaque
+from ckpttool.expression import Op, Ref, is_opaque, refs
 from ckpttool.tracing.recorder.identity import token
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 
@@ -57,7 +59,7 @@ def computed(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> torch.T
         lambda: x.to(torch.float64),
         lambda: torch.stack([x, x]),
         lambda: x * y,
-        lambda: torch.full_like(x, 3.0),
+        lambda: torch.full_like(x, 3.0, device="cpu"),
         lambda: x.new_zeros(x.shape),
         lambda: x.expand(2, *x.shape),
         lambda: torch.cat([x, y]),
@@ -81,6 +83,7 @@ def write(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
         lambda: x.neg_(),
         lambda: torch.add(x, number, out=x),
         lambda: torch.mul(x, y, out=x),
+        lambda: torch.div(x, 2.0, rounding_mode="floor", out=x),
         lambda: x.__setitem__(slice(0, 1), y),
         lambda: x.clamp_(-number, 5),
         lambda: torch._foreach_mul_([x, y], number),
@@ -224,7 +227,31 @@ def test_who_made_a_tensor_or_wrote_to_it_last(kind: Callable[[torch.Tensor], to
         recorder.author = "maker"
         made = kind(weight)
         assert recorder.author_of(token(made)) == "maker"
-        recorder.author = "writer"
+        recorder.author, before = "writer", recorder.clock
+        assert recorder.written_since(before) == set()
         made.mul_(2)
-    assert recorder.author_of(token(made)) == "writer"
+    mark = token(made)
+    assert recorder.written_since(before) == {mark[0] if isinstance(mark[0], int) else mark}
+    assert recorder.written_since(recorder.clock) == set()
+    assert recorder.author_of(mark) == "writer"
     assert recorder.author_of(token(weight)) is None
+    assert set(refs(recorder.value(made))) == {"weight"}
+
+
+def test_what_came_about_outside_of_torch_has_its_values() -> None:
+    weight, outside, recorder = torch.randn(2), torch.from_numpy(np.array([3.0, 4.0], np.float32)), Recorder()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        outside[:1].add_(weight[1])
+    assert recorder.outside
+    assert torch.equal(evaluate(recorder.value(outside), {"weight": weight}.__getitem__), outside)
+
+
+def test_the_inside_of_a_tensor_is_known_to_be_its_own() -> None:
+    whole, recorder = TwoTensor(torch.randn(2), torch.randn(2)), Recorder()
+    recorder.name(whole, Ref("whole"))
+    with recorder:
+        part = whole.a * 2
+    assert set(refs(recorder.value(part))) == {"whole"}
+    assert is_opaque(recorder.value(part))
+    assert not recorder.outside
