@@ -17,7 +17,7 @@ SEED ?= 0
 ONLY ?= ckpttool
 
 SIZE ?= 1
-RUNS ?= 3
+RUNS ?= 4
 CASES ?=
 
 .PHONY: help demo test bench browser docs dist faults check man wild models fuzz mutants fix coverage floor constraints clean

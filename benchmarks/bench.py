@@ -1,6 +1,6 @@
 """Times ckpttool as whole processes against other ways to the same end, in turns A B B A, in one run.
 
-    make bench [SIZE=1] [RUNS=3] [CASES=rename]
+    make bench [SIZE=1] [RUNS=4] [CASES=rename]
 
 Prints a Markdown table, and with ``--write`` puts it with its date into README.md. A ratio is the median of the ratios
 of paired runs, with the least and the greatest of them; CPU is user and system time; memory is the largest resident set

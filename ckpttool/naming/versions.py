@@ -17,8 +17,7 @@ def versions_in(names: Names, section: Section, reading: Reading) -> Mapping[str
     modules = section.modules or {}
     moved = {m.old: m.new for m in module_renames(section.path, modules, dict(reading.match.names))}
     have = {moved.get(path, path): payload for path, payload in modules.items()}
-    payloads = {path: have.get(path) for path in names.versions or ()}
-    return {path: own.get("version") if isinstance(own, Mapping) else None for path, own in payloads.items()}
+    return {path: _version(have.get(path)) for path in names.versions or ()}
 
 
 def other_versions(names: Names, section: Section, reading: Reading) -> list[Problem]:
@@ -34,6 +33,12 @@ def other_versions(names: Names, section: Section, reading: Reading) -> list[Pro
     ]
 
 
+def otherwise(left: Section, right: Section) -> list[str]:
+    """The modules that both have, in other versions."""
+    mine, theirs = left.modules or {}, right.modules or {}
+    return [str(path) or "(root)" for path in mine if path in theirs and _version(mine[path]) != _version(theirs[path])]
+
+
 def check_versions(names: Names, section: Section, reading: Reading) -> None:
     """Raises `Refused` where there are such: what that version's values are in the model's own is not known."""
     problems = other_versions(names, section, reading)
@@ -44,6 +49,10 @@ def check_versions(names: Names, section: Section, reading: Reading) -> None:
             hint=f"let the model load it, and save that anew: {load}; torch.save(model.state_dict(), OUT)",
             problems=problems,
         )
+
+
+def _version(payload: object) -> object:
+    return payload.get("version") if isinstance(payload, Mapping) else None
 
 
 def _called(version: object) -> str:

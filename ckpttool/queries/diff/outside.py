@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import content_of_storage
+from ckpttool.naming.versions import otherwise
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import NOT_UNDERSTOOD, ONLY_LEFT, ONLY_RIGHT, Entry, only_left, only_right
 from ckpttool.words import plural, some
@@ -27,7 +28,7 @@ def compare_loose(left: Checkpoint, right: Checkpoint, values: Values | None) ->
 
 
 def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section, Section]) -> tuple[str, ...]:
-    """Sentences on what the comparison of the models left out: other state dicts, tensors that one side has."""
+    """Sentences on what the comparison of the models left out: state dicts, tensors that one side has, versions."""
     notes = []
     for side, checkpoint, model, other in (("left", left, chosen[0], right), ("right", right, chosen[1], left)):
         more = [s.title for s in checkpoint.state_dicts if s.path != model.path]
@@ -37,6 +38,10 @@ def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section, Sec
         if alone:
             what = plural(len(alone), "tensor")
             notes.append(f"not compared: {what} outside of state dicts that only {side} has: {some(alone)}")
+    others = otherwise(*chosen)
+    if others:
+        what = f"{plural(len(others), 'module')} of other versions (_metadata), which loading may read otherwise"
+        notes.append(f"not compared: {what}: {some(others)}")
     return tuple(notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -138,6 +139,20 @@ def test_tensors_outside_of_state_dicts_are_compared_where_both_have_them() -> N
         "not compared: 1 tensor outside of state dicts that only left has: mine",
         "not compared: ema of right (torch_zip.pt::ema is one)",
     )
+
+
+def test_versions_of_modules_are_not_compared() -> None:
+    """What a model's loading makes of them is the model's to say."""
+    one, other = (
+        replace(section(tensor("w", 1)), modules={"": {"version": 1}, "bn": {"version": at}, f"own{at}": {}})
+        for at in (1, 2)
+    )
+    left, right = checkpoint(one), checkpoint(other)
+    assert not_compared(left, right, (one, other)) == (
+        "not compared: 1 module of other versions (_metadata), which loading may read otherwise: bn",
+    )
+    assert not not_compared(left, left, (one, one))
+    assert not not_compared(left, checkpoint(section(tensor("w", 1))), (one, section(tensor("w", 1))))
 
 
 def test_storages_that_are_not_understood_are_told_apart_by_their_bytes() -> None:
