@@ -95,8 +95,8 @@ class _Ground:
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte, and of the first behind its last."""
-    lies, base, size = geometry(tensor), address(tensor), tensor.element_size()
-    return base + lies.offset * size, base + lies.end * size
+    lies, begin = geometry(tensor), tensor.data_ptr()
+    return begin, begin + (lies.end - lies.offset) * tensor.element_size()
 
 
 def _entangled(news: Sequence[New]) -> Iterator[Problem]:

@@ -202,6 +202,14 @@ def test_whatever_memory_they_share_the_values_are_what_the_state_dict_had(in_pl
     assert 0.2 * SEEDS < done < 0.95 * SEEDS, done
 
 
+def test_neighbours_in_a_buffer_are_not_in_each_others_way() -> None:
+    flat, live = np.zeros(8, np.float32), nn.Module()
+    live.register_buffer("left", torch.from_numpy(flat[:4]))
+    live.register_buffer("right", torch.from_numpy(flat)[4:].view(2, 2).t())
+    swap_weights(live, {"left": torch.ones(4), "right": torch.tensor([[1.0, 2], [3, 4]])})
+    assert flat.tolist() == [1, 1, 1, 1, 1, 3, 2, 4]
+
+
 def test_a_buffer_keeps_its_attributes() -> None:
     live = nn.BatchNorm1d(2)
     vars(live.running_mean)["group"] = "statistics"

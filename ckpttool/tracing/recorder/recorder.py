@@ -376,5 +376,5 @@ def _on_meta(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor) and arg.device.type != "meta" and arg.layout == torch.strided:
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
     if isinstance(arg, (list, tuple)):
-        return type(arg)(map(_on_meta, arg)) if type(arg) in (list, tuple) else [_on_meta(item) for item in arg]
+        return [_on_meta(item) for item in arg]
     return arg
