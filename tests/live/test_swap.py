@@ -541,6 +541,32 @@ def test_quantized_tensors_take_data_and_scale(in_place: bool) -> None:
     assert (live.weight is old) == in_place
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda dense: torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+        lambda dense: torch.quantize_per_channel(dense, torch.tensor([0.5, 1]), torch.zeros(2).long(), 0, torch.qint8),
+    ],
+)
+def test_two_names_of_what_is_not_dense_get_one_value(made: Any, in_place: bool) -> None:
+    live, new = nn.Module(), made(torch.tensor([[1.0, 0], [0, 3]]))
+    old = made(torch.eye(2))
+    live.register_buffer("a", old)
+    live.register_buffer("b", old)
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, {"a": new, "b": made(torch.eye(2) * 2)}, in_place=in_place)
+    assert problems(refused) == {"tied to a, and its new value is another one @ b"}
+    swap_weights(live, {"a": new, "b": new}, in_place=in_place)
+    assert live.a is live.b
+    assert torch.equal(
+        live.a.to_dense() if not live.a.is_quantized else live.a.dequantize(), torch.tensor([[1.0, 0], [0, 3]])
+    )
+
+
 # Compiled modules, programs, unflattened programs, wrappers
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ckpttool.errors import CkptError, Problem
 from ckpttool.report import BY_ENDING, FORMATS, format_of, render
-from ckpttool.report.collapse import collapse
+from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
     Cell,
     Column,
@@ -475,6 +475,12 @@ def test_collapse_names_exactly_the_keys_of_a_grid() -> None:
     assert patterns("l.0.e.0", "l.0.e.1", "l.1.e.0") == ["l.0.e.{0-1}", "l.1.e.0"]
     assert patterns(*(f"l.{i}.w" for i in (0, 4, 8, 12))) == ["l.{0-12/4}.w"]
     assert patterns(*(f"l.{i}.w" for i in (5, 0, 1, 2, 9, 10))) == ["l.{0-2,5,9-10}.w"]
+
+
+def test_the_first_pattern_says_how_many_others_there_are() -> None:
+    assert first_pattern([]) == "-"
+    assert first_pattern(f"l.{i}.w" for i in (0, 1, 1)) == "l.{0-1}.w"
+    assert first_pattern(["l.0.w", "l.1.w", "a", "b.c", "l.0.w"]) == "l.{0-1}.w (+2 more)"
 
 
 def test_collapse_keeps_apart_what_is_not_alike() -> None:
