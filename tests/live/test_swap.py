@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import ckpttool
@@ -450,6 +451,18 @@ def test_subclasses_are_loaded_by_their_own_module_load(in_place: bool) -> None:
     assert live["c"].weight is live["a"].weight
     assert (live["a"].weight is weight) == in_place
     assert live["a"].weight.tag == "kept"
+
+
+def test_a_subclass_keeps_its_gradient_in_place() -> None:
+    live = nn.Linear(2, 2, bias=False)
+    live.weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)))
+    live.weight.grad = grad = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    weight = live.weight
+    swap_weights(live, {"weight": TwoTensor(torch.ones(2, 2), torch.eye(2))})
+    assert live.weight is weight
+    assert live.weight.grad is grad
+    assert live.weight.requires_grad
+    assert torch.equal(vars(live.weight)["b"].detach(), torch.eye(2))
 
 
 def test_a_subclass_goes_into_a_dense_weight_by_its_own_module_load() -> None:
