@@ -20,6 +20,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load, load_file, save, save_file
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span
@@ -35,7 +36,7 @@ from ckpttool.io.remote import errors as remote_errors
 from ckpttool.io.remote import kept
 from ckpttool.io.remote import read as remote
 from ckpttool.io.safe_path import safe_path
-from ckpttool.io.write_remote import write
+from ckpttool.io.write_remote import PART, _appearing, write
 from ckpttool.operands.checkpoint import open_operand, split
 from places import DATA
 from remote_servers import web_server
@@ -307,6 +308,17 @@ def test_several_parts_become_one_file(store: Store) -> None:
     data = os.urandom(1 << 20) * 36
     write([Piece(data), Piece(b"end")], f"{store.url}/out")
     assert store.get("out") == data + b"end"
+
+
+@pytest.mark.parametrize(("nbytes", "block"), [(1, PART), (1 << 37, PART), (5 << 40, 583 << 20)])
+def test_no_file_takes_more_parts_than_a_store_allows(monkeypatch: pytest.MonkeyPatch, nbytes: int, block: int) -> None:
+    asked: dict[str, Any] = {}
+    opened = MemoryFileSystem.open
+    monkeypatch.setattr(MemoryFileSystem, "open", lambda fs, *args, **more: asked.update(more) or opened(fs, *args))
+    with pytest.raises(ZeroDivisionError), _appearing("memory://parts/big", nbytes, True):
+        1 / 0  # noqa: B018
+    assert asked == {"block_size": block}
+    assert -(-nbytes // block) <= 10_000
 
 
 @pytest.mark.parametrize("to", ["local", "remote"])

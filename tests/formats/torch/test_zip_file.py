@@ -176,6 +176,19 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("offset", [3, 4, 5])
+def test_a_tensor_of_another_view_is_not_written_as_it_was_read(
+    tmp_path: Path, offset: int, stride: int, size: int
+) -> None:
+    source = read(saved(tmp_path, {"w": BASE[4::2][:3]}))
+    section = source.section("")
+    entry = replace(section.tensors[0], offset=offset, stride=(stride,), shape=(size,))
+    changed = replace(source, sections=(replace(section, tensors=(entry,)),))
+    assert same(load(rewritten(tmp_path, changed)), {"w": BASE.as_strided((size,), (stride,), offset)})
+
+
 @pytest.mark.parametrize("name", TENSORS)
 def test_every_kind_of_tensor(tmp_path: Path, name: str) -> None:
     """Its entry is what torch says of it, and a rename, in the file and into a new file, gives the same tensor."""
