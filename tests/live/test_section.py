@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpttool
 
@@ -47,3 +49,35 @@ def test_the_file_has_what_the_memory_has(tensor: torch.Tensor, tmp_path: Path) 
     torch.save({"w": tensor.resolve_conj().resolve_neg()}, tmp_path / "saved.pt")
     assert ckpttool.diff({"w": tensor}, str(tmp_path / "saved.pt"), values=True).identical
     assert torch.equal(torch.load(tmp_path / "out.pt")["w"].nan_to_num(7), tensor.nan_to_num(7))
+
+
+class Holder(nn.Module):
+    """One buffer, which is not dense or is."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("w", buffer)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "special",
+    [
+        torch.eye(2).to_sparse(),
+        torch.quantize_per_tensor(torch.eye(2), 0.5, 0, torch.qint8),
+        TwoTensor(torch.eye(2), torch.eye(2)),
+    ],
+    ids=["sparse", "quantized", "subclass"],
+)
+@pytest.mark.parametrize("into_itself", [True, False])
+def test_a_model_takes_from_memory_what_it_takes_from_a_file(
+    special: torch.Tensor, into_itself: bool, tmp_path: Path
+) -> None:
+    state, like = Holder(special).state_dict(), special.clone() if into_itself else torch.eye(2)
+    torch.save(state, tmp_path / "saved.pt")
+    try:
+        loads = not any(Holder(like.clone()).load_state_dict(state))
+    except RuntimeError:
+        loads = False
+    for have in (state, str(tmp_path / "saved.pt")):
+        assert ckpttool.diff(have, model=lambda: Holder(like.clone()), materialize=True).identical is loads, have
