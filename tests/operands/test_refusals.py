@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,24 @@ def test_a_state_dict_that_is_left_is_named_where_it_is_half_the_same(run: Run) 
 def test_sections_are_taken_once_in_their_order() -> None:
     done = ckpttool.remap("two.pt", sections="b, a,b", rule=["weight => w"], dry_run=True)
     assert done.sections == ("b", "a")
+
+
+def test_a_names_file_and_a_plan_are_that_in_any_order(run: Run) -> None:
+    """As formatters of JSON leave it."""
+    assert run("trace", "m.py:build", "-o", "names.json").status == 0
+    names = json.loads(Path("names.json").read_text())
+    Path("sorted.json").write_text(json.dumps(names, sort_keys=True))
+    assert run("diff", "sorted.json", "--model", "m.py:build").status == 0
+    assert (
+        run(
+            "diff", "sorted.json", "--model", "m.py:Net", "--model-kwargs", '{"in_features": 2, "out_features": 3}'
+        ).status
+        == 1
+    )
+    (checked,) = run("check", "sorted.json", "--model", "m.py:build", "--format", "json").data["files"]
+    assert (checked["kind"], checked["problems"]) == ("names", [])
+    assert run("diff", "--model", "sorted.json", "lin.pt").status == 0
+    assert run("remap", "lin.pt", "--dry-run", "--rule", "bias => b", "--save-plan", "plan.json").status == 0
+    Path("sorted.json").write_text(json.dumps(json.loads(Path("plan.json").read_text()), sort_keys=True))
+    (checked,) = run("check", "sorted.json", "--format", "json").data["files"]
+    assert (checked["kind"], checked["problems"]) == ("plan", [])
