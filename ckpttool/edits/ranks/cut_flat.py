@@ -98,11 +98,14 @@ def _model(section: Section, ranks: FlatCut, problems: list[Problem]) -> list[Se
 def _entry(
     slot: Slot, have: Mapping[str, TensorEntry], keys: Mapping[str, str], problems: list[Problem]
 ) -> TensorEntry | None:
-    entry = next((have[keys[fqn]] for fqn in slot.fqns if fqn in keys), None)
+    named = [have[keys[fqn]] for fqn in slot.fqns if fqn in keys]
+    entry = named[0] if named else None
     if entry is None or entry.storage is None:
         text = "not in the checkpoint" if entry is None else f"{entry.layout}: only dense tensors can be flattened"
         problems.append(Problem(text, slot.fqns[0]))
         return None
+    lost = [other.key for other in named if not same_values(entry, other)]
+    problems += [Problem(f"other values than {entry.key}, and one flat parameter holds both", key) for key in lost]
     if entry.shape != slot.shape or not slot.shape:
         text = (
             "FSDP1 flattens no scalars" if not slot.shape else f"{list(entry.shape)}, the model's is {list(slot.shape)}"

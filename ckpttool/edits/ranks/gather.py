@@ -12,10 +12,9 @@ from math import prod
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import Problem, Refused
-from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.expression import Expression, Op, Ref, substitute
-from ckpttool.formats.ranks.parts import is_of_ranks, is_whole, parts_of
+from ckpttool.formats.ranks.parts import is_held_alike, is_of_ranks, is_whole, parts_of
 from ckpttool.formats.ranks.sharded_tensor import is_sharded
 from ckpttool.keys import is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names
@@ -155,8 +154,7 @@ class _Work:
                 Problem(f"the ranks hold {held:,} elements of it, and the model's is {list(shape or ())}", entry.key)
             )
             return entry
-        copies = [part for part in parts_of(entry) if part is not None]
-        if found.storage is copies[0].storage and not all(same_values(copies[0], part) for part in copies[1:]):
+        if is_a_copy(found, entry) and not is_held_alike(entry):
             self.notes.append(f"{entry.key} differs between the ranks: rank 0's is taken")
         return found
 
@@ -189,6 +187,11 @@ def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry |
         return None
     storage = concatenated(across(parts, 0, prod(shape)))
     return in_row_major(entry.key, parts[0].dtype, shape, storage)
+
+
+def is_a_copy(found: TensorEntry, entry: TensorEntry) -> bool:
+    """Whether `found`, to which the entry was resolved, is what one rank holds of it."""
+    return any(part is not None and part.storage is found.storage for part in parts_of(entry))
 
 
 # Flat parameters

@@ -8,12 +8,12 @@ from math import prod
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, resolved
+from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, is_a_copy, resolved
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.result import Remap
-from ckpttool.errors import Problem, Refused
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.parts import in_own_storage
-from ckpttool.formats.ranks.parts import is_of_ranks, parts_of
+from ckpttool.formats.ranks.parts import OF_ONE_STEP, is_held_alike, is_of_ranks, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.names import Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.flat_param import unit_paths
@@ -24,6 +24,7 @@ from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param
 from ckpttool.words import plural
 
 _LEAVE_OUT = "leave it out with --drop SECTION"
+_DIFFERS = "differs between the ranks"
 
 
 def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> Remap:
@@ -53,6 +54,8 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     problems: list[Problem] = []
     of_unit = _units_of(state, units, names, where) if units else {}
     made = _of_flat(state, of_unit, names, problems) if of_unit else _of_slices(state, names, where, problems)
+    if any(problem.problem == _DIFFERS for problem in problems):
+        raise CkptError(f"{where}: the files are not of one step", hint=OF_ONE_STEP, problems=problems)
     if problems:
         raise Refused(f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems)
     named = forms.write(made, section)
@@ -139,13 +142,19 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
     parts = parts_of(value)
     have = [part for part in parts if part is not None]
     chunk = _chunk(unit)
-    if len(have) == len(unit.parts) and all(part.shape == (chunk,) and part.is_contiguous for part in have):
+    if len(have) == len(unit.parts) and all(_is_chunk(part, chunk, value.dtype) for part in have):
         return [cut_out(value.dtype, parts, slot) for slot in unit.slots]
     if any(part.numel > 1 or part.storage is None for part in have):
         shapes = ", ".join(str(list(part.shape)) for part in have)
         problems.append(Problem(f"is {shapes} on the ranks, {unit.key} is [{chunk}] on each", value.key))
         return [value] * len(unit.slots)
+    if not is_held_alike(value):
+        problems.append(Problem(_DIFFERS, value.key))
     return [in_own_storage(have[0]) for _ in unit.slots]  # a step counter: each parameter has one of its own
+
+
+def _is_chunk(part: TensorEntry, numel: int, dtype: str) -> bool:
+    return part.shape == (numel,) and part.is_contiguous and part.dtype == dtype
 
 
 # State with the shapes of slices
@@ -183,15 +192,14 @@ def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: lis
     for name, value in own.items():
         made[name] = value
         if isinstance(value, TensorEntry) and value.storage is not None:
-            whole = resolved(value, shape)
-            scalar = [part for part in parts_of(value) if part is not None and not part.shape]
-            if whole is None and scalar:
-                whole = scalar[0]
+            whole = resolved(value, shape if value.shape else ())
             if whole is None:
                 held = sum(part.numel for part in parts_of(value) if part is not None)
                 problems.append(
                     Problem(f"the ranks hold {held:,} elements, the parameter is {list(shape or ())}", value.key)
                 )
+            elif is_a_copy(whole, value) and not is_held_alike(value):
+                problems.append(Problem(_DIFFERS, value.key))
             else:
                 made[name] = whole
     return made

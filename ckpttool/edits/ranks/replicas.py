@@ -8,8 +8,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.evaluate.compare import same_values
-from ckpttool.formats.ranks.parts import copies_of, is_of_dtensors, is_of_ranks, is_whole, parts_of
+from ckpttool.formats.ranks.parts import OF_ONE_STEP, is_held_alike, is_of_dtensors, is_of_ranks, is_whole, parts_of
 from ckpttool.keys import is_flat
 from ckpttool.words import plural
 
@@ -31,7 +30,7 @@ def without_replicas(source: Checkpoint) -> Checkpoint:
     if work.problems:
         raise CkptError(
             f"the files of {source.source} are not of one step: {plural(len(work.problems), 'difference')}",
-            hint="name the files that the ranks of one run saved at one step, and no others",
+            hint=OF_ONE_STEP,
             problems=work.problems,
         )
     notes = [f"{key} is carried as rank 0 has it" for key in source.others]
@@ -53,14 +52,14 @@ class _Work:
         if not is_of_ranks(entry):
             return entry
         if is_whole(entry):
-            if not all(same_values(group[0], copy) for group in copies_of(entry) for copy in group[1:]):
+            if not is_held_alike(entry):
                 self.problems.append(Problem("its replicas differ between the ranks", where + entry.key))
             return replace(entry, payload=None)
         parts = parts_of(entry)
         have = [part for part in parts if part is not None]
         if len(have) < len(parts):
             self.problems.append(Problem("some ranks have it, and others do not", where + entry.key))
-        elif not all(same_values(have[0], part) for part in have[1:]):
+        elif not is_held_alike(entry):
             if kind == "optimizer" or len({part.shape for part in have}) > 1:
                 self.problems.append(Problem("differs between the ranks", where + entry.key))
             else:

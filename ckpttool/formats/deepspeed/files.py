@@ -16,14 +16,15 @@ from itertools import islice
 from shlex import quote
 from typing import Any
 
-from ckpttool.checkpoint import TensorEntry
+from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers.pickle_tree import Call
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
-from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor, malformed
+from ckpttool.formats.torch.tensors import MOST, Storages, entry_of, is_tensor, malformed
+from ckpttool.formats.torch.tree import extra_of
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent
 from ckpttool.values import dataclass
@@ -51,6 +52,11 @@ class File:
         """The tensors of the dict under `key`, by their names."""
         nodes = {str(name): node for name, node in mapping(self.items, key).items() if is_tensor(node)}
         return {name: entry_of(name, node, self.storages) for name, node in nodes.items()}
+
+    def objects(self, key: str) -> dict[str, ExtraEntry]:
+        """What else the dict under `key` holds, by its names."""
+        nodes = {str(name): node for name, node in mapping(self.items, key).items() if not is_tensor(node)}
+        return {name: extra_of(name, node, self.storages) for name, node in nodes.items()}
 
     def entry(self, key: str, node: Any) -> TensorEntry:
         """The entry of a tensor's node. Raises `CkptError` where it is none, or no contiguous one of one dimension."""
@@ -166,7 +172,7 @@ def _check_ranks(folder: str, files: Files, found: Mapping[re.Pattern[str], Mapp
     problems = []
     for kind in found:
         have = Counter(rank for rank, _ in found[kind].values())
-        if kind is _MODEL and len(have) == 1 and zero_stage(files.optimizers[0]) < 3:
+        if kind is _MODEL and len(found[kind]) == 1 and zero_stage(files.optimizers[0]) < 3:
             continue
         what = "optimizer" if kind is _OPTIMIZER else "model"
         missing = islice((rank for rank in range(count) if rank not in have), _MOST_MISSING)
@@ -228,18 +234,19 @@ def sequence(items: Mapping[Any, Any], key: str) -> list[Any]:
     return list(found or ())
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
-    """A ``torch.Size``, or a tuple of sizes."""
-    sizes = node.args[0] if type(node) is Call and len(node.args) == 1 else node
-    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise malformed("param_shapes without shapes")
-    return tuple(sizes)
-
-
 def plain(node: Any) -> Any:
     """A number, a word or a list of such; the value of an enum; None for any other node."""
+    if type(node) is int and abs(node) >= MOST:
+        return None
     if type(node) in (bool, int, float, str, type(None)):
         return node
     if type(node) in (list, tuple):
         return type(node)(plain(item) for item in node)
     return plain(node.args[0]) if type(node) is Call and len(node.args) == 1 else None
+
+
+def is_plain(node: Any) -> bool:
+    """Whether `plain` gives all of it."""
+    if type(node) in (list, tuple):
+        return all(map(is_plain, node))
+    return node is None or plain(node) is not None

@@ -10,15 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.compare import same_values
 from ckpttool.evaluate.parts import in_own_storage
-from ckpttool.formats.deepspeed.files import COPY, File, Files, flat, mapping, plain, read_files, sequence, shape_of
+from ckpttool.formats.deepspeed.files import (
+    COPY,
+    File,
+    Files,
+    flat,
+    is_plain,
+    mapping,
+    plain,
+    read_files,
+    sequence,
+)
 from ckpttool.formats.deepspeed.partitions import Partitions, partitions_of
 from ckpttool.formats.deepspeed.universal import Parameters, read_parameters
 from ckpttool.formats.torch.mappings import pairs_of
-from ckpttool.formats.torch.tensors import is_tensor
+from ckpttool.formats.torch.tensors import is_tensor, sizes_of
 from ckpttool.many import many_objects
 
 # What describes the run and its partitions, and means nothing beside the gathered tensors.
@@ -34,7 +44,7 @@ def read(folder: str) -> Checkpoint:
     notes: list[str] = []
     whole = None if files.universal is None else read_parameters(files, files.universal, notes)
     cut, weights = partitions_of(files) if whole is None else (whole.cut, whole.weights)
-    sections = [Section("model", "state_dict", _model(files, cut, weights, notes))]
+    sections = [Section("model", "state_dict", *_model(files, cut, weights, notes))]
     optimizer = (
         _optimizer(files, cut, notes) if whole is None else _universal_optimizer(files.optimizers[0], whole, notes)
     )
@@ -59,14 +69,18 @@ def read(folder: str) -> Checkpoint:
 
 def _model(
     files: Files, cut: Partitions, weights: Mapping[str, TensorEntry], notes: list[str]
-) -> tuple[TensorEntry, ...]:
-    """The state dict in the module's order: weights, what was frozen, buffers, and second names of shared weights."""
+) -> tuple[tuple[TensorEntry, ...], tuple[ExtraEntry, ...]]:
+    """The state dict in the module's order: weights, what was frozen, buffers, and second names of shared weights.
+
+    Behind it what is no tensor there.
+    """
     first = files.models[0]
-    module = first.tensors("module")
-    found = {**weights, **_frozen(files, cut)}
+    module, objects = first.tensors("module"), first.objects("module")
+    gathered = {**weights, **_frozen(files, cut)}
     buffers = [name for name in map(plain, sequence(first.items, "buffer_names")) if name in module]
     whole = [name for name, entry in module.items() if cut.stage < 3 or entry.numel]  # ZeRO-3 leaves a placeholder
-    found = {**{name: module[name] for name in (*whole, *buffers)}, **found}
+    own = {name: module[name] for name in (*whole, *buffers) if name not in gathered}
+    found = {**own, **gathered}
     for name, other in mapping(first.items, "shared_params").items():
         if plain(other) in found:
             found[str(name)] = replace(found[str(plain(other))], key=str(name))
@@ -77,11 +91,12 @@ def _model(
             hint=COPY,
             problems=[Problem("neither a parameter, a buffer nor shared", name) for name in unknown],
         )
+    taken: dict[str, TensorEntry | ExtraEntry] = {**own, **objects}
     for file in files.models[1:]:
-        own = file.tensors("module")
-        differing = [name for name in buffers if name not in own or not same_values(own[name], module[name])]
+        theirs: dict[str, TensorEntry | ExtraEntry] = {**file.tensors("module"), **file.objects("module")}
+        differing = [name for name in taken if name not in theirs or not same_values(theirs[name], taken[name])]
         notes += [f"{name} differs between the ranks: rank 0's is taken" for name in differing]
-    return tuple(found[name] for name in dict.fromkeys((*module, *found)))
+    return tuple(found[name] for name in dict.fromkeys((*module, *found))), tuple(objects.values())
 
 
 def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
@@ -89,7 +104,7 @@ def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
     fragments = [file.tensors("frozen_param_fragments") for file in files.models]
     if cut.stage < 3 or not fragments[0]:
         return fragments[0]
-    shapes = {str(k): shape_of(v) for k, v in mapping(files.models[0].items, "frozen_param_shapes").items()}
+    shapes = {str(k): sizes_of(v) for k, v in mapping(files.models[0].items, "frozen_param_shapes").items()}
     found: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():
         one = replace(cut, groups=({name: shape},))
@@ -117,20 +132,24 @@ def _optimizer(files: Files, cut: Partitions, notes: list[str]) -> Section | Non
     state: dict[str, dict[str, Any]] = {name: {} for shapes in cut.groups for name in shapes}
     flat_ids = [param for group in states[0]["param_groups"] for param in sequence(group, "params")]
     own_states = [[mapping(own["state"], param) for param in flat_ids] for own in states]
-    for name in dict.fromkeys(str(name) for own in own_states[0] for name in own):
+    for name in dict.fromkeys(str(name) for rank in own_states for own in rank for name in own):
         for param, value in _gathered(name, own_states, files.optimizers, cut, problems).items():
             state[param][name] = value
     if problems:
         raise CkptError(f"{files.optimizers[0].path}: the ranks' optimizers do not fit", hint=COPY, problems=problems)
-    return _section(cut, states[0]["param_groups"], state)
+    return _section(cut, states[0]["param_groups"], state, notes)
 
 
-def _section(cut: Partitions, options: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> Section:
+def _section(
+    cut: Partitions, options: Sequence[Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]], notes: list[str]
+) -> Section:
     """The optimizer's section: the options of each param group, and the state of each parameter."""
-    groups = [
-        {"params": list(shapes), **{k: plain(v) for k, v in options[at].items() if k != "params"}}
-        for at, shapes in enumerate(cut.groups)
-    ]
+    groups: list[dict[str, Any]] = []
+    for at, shapes in enumerate(cut.groups):
+        own = {name: value for name, value in options[at].items() if name != "params"}
+        lost = [name for name, value in own.items() if not is_plain(value)]
+        notes += [f"not carried: {name} of param group {at}, which is no number and no word" for name in lost]
+        groups.append({"params": list(shapes), **{k: plain(v) for k, v in own.items() if k not in lost}})
     tensors = tuple(v for own in state.values() for v in own.values() if isinstance(v, TensorEntry))
     return Section("optimizer", "optimizer", tensors, mapping={"state": state, "param_groups": groups})
 
@@ -156,7 +175,7 @@ def _universal_optimizer(rest: File, whole: Parameters, notes: list[str]) -> Sec
             else:
                 for param in shapes:
                     state[param].setdefault(str(name), _own(value, param, str(name)))
-    return _section(cut, known, state)
+    return _section(cut, known, state, notes)
 
 
 def _is_known(base: Any, groups: int) -> bool:
@@ -174,10 +193,10 @@ def _differing(group: int, states: Sequence[Mapping[str, Any]], files: Sequence[
     """Hyperparameters of a param group that are not on all ranks the same."""
     own = [state["param_groups"][group] for state in states]
     return [
-        Problem(f"{name} is {plain(other.get(name))!r}, and {plain(value)!r} on rank 0", file.path)
-        for name, value in own[0].items()
+        Problem(f"{name} is {plain(other.get(name))!r}, and {plain(own[0].get(name))!r} on rank 0", file.path)
+        for name in dict.fromkeys(name for one in own for name in one)
         for file, other in zip(files, own)
-        if plain(other.get(name)) != plain(value)
+        if plain(other.get(name)) != plain(own[0].get(name))
     ]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from ckpttool.checkpoint import Part, TensorEntry, in_row_major
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.parts import across, concatenated
-from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, sequence, shape_of, zero_stage
+from ckpttool.formats.deepspeed.files import COPY, File, Files, mapping, plain, sequence, zero_stage
+from ckpttool.formats.torch.tensors import sizes_of
 from ckpttool.values import dataclass
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -42,7 +43,8 @@ class Partitions:
         if len(dtypes) > 1:
             raise CkptError(f"the ranks' partitions are of several dtypes: {', '.join(dtypes)}", hint=COPY)
         gathered = self._of_parameters if self.stage == 3 else self._of_groups
-        return {name: _whole(name, shape, parts, flats[0][0].dtype) for name, shape, parts in gathered(flats)}
+        *_, dtype = "float32", *dtypes
+        return {name: _whole(name, shape, parts, dtype) for name, shape, parts in gathered(flats)}
 
     def _of_groups(self, flats: Sequence[Sequence[TensorEntry]]) -> Iterator[tuple[str, tuple[int, ...], list[Part]]]:
         for index, shapes in enumerate(self.groups):
@@ -73,7 +75,8 @@ def partitions_of(files: Files) -> tuple[Partitions, dict[str, TensorEntry]]:
     groups = groups_of(files)
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     flats = [[file.entry(key, node) for node in sequence(_state(file), key)] for file in files.optimizers]
-    gaps = sequence(_state(first), "param_alignment_paddings") or [[0] * len(own) for own in groups]
+    key = "param_alignment_paddings"
+    gaps = [sequence({key: own}, key) for own in sequence(_state(first), key)] or [[0] * len(own) for own in groups]
     sizes = tuple(tuple(flat.numel for flat in own) for own in flats)
     done = Partitions(stage, world_size, groups, tuple(tuple(plain(own)) for own in gaps), sizes)
     _check(done, files)
@@ -83,7 +86,7 @@ def partitions_of(files: Files) -> tuple[Partitions, dict[str, TensorEntry]]:
 def groups_of(files: Files) -> tuple[Shapes, ...]:
     """The shapes of the parameters of each param group, in order."""
     return tuple(
-        {str(name): shape_of(size) for name, size in (mapping({"": own}, "")).items()}
+        {str(name): sizes_of(size) for name, size in (mapping({"": own}, "")).items()}
         for own in sequence(files.models[0].items, "param_shapes")
     )
 
@@ -106,9 +109,10 @@ def _check(cut: Partitions, files: Files) -> None:
 
 
 def _gaps_and_groups(cut: Partitions) -> list[Problem]:
-    if not cut.groups or any(type(gap) is not int or gap < 0 for own in cut.gaps for gap in own):
+    if not cut.groups:
         return [Problem("says no shapes of parameters", "param_shapes")]
-    if [len(own) for own in cut.gaps] != [len(own) for own in cut.groups]:
+    is_number = all(type(gap) is int and gap >= 0 for own in cut.gaps for gap in own)
+    if not is_number or [len(own) for own in cut.gaps] != [len(own) for own in cut.groups]:
         return [Problem("not one for each parameter", "param_alignment_paddings")]
     if len({len(own) for own in cut.sizes}) > 1 or (cut.stage < 3 and len(cut.sizes[0]) != len(cut.groups)):
         return [Problem(f"{len(cut.groups)} param groups, the ranks have {list(map(len, cut.sizes))}", "param_shapes")]

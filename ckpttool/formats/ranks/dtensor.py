@@ -14,12 +14,11 @@ from typing import Any
 from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import Call, Global
-from ckpttool.formats.ranks.nodes import attributes_of, checked, sizes_of
-from ckpttool.formats.torch.tensors import Carried, Storages, bare, entry_of, is_tensor
+from ckpttool.formats.ranks.nodes import attributes_of, checked, counts_of
+from ckpttool.formats.torch.tensors import Carried, Storages, bare, entry_of, is_tensor, sizes_of
 from ckpttool.values import dataclass
 
 _CLASS = "DTensor"
-_MOST_RANKS = 1 << 24
 
 
 class Unplaced(CkptError):
@@ -59,7 +58,7 @@ def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
     """The rank that saved a ``DTensor``, and how many ranks its mesh is a part of. `CkptError` where it is damaged."""
     with checked(f"the DTensor {entry.key}"):
         mesh = attributes_of(attributes_of(_inside(_state(entry))["_spec"])["mesh"])
-        rank, ranks = _rank(mesh, _mesh_shape(mesh), sizes_of(mesh["_coordinate_on_dim"]))
+        rank, ranks = _rank(mesh, _mesh_shape(mesh), counts_of(mesh["_coordinate_on_dim"]))
         return rank, max(ranks) + 1
 
 
@@ -83,12 +82,10 @@ def _local_box(key: str, state: Any, storages: Storages) -> LocalBox:
     if local.storage is None:
         raise Unplaced(f"its part is a {local.layout} tensor")
     shape = sizes_of(_items(spec["tensor_meta"])[0])
-    mesh_shape, at = _mesh_shape(mesh), sizes_of(mesh["_coordinate_on_dim"])
+    mesh_shape, at = _mesh_shape(mesh), counts_of(mesh["_coordinate_on_dim"])
     if len(at) != len(mesh_shape) or any(place >= size for place, size in zip(at, mesh_shape)):
         raise ValueError("no place in the mesh")
     placements = tuple(_placement(node) for node in _items(spec["placements"]))
-    if len(placements) != len(mesh_shape):
-        raise ValueError("not a placement for each dimension of the mesh")
     order = _orders(placements, mesh_shape, spec)
     offsets, sizes = _box(shape, mesh_shape, at, order)
     if local.shape != sizes and (local.numel or prod(sizes)):
@@ -104,23 +101,23 @@ def _inside(state: Any) -> Any:
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
     """Of the tensor of ranks (up to torch 2.9), or of the layout that came after it."""
     if "mesh" in mesh:
-        return sizes_of(mesh["mesh"].args[2])
+        return counts_of(mesh["mesh"].args[2])
     layout = attributes_of(mesh["_layout"])
     if "axes" in layout:
-        return tuple(prod(sizes_of(attributes_of(axis)["shape"])) for axis in _items(layout["axes"]))
-    return tuple(size if type(size) is int else prod(sizes_of(size)) for size in _items(layout["shape"]))
+        return tuple(prod(counts_of(attributes_of(axis)["shape"])) for axis in _items(layout["axes"]))
+    return tuple(size if type(size) is int else prod(counts_of(size)) for size in _items(layout["shape"]))
 
 
 def _rank(mesh: Mapping[str, Any], shape: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """The global rank that saved the file, and all that its mesh names."""
-    ranks = sizes_of(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
+    ranks = counts_of(mesh["_flatten_rank_map" if "_flatten_rank_map" in mesh else "_flatten_mesh_list"])
     number = mesh.get("_rank")
-    if number is None and len(ranks) == prod(shape):
+    if number is None:
         number = 0
         for size, place in zip(shape, at):
             number = number * size + place
         number = ranks[number]
-    if number not in ranks or len(set(ranks)) != len(ranks) or max(ranks) > _MOST_RANKS:
+    if number not in ranks:
         raise ValueError("no rank of the mesh")
     return number, ranks
 
@@ -174,7 +171,7 @@ def _orders(
 
 def _order(node: Any) -> tuple[int, list[int]]:
     dim, dims = _items(node)
-    return dim, list(sizes_of(dims))
+    return dim, list(counts_of(dims))
 
 
 def _box(

@@ -65,7 +65,7 @@ def read(pattern: str) -> Checkpoint:
     merge = Merge()
     places = dict.fromkeys(section.path for rank in ranks for section in rank.sections)
     sections = tuple(merge.section(path, [_section(rank, path) for rank in ranks]) for path in places)
-    merge.counters(ranks)
+    merge.others(ranks)
     shown = [f"rank {rank} {os.path.basename(path)}" for rank, path in enumerate(ordered)]
     notes.append(f"the files of {len(ordered)} ranks: {some(shown, 8)}")
     if merge.problems:
@@ -120,10 +120,11 @@ def _is_part(entry: TensorEntry | ExtraEntry) -> bool:
 
 def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> tuple[list[str], list[str]]:
     """The files from rank 0 on, and what is odd about their names."""
-    numbers = _numbers(list(said))
-    ranks = {path: numbers[path] if own is None else own[0] for path, own in said.items()}
-    sizes = {own[1] for own in said.values() if own is not None} or {max(len(said), max(ranks.values()))}
-    problems = []
+    numbers, told = _numbers(list(said)), {path: own[0] for path, own in said.items() if own is not None}
+    ranks = told or numbers
+    sizes = {own[1] for own in said.values() if own is not None} or {max(len(ranks), *ranks.values(), 0)}
+    why = "other files do" if told else "nor does a number in its name"
+    problems = [Problem(f"does not say its rank, {why}", path) for path in said if path not in ranks]
     if len(sizes) > 1:
         problems += [Problem(f"is of a run of {own[1]} ranks", path) for path, own in said.items() if own is not None]
     else:
@@ -131,26 +132,21 @@ def _in_rank_order(pattern: str, said: Mapping[str, tuple[int, int] | None]) -> 
         problems += [Problem(f"is rank {rank}, as another file is", p) for p, rank in ranks.items() if count[rank] > 1]
         missing = islice((rank for rank in range(sizes.pop()) if rank not in count), _MOST_MISSING)
         problems += [Problem("no file is of this rank", f"rank {rank}") for rank in missing]
-    if len({own is None for own in said.values()}) > 1:
-        problems += [
-            Problem("does not say its rank, other files do", path) for path, own in said.items() if own is None
-        ]
     if problems:
         raise CkptError(f"{pattern} does not name the files of all ranks of one run", hint=ALL_RANKS, problems=problems)
-    wrong = [path for path, own in said.items() if own is not None and numbers[path] != own[0]]
+    wrong = [path for path, rank in told.items() if numbers.get(path, rank) != rank]
     notes = [f"{path} was saved by rank {ranks[path]}, whatever its name says" for path in wrong]
     return sorted(ranks, key=lambda path: ranks[path]), notes
 
 
 def _numbers(paths: Sequence[str]) -> dict[str, int]:
-    """The number in each file's name that tells it from the others; its place in the list where there is none."""
-    digits = [[int(found) for found in re.findall(r"\d{1,9}", os.path.basename(path))] for path in paths]
-    lengths = {len(found) for found in digits}
-    if len(lengths) == 1 and len(paths) > 1:
-        varying = [column for column in zip(*digits) if len(set(column)) > 1]
-        if len(varying) == 1:
-            return dict(zip(paths, varying[0]))
-    return {path: own[-1] if len(paths) == 1 and own else at for at, (path, own) in enumerate(zip(paths, digits))}
+    """The number in each path that tells it from the others, of several the one that counts them. Empty if none."""
+    digits = [[int(found) for found in re.findall(r"\d{1,9}", path)] for path in paths]
+    alike = len({len(found) for found in digits}) == 1
+    varying = {column for column in zip(*digits) if len(set(column)) > 1} if alike else set()
+    counting = {column for column in varying if sorted(column) == list(range(len(paths)))}
+    telling = varying if len(varying) == 1 else counting
+    return dict(zip(paths, *telling)) if len(telling) == 1 else {}
 
 
 def _section(rank: Checkpoint, path: str) -> Section | None:

@@ -13,13 +13,14 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Part, Section, Spa
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.boxes import Box, assembled
-from ckpttool.evaluate.compare import elements
+from ckpttool.evaluate.compare import elements, same_values
 from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.formats.ranks import dtensor, sharded_tensor
 from ckpttool.formats.ranks.parts import ALL_RANKS, RankParts
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
-from ckpttool.keys import is_flat
+from ckpttool.formats.torch.tensors import MOST
+from ckpttool.keys import dotted, is_flat
 
 _COUNTER = re.compile(r"step|epoch|iter")  # in the name of what all ranks count alike
 _ABSENT = object()
@@ -34,28 +35,37 @@ class Merge:
         self.notes: list[str] = []
         self.hint = ALL_RANKS
 
-    def counters(self, ranks: Sequence[Checkpoint]) -> None:
-        """What counts steps beside the state dicts says whether the files are of one step."""
+    def others(self, ranks: Sequence[Checkpoint]) -> None:
+        """What stands beside the state dicts: rank 0's is carried; what counts steps has to be one."""
+        alone = dict.fromkeys(key for rank in ranks for key in rank.others if key not in ranks[0].others)
+        self.notes += [f"not carried: {key}, which rank 0 has not" for key in alone]
         said = [_plain_values(rank) for rank in ranks]
-        for key in said[0]:
-            values = [own[key] for own in said if key in own]
-            if _COUNTER.search(key.lower()) and not all(type(v) is type(values[0]) and v == values[0] for v in values):
-                self._differs(key, values)
+        for key in dict.fromkeys(key for own in said for key in own):
+            if _COUNTER.search(key.lower()):
+                self._is_one(key, [own.get(key, _ABSENT) for own in said])
 
-    def _differs(self, key: str, values: Sequence[object]) -> None:
-        rank = next(at for at, value in enumerate(values) if value != values[0])
-        self.problems.append(Problem(f"is {values[0]!r} on rank 0, and {values[rank]!r} on rank {rank}", key))
+    def _is_one(self, way: str, values: Sequence[Any]) -> bool:
+        """Whether all ranks that have the value have the same, or the same kind of thing; else it is a problem."""
+        ranks: dict[str, int] = {}
+        for rank, value in enumerate(values):
+            if value is not _ABSENT:
+                ranks.setdefault(_told(value), rank)
+        if len(ranks) > 1:
+            (one, first), (other, second), *_ = ranks.items()
+            self.problems.append(Problem(f"is {one} on rank {first}, and {other} on rank {second}", way))
+        return len(ranks) == 1
 
     def section(self, path: str, own: Sequence[Section | None]) -> Section:
         """The section at `path`, of what the ranks have there; what does not fit is noted in `problems`."""
         first = next(section for section in own if section is not None)
-        if first.kind == "optimizer" and first.mapping is not None:
+        self._is_one(path, [_ABSENT if section is None else section.kind for section in own])
+        if first.mapping is not None:
             found: list[TensorEntry] = []
             mapping = self._value([_ABSENT if s is None else s.mapping for s in own], found, path)
             return replace(first, tensors=tuple(found), mapping=mapping)
         by_key = [{} if section is None else section.by_key() for section in own]
         keys = dict.fromkeys(key for entries in by_key for key in entries)
-        entries = [self._entry([entries.get(key) for entries in by_key]) for key in keys]
+        entries = [self._entry([entries.get(key) for entries in by_key], dotted(path, key)) for key in keys]
         return replace(
             first,
             tensors=tuple(entry for entry in entries if isinstance(entry, TensorEntry)),
@@ -64,38 +74,48 @@ class Merge:
 
     def _value(self, values: Sequence[Any], found: list[TensorEntry], way: str) -> Any:
         """The value at `way` of an optimizer's state dict, of those of all ranks; its tensors are added to `found`."""
-        have = [value for value in values if value is not _ABSENT]
-        first = have[0]
-        if type(first) in (bool, int, float, str) and any(v != first for v in have):
-            self._differs(way, have)
-        if isinstance(first, TensorEntry):
-            entry = self._entry([value if isinstance(value, TensorEntry) else None for value in values])
+        first = next(value for value in values if value is not _ABSENT)
+        if not self._is_one(way, values):
+            return first
+        if isinstance(first, (TensorEntry, ExtraEntry)):
+            entry = self._entry([None if value is _ABSENT else value for value in values], way)
             found.extend([entry] if isinstance(entry, TensorEntry) else [])
             return entry
         if isinstance(first, Mapping):
-            maps = [value if isinstance(value, Mapping) else {} for value in values]
+            maps = [{} if value is _ABSENT else value for value in values]
             keys = dict.fromkeys(key for own in maps for key in own)
             return {
                 key: self._value([own.get(key, _ABSENT) for own in maps], found, f"{way}.{key}".lstrip("."))
                 for key in keys
             }
-        if isinstance(first, (list, tuple)) and all(type(v) is type(first) and len(v) == len(first) for v in have):
+        if isinstance(first, (list, tuple)):
             columns = [[v[at] if v is not _ABSENT else v for v in values] for at in range(len(first))]
             return type(first)(self._value(column, found, f"{way}.{at}") for at, column in enumerate(columns))
         return first
 
-    def _entry(self, own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry | ExtraEntry:
-        first = next(entry for entry in own if entry is not None)
-        if any(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
+    def _entry(self, own: Sequence[TensorEntry | ExtraEntry | None], way: str) -> TensorEntry | ExtraEntry:
+        have = [entry for entry in own if entry is not None]
+        first = have[0]
+        if any(map(sharded_tensor.is_sharded, have)):
             return self._tried(_of_sharded, own, first)
-        if any(entry is not None and dtensor.is_dtensor(entry) for entry in own):
+        if any(map(dtensor.is_dtensor, have)):
             return self._tried(_of_dtensors, own, first)
-        parts = tuple(entry if isinstance(entry, TensorEntry) else None for entry in own)
-        if not isinstance(first, TensorEntry) or any(part is not None and part.storage is None for part in parts):
-            return first
+        parts = [entry for entry in have if isinstance(entry, TensorEntry) and entry.storage is not None]
+        if len(parts) < len(have):
+            return self._as_it_is(have, way)
+        by_rank = tuple(entry if isinstance(entry, TensorEntry) else None for entry in own)
         if is_flat(first.key):
-            return self._tried(_laid_end_to_end, parts, first)
-        return replace(first, payload=RankParts(parts, whole=False))
+            return self._tried(_laid_end_to_end, by_rank, first)
+        return replace(parts[0], payload=RankParts(by_rank, whole=False))
+
+    def _as_it_is(self, have: Sequence[TensorEntry | ExtraEntry], way: str) -> TensorEntry | ExtraEntry:
+        """What no parts can be put together of: the first rank's."""
+        if not all(same_values(have[0], entry) for entry in have[1:]):
+            if any(isinstance(entry, TensorEntry) for entry in have):
+                self.problems.append(Problem("differs between the ranks, and no parts make it", way))
+            else:
+                self.notes.append(f"{way} differs between the ranks: rank 0's is taken")
+        return have[0]
 
     def _tried(self, make: Callable[[Any], T], own: Any, first: T) -> T:
         try:
@@ -104,6 +124,17 @@ class Merge:
             self.hint = error.hint if isinstance(error, dtensor.Unplaced) else self.hint
             self.problems += error.problems or [Problem(error.message, getattr(first, "key", ""))]
             return first
+
+
+def _told(value: Any) -> str:
+    """What a value is, in words; of what has to be looked into only its kind."""
+    if isinstance(value, TensorEntry):
+        return "a tensor"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if type(value) is int and abs(value) >= MOST:
+        return hex(value)  # which Python writes however long it is
+    return {dict: "a dict", ExtraEntry: "an object"}.get(type(value)) or repr(value)
 
 
 def _plain_values(file: Checkpoint) -> dict[str, object]:
@@ -118,16 +149,17 @@ def _of_sharded(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
     if not all(entry is not None and sharded_tensor.is_sharded(entry) for entry in own):
         raise _unfit("a sharded tensor on some ranks, and not on all", key)
     found = [sharded_tensor.local_part(entry) for entry in own if entry is not None]
-    if len({(part.shape, part.dtype) for part in found}) > 1:
+    kinds = {(part.shape, part.dtype) for part in found}
+    if len(kinds) > 1:
         raise _unfit("has another shape or dtype on other ranks", key)
-    shape, at = found[0].shape, 0
+    [(shape, dtype)], at = kinds, 0
     for part in found:
         if part.local is not None and part.offset != at:
             raise _unfit("is not cut along its first dimension, rank by rank", key)
         at += 0 if part.local is None else part.local.numel
     if at != prod(shape):
         raise _unfit(f"its parts hold {at:,} of {prod(shape):,} elements", key)
-    return _whole(key, shape, tuple(part.local for part in found))
+    return _whole(key, dtype, shape, tuple(part.local for part in found))
 
 
 def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
@@ -135,9 +167,10 @@ def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
     if not all(entry is not None and dtensor.is_dtensor(entry) for entry in own):
         raise _unfit("a DTensor on some ranks, and not on all", key)
     found = [dtensor.local_box(entry) for entry in own if entry is not None]
-    shape, dtype = found[0].shape, found[0].dtype
-    if len({(box.shape, box.dtype, box.layout) for box in found}) > 1:
+    kinds = {(box.shape, box.dtype, box.layout) for box in found}
+    if len(kinds) > 1:
         raise _unfit("has another shape, dtype, mesh or placement on other ranks", key)
+    [(shape, dtype, _)] = kinds
     by_corner: defaultdict[tuple[int, ...], list[TensorEntry]] = defaultdict(list)
     for box in found:
         if box.local.numel:
@@ -145,7 +178,7 @@ def _of_dtensors(own: Sequence[TensorEntry | ExtraEntry | None]) -> TensorEntry:
     held = sum(copies[0].numel for copies in by_corner.values())
     if held != prod(shape):
         raise _unfit(f"its parts hold {held:,} of {prod(shape):,} elements", key)
-    copies = tuple(tuple(group) for group in by_corner.values() if len(group) > 1)
+    copies = tuple(map(tuple, by_corner.values()))
     parts = RankParts(tuple(box.local for box in found), whole=True, copies=copies, of_dtensors=True)
     boxes = {corner: group[0] for corner, group in by_corner.items()}
     return in_row_major(key, dtype, shape, _in_boxes(shape, dtype, boxes), payload=parts)
@@ -174,15 +207,14 @@ def _laid_end_to_end(parts: Sequence[TensorEntry | None]) -> TensorEntry:
     have = [part for part in parts if part is not None]
     if any(len(part.shape) != 1 or part.dtype != have[0].dtype for part in have):
         raise _unfit("is called a flat parameter, and is not one-dimensional or not of one dtype", have[0].key)
-    return _whole(have[0].key, (sum(part.numel for part in have),), tuple(parts))
+    return _whole(have[0].key, have[0].dtype, (sum(part.numel for part in have),), tuple(parts))
 
 
-def _whole(key: str, shape: tuple[int, ...], parts: tuple[TensorEntry | None, ...]) -> TensorEntry:
+def _whole(key: str, dtype: str, shape: tuple[int, ...], parts: tuple[TensorEntry | None, ...]) -> TensorEntry:
     """The entry of `shape` that the parts are when they are laid end to end."""
     have = [part for part in parts if part is not None]
     if not all(part.is_contiguous for part in have):
         raise _unfit("a part of it is a strided view", key)
-    dtype = have[0].dtype if have else "float32"
     storage = concatenated(across(have, 0, prod(shape)))
     return in_row_major(key, dtype, shape, storage, payload=RankParts(parts, whole=True))
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckpttool.formats.containers.pickle_tree import Call
-from ckpttool.formats.torch.tensors import malformed
+from ckpttool.formats.torch.tensors import MOST, malformed
 
 
 def attributes_of(node: Any) -> dict[str, Any]:
@@ -21,12 +21,12 @@ def attributes_of(node: Any) -> dict[str, Any]:
     return found
 
 
-def sizes_of(node: Any) -> tuple[int, ...]:
-    """The sizes of a ``torch.Size``, a list or a tuple. Raises `ValueError` for anything else."""
-    sizes = node.args[0] if type(node) is Call else node
-    if type(sizes) not in (list, tuple) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError("no sizes")
-    return tuple(sizes)
+def counts_of(node: Any) -> tuple[int, ...]:
+    """The numbers of a ``torch.Size``, a list or a tuple, however many. Raises `ValueError` for anything else."""
+    counts = node.args[0] if type(node) is Call else node
+    if type(counts) not in (list, tuple) or not all(type(count) is int and 0 <= count < MOST for count in counts):
+        raise ValueError("no counts")
+    return tuple(counts)
 
 
 @contextmanager

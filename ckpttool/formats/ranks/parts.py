@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckpttool.checkpoint import TensorEntry
+from ckpttool.evaluate.compare import same_values
 from ckpttool.values import dataclass
 
 ALL_RANKS = "name the files of all ranks and no others, as in 'rank_*.pt'"  # a hint
+OF_ONE_STEP = "name the files that the ranks of one run saved at one step, and no others"  # another
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +31,20 @@ def parts_of(entry: TensorEntry) -> tuple[TensorEntry | None, ...]:
     return entry.payload.parts if isinstance(entry.payload, RankParts) else (entry,)
 
 
+def copies_of(entry: TensorEntry) -> list[tuple[TensorEntry, TensorEntry]]:
+    """Pairs of what ranks hold that must be the same: replicas of one box of a DTensor, or one tensor on every rank."""
+    if not isinstance(entry.payload, RankParts):
+        return []
+    parts = tuple(part for part in entry.payload.parts if part is not None)
+    groups = entry.payload.copies if entry.payload.whole else (parts,)
+    return [(group[0], copy) for group in groups for copy in group[1:]]
+
+
+def is_held_alike(entry: TensorEntry) -> bool:
+    """Whether all ranks that have a copy of the entry, or of a part of it, have the same."""
+    return all(same_values(one, other) for one, other in copies_of(entry))
+
+
 def is_of_ranks(entry: TensorEntry) -> bool:
     """Whether the entry comes from the files of several ranks."""
     return isinstance(entry.payload, RankParts)
@@ -42,6 +60,17 @@ def is_of_dtensors(entry: TensorEntry) -> bool:
     return isinstance(entry.payload, RankParts) and entry.payload.of_dtensors
 
 
-def copies_of(entry: TensorEntry) -> tuple[tuple[TensorEntry, ...], ...]:
-    """Groups of parts that must hold the same: replicas of one box of a DTensor."""
-    return entry.payload.copies if isinstance(entry.payload, RankParts) else ()
+def must_be_alike(left: TensorEntry, right: TensorEntry) -> Sequence[tuple[TensorEntry | None, TensorEntry | None]]:
+    """What else has to be alike where the two are compared: what each rank holds, and the copies of one box.
+
+    Of what may be parts or copies, and is held by as many ranks on both sides, rank by rank; else all on one side.
+    """
+    mine, theirs = parts_of(left), parts_of(right)
+    if (
+        is_of_ranks(left)
+        and is_of_ranks(right)
+        and not (is_whole(left) or is_whole(right))
+        and len(mine) == len(theirs)
+    ):
+        return [pair for pair in zip(mine, theirs) if pair != (None, None)]
+    return [*copies_of(left), *copies_of(right)]

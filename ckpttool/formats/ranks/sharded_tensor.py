@@ -15,8 +15,8 @@ from ckpttool import dtypes
 from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
-from ckpttool.formats.ranks.nodes import attributes_of, checked, sizes_of
-from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, unnamed
+from ckpttool.formats.ranks.nodes import attributes_of, checked, counts_of
+from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, sizes_of, unnamed
 from ckpttool.values import dataclass
 
 _SHARD = "torch.distributed._shard"
@@ -66,8 +66,8 @@ def _local_part(key: str, state: Any, storages: Storages) -> LocalPart:
     shape, dtype = sizes_of(metadata["size"]), str(_properties(metadata["tensor_properties"]))
     if dtype not in dtypes.BY_NAME or type(shards) is not list:
         raise ValueError("no dtype or no list of shards")
-    rank, world_size = group["local_rank"], group["local_world_size"]
-    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+    rank, world_size = counts_of((group["local_rank"], group["local_world_size"]))
+    if rank >= world_size:
         raise ValueError("no rank of a process group")
     if len(shards) > 1:
         raise CkptError(

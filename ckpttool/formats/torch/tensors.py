@@ -19,7 +19,7 @@ from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pi
 from ckpttool.formats.torch.content import content_of
 from ckpttool.values import dataclass
 
-MAX_DIMS = 64  # torch's own limit
+MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
 _MAX_WRAPPERS = 8  # a Parameter of a subclass of ...; more is no tensor that torch has written
 _MAX_PARTS = 2_000_000  # nodes looked at to find the tensors inside other tensors, in a whole file
 
@@ -235,7 +235,7 @@ def _tensor_v3(args: Any, storages: Storages, depth: int) -> TensorEntry:
 
 def _view(dtype: str, storage: Storage, args: Any) -> TensorEntry:
     offset, size, stride = args
-    shape, stride = _sizes(size), _sizes(stride)
+    shape, stride = sizes_of(size), sizes_of(stride)
     if type(offset) is not int or offset < 0 or len(shape) != len(stride):
         raise malformed(f"offset {offset!r}, shape {shape}, strides {stride}")
     last = offset + sum((count - 1) * step for count, step in zip(shape, stride))
@@ -276,7 +276,7 @@ def _from_type(args: Any, storages: Storages, depth: int) -> TensorEntry:
 
 def _wrapper_subclass(args: Any, storages: Storages, depth: int) -> TensorEntry:
     _, dtype, size, stride, offset = args[:5]
-    return unnamed(_dtype(dtype), _sizes(size), _sizes(stride), offset, None, "subclass")
+    return unnamed(_dtype(dtype), sizes_of(size), sizes_of(stride), offset, None, "subclass")
 
 
 def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
@@ -285,7 +285,7 @@ def _sparse(args: Any, storages: Storages, depth: int) -> TensorEntry:
     layout = kind.args[0] if type(kind) is Call else kind.name
     found = _read(values, storages, depth + 1)
     nbytes = _inner_bytes(data, storages, depth)
-    return unnamed(found.dtype, _sizes(size), (), 0, None, layout.removeprefix("torch."), nbytes)
+    return unnamed(found.dtype, sizes_of(size), (), 0, None, layout.removeprefix("torch."), nbytes)
 
 
 def _quantized(args: Any, storages: Storages, depth: int) -> TensorEntry:
@@ -303,7 +303,7 @@ def _nested(args: Any, storages: Storages, depth: int) -> TensorEntry:
 
 def _meta(args: Any, storages: Storages, depth: int) -> TensorEntry:
     dtype, size, stride = args[:3]
-    return unnamed(_dtype(dtype), _sizes(size), _sizes(stride), 0, None, "meta")
+    return unnamed(_dtype(dtype), sizes_of(size), sizes_of(stride), 0, None, "meta")
 
 
 def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
@@ -313,7 +313,7 @@ def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
     if is_tensor(data):
         shape = _read(data, storages, depth + 1).shape
     elif type(data.state) is tuple:  # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
-        shape = _sizes(data.state[1])
+        shape = sizes_of(data.state[1])
     return unnamed(_dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype)))
 
 
@@ -382,10 +382,13 @@ def _dtype(node: Any) -> str:
     return str(node.name)
 
 
-def _sizes(node: Any) -> tuple[int, ...]:
+def sizes_of(node: Any) -> tuple[int, ...]:
+    """The sizes of a ``torch.Size``, a list or a tuple. Raises `CkptError` for what torch takes for none."""
     sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise malformed(f"{type(sizes).__name__} where sizes have to be")
+    if any(type(size) is int and abs(size) >= MOST for size in sizes):
+        raise malformed("sizes that no tensor has")
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise malformed(f"sizes {sizes!r}")
     return tuple(sizes)

@@ -30,7 +30,7 @@ from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_na
 from ckpttool.queries.diff.optimizer import SavedOptimizer, optimizer_section
 from ckpttool.queries.diff.optimizer_load import compare_with_optimizer, in_model_order
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, names_outlines, outlines
-from ckpttool.words import plural, shell
+from ckpttool.words import plural, shell, some
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
@@ -74,7 +74,8 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
     lost = any(entry.status == "value" for entry in entries)
     identical = fits and not lost and (ignore_dtype or not converts)
-    notes = [*_said(verdict, entries), *one_rank(checkpoint)]
+    converted = [] if verdict is None or ignore_dtype else _converted(verdict, entries)
+    notes = [*_said(verdict, entries), *converted, *one_rank(checkpoint)]
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
@@ -86,7 +87,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)"
     harmless = HARMLESS | ({"dtype"} if ignore_dtype else set())
-    beyond = not identical and _is_beyond(verdict, entries)
+    beyond = not identical and (bool(converted) or _is_beyond(verdict, entries))
     sides = outlines(section), names_outlines(names)[0]
     shown = Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike, outlines=sides)
     return replace(shown, harmless=harmless, beyond=beyond)
@@ -96,11 +97,8 @@ def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:
     """Whether something stands against loading that none of the entries shows as a difference."""
     if any(entry.status in HARMLESS and not (entry.left and entry.right) for entry in entries):
         return True
-    shown = {entry.status for entry in entries if entry.status not in HARMLESS}
-    if verdict is None:
-        return not shown
-    unshown_dtype = bool(verdict.dtype_changes) and "dtype" not in shown
-    return bool(_torch_says(verdict, entries)) or unshown_dtype or not shown
+    shown = any(entry.status not in HARMLESS for entry in entries)
+    return not shown or (verdict is not None and bool(_torch_says(verdict, entries)))
 
 
 def _more_of_it(model: ModelOperand, names: Names, checkpoint: Checkpoint, section: Section) -> list[str]:
@@ -157,6 +155,14 @@ def _said(verdict: Verdict | None, entries: Iterable[Entry]) -> list[str]:
 def _torch_says(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
     shown = {f"size mismatch for {key}:" for entry in entries if entry.status == "shape" for key in entry.right}
     return [f"torch: {text}" for text in verdict.errors if text.partition(": ")[0] + ":" not in shown]
+
+
+def _converted(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
+    """What loading converts though the file has the dtype that the model saves, or has it under no key of its own."""
+    shown = {key for entry in entries if entry.status == "dtype" for key in (*entry.left, *entry.right)}
+    changes = [one for one in verdict.dtype_changes if shown.isdisjoint((one.fqn, one.key))]
+    what = some([f"{one.fqn} ({one.source} to {one.target})" for one in changes])
+    return [f"loading converts {plural(len(changes), 'tensor')} (--ignore-dtype allows it): {what}"] if changes else []
 
 
 def _distinct(names: Names) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.evaluate.compare import same_objects
 from ckpttool.evaluate.with_numpy import Difference
+from ckpttool.formats.ranks.parts import must_be_alike
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import Hook
@@ -62,9 +63,15 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if left.dtype != right.dtype:
         return Entry("dtype", *names, f"{left.dtype} instead of {right.dtype}")
     differs = None if values is None else values(left, right)
-    if differs is None:
-        return Entry("same", *names)
-    return Entry("value", *names, "other values", None, differs.text, differs.spread or None)
+    if differs is not None:
+        return Entry("value", *names, "other values", None, differs.text, differs.spread or None)
+    for one, other in must_be_alike(left, right):
+        if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            return Entry("shape", *names, "of other shapes on other ranks")
+        differs = None if values is None else values(one, other)
+        if differs is not None:
+            return Entry("value", *names, "other values on other ranks", None, differs.text, differs.spread or None)
+    return Entry("same", *names)
 
 
 def is_one_kind(left: TensorEntry, right: TensorEntry) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -205,6 +206,22 @@ def test_what_is_no_tensor_of_a_state_is_on_every_rank(run: Run, tmp_path: Path,
     assert {(own["step"], own["kind"]) for own in found.values()} == {(3, "plain")}
 
 
+def test_a_parameter_without_rows_keeps_its_dtype(run: Run, tmp_path: Path) -> None:
+    """No rank holds anything of it."""
+    torch.save(Rowless().state_dict(), tmp_path / "model.pt")
+    model = ["--model", f"{__file__}:Rowless"]
+    out = ["--to", "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    assert run("remap", tmp_path / "model.pt", *model, *out)[0] == 0
+    assert run("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "back.pt")[0] == 0
+    same(torch.load(tmp_path / "back.pt"), Rowless().state_dict())
+
+
+class Rowless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.weight = nn.Parameter(torch.empty(0, 3).bfloat16()), nn.Parameter(torch.ones(2))
+
+
 @pytest.mark.parametrize("form", ["fsdp-flat", "fsdp-sharded"])
 def test_state_of_no_parameters_shape_is_on_every_rank_as_it_was(run: Run, tmp_path: Path, form: str) -> None:
     """Also a view with strides, whose values are laid in order where each rank has them in a storage of its own."""
@@ -402,6 +419,31 @@ def test_one_file_of_several(runs: dict[int, Path], run: Run, tmp_path: Path) ->
     assert "is one rank's part: name the files of all ranks, as in 'rank_*.pt' @ _flat_param" in error
 
 
+@pytest.mark.parametrize("kind", ["flat", "original", "sharded"])
+def test_optimizers_of_two_steps_are_refused(runs: dict[int, Path], run: Run, tmp_path: Path, kind: str) -> None:
+    shutil.copy(runs[2] / f"{kind}_rank_0.pt", tmp_path / "r0.pt")
+    with zipfile.ZipFile(runs[2] / f"{kind}_rank_1.pt") as source, zipfile.ZipFile(tmp_path / "r1.pt", "w") as out:
+        for name in source.namelist():
+            data = source.read(name)
+            out.writestr(name, struct.pack("<f", 3.0) if data == struct.pack("<f", 2.0) else data)
+    done = run("remap", tmp_path / "r*.pt", *MODEL, "-o", tmp_path / "full.pt")
+    assert (done.status, (tmp_path / "full.pt").exists()) == (2, False)
+    assert "the files are not of one step" in done.err
+    assert "differs between the ranks @ state." in done.err
+
+
+@pytest.mark.parametrize(("one", "status"), [(0.0, 0), (1.0, 2)])
+def test_state_that_every_rank_has_whole_is_the_same_on_all(run: Run, tmp_path: Path, one: float, status: int) -> None:
+    """Of a parameter that FSDP was told to ignore, or of one that is not cut."""
+    for rank, value in enumerate((0.0, one)):
+        own = {"weight": {"exp_avg": torch.full((2,), value)}}
+        optimizer = {"state": own, "param_groups": [{"params": ["none", "weight"]}]}
+        torch.save({"model": Rowless().state_dict(), "optimizer": optimizer}, tmp_path / f"rank_{rank}.pt")
+    done = run("remap", tmp_path / "rank_*.pt", "--model", f"{__file__}:Rowless", "-o", tmp_path / "out.pt")
+    assert done.status == status, done.err
+    assert ("differs between the ranks" in done.err) == bool(status)
+
+
 @pytest.mark.parametrize("damage", [b"local_rank", b"shard_offsets", b"tensor_properties"])
 def test_a_damaged_sharded_tensor(runs: dict[int, Path], run: Run, tmp_path: Path, damage: bytes) -> None:
     """What of its state is called otherwise is not there."""
@@ -446,6 +488,15 @@ def test_what_cannot_be_flattened(run: Run, tmp_path: Path) -> None:
     assert "not in the checkpoint @ layers.0" not in done.err  # a parameter of another dtype is cut by itself
 
 
+def test_tied_names_of_other_values_are_not_made_one(run: Run, tmp_path: Path) -> None:
+    state = Net().state_dict()
+    torch.save({**state, "head.weight": state["head.weight"] + 1}, tmp_path / "model.pt")
+    out = ["--to", "fsdp-flat", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt"]
+    done = run("remap", tmp_path / "model.pt", *MODEL, *UNITS, *out)
+    assert (done.status, list(tmp_path.glob("rank_*"))) == (1, [])
+    assert "other values than emb.weight, and one flat parameter holds both @ head.weight" in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -472,6 +523,22 @@ def test_options_that_do_not_go_together(run: Run, tmp_path: Path, options: list
 def padded_parts(flat: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     chunk = -(-flat.numel() // world_size)
     return list(nn.functional.pad(flat, (0, chunk * world_size - flat.numel())).split(chunk))
+
+
+@pytest.mark.parametrize("name", ["part_{rank}.pt", "{rank}/part.pt", "host{host}_part{rank}.pt"])
+def test_more_than_ten_parts_are_laid_in_the_order_of_their_numbers(run: Run, tmp_path: Path, name: str) -> None:
+    expected = Net().state_dict()
+    model = Net()
+    model.load_state_dict(expected)
+    saved = flattened(model, Block, True).state_dict()
+    for rank in range(12):
+        path = tmp_path / name.format(rank=rank, host=99 - 3 * rank)
+        path.parent.mkdir(exist_ok=True)
+        torch.save({k: padded_parts(v, 12)[rank].clone() if is_flat(k) else v for k, v in saved.items()}, path)
+    files = tmp_path / name.format(rank="*", host="*")
+    status, _, error = run("remap", files, *MODEL, "-o", tmp_path / "full.pt")
+    assert status == 0, error
+    same(torch.load(tmp_path / "full.pt"), expected)
 
 
 @pytest.mark.parametrize("hooks", [True, False])

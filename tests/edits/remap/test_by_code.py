@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ckpttool.tracing import runtime
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.saving import filled
 from command import Run
-from opaque_zoo import ZOO, Listed, Net, blended, noisy
+from opaque_zoo import ZOO, Listed, Net, Quantized, blended, noisy
 from places import ROOT
 from zoo import runtime_values
 
@@ -115,6 +116,21 @@ def test_a_plan_says_whose_code_it_needs(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "c.pt").exists()
     assert run("remap", source, "--plan", plan, "--model", model, "-o", tmp_path / "c.pt").status == 0
     assert (tmp_path / "c.pt").read_bytes() == out.read_bytes()
+
+
+def sized(rows: int) -> nn.Module:
+    return Quantized() if rows == 6 else nn.Linear(1, 1)
+
+
+def test_what_lacks_the_code_is_told_the_models_arguments(run: Run, tmp_path: Path) -> None:
+    source = saved(Quantized().state_dict(), tmp_path / "a.pt")
+    words = ("--model", f"{__file__}:sized", "--model-kwargs", '{"rows": 6}')
+    plan = ("--plan", tmp_path / "p.json", "-o", tmp_path / "b.pt")
+    assert run("remap", source, *words, "--to", "runtime", "--dry-run", "--save-plan", plan[1]).status == 0
+    alone = run("remap", source, *plan)
+    assert alone.status == 1
+    assert alone.err.endswith(f"hint: name it: {shlex.join(words)}\n")
+    assert run("remap", source, *plan, *words).status == 0
 
 
 def test_a_plan_of_renames_takes_no_model(run: Run, tmp_path: Path) -> None:

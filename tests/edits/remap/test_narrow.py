@@ -94,6 +94,27 @@ def test_trained_parameters_only_is_torchs_ignore_frozen_params(to: str, tmp_pat
     assert len(found) < len(model.state_dict())
 
 
+class Renamed(nn.Module):
+    """Saves its two weights under each other's names, and the first alone takes steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.register_state_dict_post_hook(_exchange)
+        self.register_load_state_dict_pre_hook(_exchange)
+
+
+def _exchange(_module: nn.Module, state: dict, prefix: str, *_more: object) -> None:
+    a, b = prefix + "a", prefix + "b"
+    state[a], state[b] = state[b], state[a]
+
+
+@pytest.mark.parametrize(("to", "kept"), [("serialized", "b"), ("runtime", "a")])
+def test_what_is_trained_is_asked_of_the_parameter_and_not_of_its_name(to: str, kept: str, tmp_path: Path) -> None:
+    options = ("--model", f"{__file__}:Renamed", "--trainable-only", "--to", to)
+    assert same(dict(narrowed(Renamed().state_dict(), tmp_path, *options)), {kept: torch.ones(2)})
+
+
 def test_buffers_are_no_frozen_parameters(tmp_path: Path) -> None:
     assert "scale" in narrowed(Net().state_dict(), tmp_path, *MODEL, "--trainable-only")
 

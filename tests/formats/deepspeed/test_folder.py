@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import deepspeed_run
 from command import Run
 from flips import check_flips
 from places import DATA
+from standins import edited
 
 FOLDERS = sorted(folder for folder in (DATA / "deepspeed-0.19.8").iterdir() if (folder / "latest").exists())
 UNIVERSAL = sorted((DATA / "deepspeed-0.19.8").glob("*-universal"))
@@ -138,6 +140,156 @@ def test_what_is_not_whole_is_refused(
     damage(tmp_path / "run" / "global_step2")
     done = run("inspect", tmp_path / "run")
     assert (done.status, says in done.err) == (2, True), done.err
+
+
+def _rank(rank: int, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """A change of what the optimizer's file of a rank says."""
+    return lambda step: edited(
+        next(step.glob(f"*zero_pp_rank_{rank}_*optim*")), lambda content: change(content["optimizer_state_dict"])
+    )
+
+
+def _base(state: dict[str, Any]) -> Any:
+    return state.get("base_optimizer_state") or state["optimizer_state_dict"]
+
+
+def _second_model(step: Path) -> None:
+    path = next(step.glob("*model_states.pt"))
+    other = "mp_rank_00_model_states.pt" if path.name.startswith("zero") else f"zero_pp_rank_0_{path.name}"
+    shutil.copy(path, step / other)
+
+
+def _set(where: dict[str, Any], **items: Any) -> None:
+    where.update(items)
+
+
+def _negative(own: dict[str, Any]) -> None:
+    for gaps in own.setdefault("param_alignment_paddings", [[0]]):
+        gaps[0] = -1
+
+
+def _of_another_dtype(own: dict[str, Any]) -> None:
+    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+    flats[0] = flats[0].view(torch.int32)
+
+
+def _strided(own: dict[str, Any]) -> None:
+    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+    flats[0] = flats[0].repeat_interleave(2)[::2]
+
+
+def _longer(own: dict[str, Any]) -> None:
+    flats = own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]
+    flats[0] = torch.cat([flats[0], torch.zeros(9)])
+
+
+def _one_group_less(own: dict[str, Any]) -> None:
+    (own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]).pop()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_rank(0, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
+        (_rank(1, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
+        (_rank(1, lambda own: _set(_base(own)["state"][0], more=1)), "one value on all ranks @ more"),
+        (_rank(1, lambda own: _set(_base(own)["param_groups"][0], lr=0.5)), "lr is 0.5, and 0.01 on rank 0 @"),
+        (_rank(1, lambda own: _set(_base(own)["param_groups"][0], more=1)), "more is 1, and None on rank 0 @"),
+        (_rank(0, lambda own: _set(own, param_alignment_paddings=[5])), "param_alignment_paddings is no list"),
+        (_rank(0, _negative), "not one for each parameter @ param_alignment_paddings"),
+        (_rank(0, lambda own: _set(own, param_alignment_paddings=[[0]])), "one for each parameter @ param_alignment_"),
+        (_rank(1, lambda own: _set(own, zero_stage=7)), "zero_stage is 7, in "),
+        (_rank(0, lambda own: _set(own, zero_stage=7)), " 7"),
+        (_rank(1, lambda own: _set(own, partition_count=4)), "partition_count is 4, in "),
+        (_rank(0, lambda own: _set(own, partition_count=[4])), "no file of this rank's optimizer states @ rank 3"),
+        (_rank(0, lambda own: _set(own, partition_count=[3, 2])), "are cut over [3, 2] ranks, as those of experts are"),
+        (_rank(0, lambda own: _set(own, partition_count=[])), "[] partitions"),
+        (_rank(0, lambda own: _set(own, partition_count=0)), "0 partitions"),
+        (_rank(1, _of_another_dtype), "the ranks' partitions are of several dtypes: float32, int32"),
+        (_rank(1, _strided), "is no flat tensor"),
+        (_rank(1, _longer), "rank_0_mp_rank_00_optim_states.pt: the partitions do not fit the parameters of"),
+        (_rank(1, _one_group_less), "the partitions do not fit the parameters"),
+        (_rank(1, lambda own: _set(own, ds_version="0.1")), "ds_version is '0.1', in "),
+        (_second_model, "rank 0"),
+    ],
+)
+def test_ranks_that_say_other_things_are_refused(
+    saved: Path, run: Run, tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    damage(tmp_path / "run" / "global_step2")
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, says in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "says"),
+    [
+        (0, lambda own: own["shared_params"].clear(), "neither a parameter, a buffer nor shared @ head.weight"),
+        (1, lambda own: own["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
+        (
+            0,
+            lambda own: own["frozen_param_shapes"].update({"frozen.weight": torch.Size([6, 5])}),
+            "is cut short @ frozen",
+        ),
+        (1, lambda own: own.update(global_steps=4), "global_steps is 4, in "),
+        (1, lambda own: own.update(dp_world_size=4), "dp_world_size is 4, in "),
+        (0, lambda own: own.update(param_shapes=None), "says no shapes of parameters @ param_shapes"),
+        (0, lambda own: own.update(param_shapes=[{"up.weight": [-1]}]), "sizes [-1]"),
+        (0, lambda own: own.update(param_shapes=[{"up.weight": [1 << 20_000]}]), "sizes that no tensor has"),
+        (0, lambda own: own.update(param_shapes=[{"up.weight": [-1 << 20_000]}]), "sizes that no tensor has"),
+        (0, lambda own: own["param_shapes"][1].update(more=torch.Size([4])), "its parts of the parameters are"),
+    ],
+)
+def test_model_files_of_stage_3_that_lie_are_refused(
+    run: Run, tmp_path: Path, rank: int, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
+    edited(step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", change)
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, says in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("listed", [["scale", "count"], []])
+def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path, listed: list[str]) -> None:
+    """Also where the file does not list them: what is no placeholder is the module's own."""
+    step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
+    edited(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda own: own.update(buffer_names=listed))
+    edited(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda own: own["module"]["scale"].add_(1))
+    edited(step / "zero_pp_rank_2_mp_rank_00_model_states.pt", lambda own: own["module"].pop("count"))
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
+    assert [f"{name} differs between the ranks: rank 0's is taken" in done.err for name in ("scale", "count")] == [
+        True,
+        True,
+    ]
+    assert torch.load(tmp_path / "whole.pt")["model"]["scale"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_the_module_holds_beside_tensors_is_carried(saved: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+    for number, path in enumerate(sorted(step.glob("*model_states.pt"))):
+        objects = {"up._extra_state": {"amax": number}, "n": [1, 2]}
+        edited(path, partial(lambda objects, content: content["module"].update(objects), objects))
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt", "--verify")
+    assert done.status == 0, done.err
+    have = torch.load(tmp_path / "whole.pt")["model"]
+    assert (have["up._extra_state"], have["n"]) == ({"amax": 0}, [1, 2])
+    assert ("up._extra_state differs between the ranks: rank 0's is taken" in done.err) == saved.name.startswith(
+        "zero-3"
+    )
+    assert "n differs" not in done.err
+
+
+def test_an_option_that_is_not_carried_is_said(saved: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+    options = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "own": None, "pair": [1, [2.0]]}
+    for rank, _ in enumerate(step.glob("*optim_states.pt")):
+        _rank(rank, lambda own: _base(own)["param_groups"][0].update(options))(step)
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
+    assert all(f"not carried: {name} of param group 0" in done.err for name in ("lr", "betas"))
+    group = torch.load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]
+    assert group.keys().isdisjoint({"lr", "betas"})
+    assert (group["own"], group["pair"]) == (None, [1, [2.0]])
 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-2"])

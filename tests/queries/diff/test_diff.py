@@ -271,3 +271,27 @@ def test_how_far_values_are_apart_is_in_json_too(tmp_path: Path, run: Run) -> No
     numbers = {own["exponent"]: own["elements"] for own in spread["w"] if own["exponent"] < 1023}
     assert numbers == dict(wanted) == {-2: 2, 1: 2}
     assert [own["elements"] for own in spread["w"] if own["exponent"] >= 1023] == [1]
+
+
+class SavesHalf(torch.nn.Module):
+    """Its file has one weight in half the precision that loading gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        self.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}a": self.a.half()}))
+
+
+@pytest.mark.parametrize("lost", [(), ("b",)])
+@pytest.mark.parametrize("more", [(), ("--fail-on", "unexpected")])
+def test_what_loading_converts_is_said_where_no_key_shows_it(
+    run: Run, tmp_path: Path, lost: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    torch.save({k: v for k, v in SavesHalf().state_dict().items() if k not in lost}, tmp_path / "a.pt")
+    words = ("diff", "--model", f"{__file__}:SavesHalf", tmp_path / "a.pt", *more)
+    found = run(*words, "--format", "json")
+    note = "loading converts 1 tensor (--ignore-dtype allows it): a (float16 to float32)"
+    assert (found.status, note in found.data["notes"]) == (1, True)
+    assert [one["status"] for one in found.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
+    allowed = run(*words, "--ignore-dtype", "--format", "json")
+    assert (allowed.status, allowed.data["notes"]) == (int(bool(lost) and not more), found.data["notes"][1:])
