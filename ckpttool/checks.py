@@ -13,7 +13,7 @@ from ckpttool.formats.containers import json_text
 from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import operand_of
-from ckpttool.operands.names_file import is_names_file, read_names
+from ckpttool.operands.names_file import holds, is_names_file, read_names
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
@@ -70,11 +70,11 @@ def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ())
 
 
 def _checked(path: str, options: DiffOptions, allow: Sequence[str]) -> Checked:
-    with open(path, "rb") as file:
-        head = file.read(200)
+    with open(path, "rb"):
+        pass  # raises where it cannot be read
     kind = "names" if is_names_file(path) else "checkpoint"
     kind = "rules" if path.endswith(".toml") else kind
-    kind = "plan" if path.endswith(".json") and PLAN_SCHEMA.rpartition("/")[0].encode() in head else kind
+    kind = "plan" if holds(path, PLAN_SCHEMA) else kind
     try:
         if kind == "rules":
             rules.read(path)

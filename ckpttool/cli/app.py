@@ -6,10 +6,11 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 
-from ckpttool.cli.defaults import chosen, with_defaults, words_of
+from ckpttool.cli.defaults import Default, chosen, with_defaults, words_of
 from ckpttool.cli.failures import failure_of, say
 from ckpttool.cli.fields import Loaded, taken_by, with_common
 from ckpttool.cli.logs import collected, logged
@@ -71,8 +72,15 @@ def _run_by_rank(args: list[str]) -> int:
 
 
 def _asks_for_json(args: Sequence[str]) -> bool:
-    """Whether the command line asks for JSON; looked for by hand, since it may be the command line that is wrong."""
-    return "--format=json" in args or ("--format", "json") in pairwise(args)
+    """Whether the output was to be JSON; looked for by hand, since it may be the command line that is wrong."""
+    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--format=") else [word])]
+    asked = [value for flag, value in pairwise(words) if flag == "--format"]
+    name = next((arg for arg in args if arg in COMMANDS), None)
+    if not asked and name is not None:
+        with suppress(CkptError, OSError, ImportError):
+            defaults = [one.default for one in _loaded(name, args).taken if one.name == "format"]
+            asked = [default.value for default in defaults if isinstance(default, Default)]
+    return asked[-1:] == ["json"]
 
 
 def run(args: list[str]) -> int:

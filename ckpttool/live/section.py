@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
 from ckpttool.evaluate import with_torch
-from ckpttool.tracing.recorder.identity import Token, components, token
+from ckpttool.tracing.recorder.identity import inside, token
 from ckpttool.tracing.runtime import dtype_name
 from ckpttool.values import dataclass
 
@@ -22,12 +22,15 @@ class Packed:
     tensor: torch.Tensor
 
     def content(self) -> bytes | None:
-        """Equal for tensors of one class that are made of the same bytes; of DTensors, for this rank's parts."""
-        found = hashlib.blake2b(type(self.tensor).__name__.encode())
+        """Equal for tensors that mean the same by the same bytes; of DTensors, for this rank's parts."""
+        found = hashlib.blake2b()
         try:
-            for part in _dense_parts(self.tensor):
-                found.update(f"{part.dtype}{tuple(part.shape)}".encode())
-                found.update(with_torch.to_bytes(raw(part).cpu()))
+            for level in _levels(self.tensor.detach()):
+                found.update(_told(level).encode(errors="surrogatepass"))
+                if layout_of(level) == "strided":
+                    found.update(with_torch.to_bytes(level.cpu()))
+                elif not inside(level):
+                    return None
         except (RuntimeError, NotImplementedError):
             return None
         return found.digest()
@@ -42,12 +45,13 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     tensors: list[TensorEntry] = []
     extras: list[ExtraEntry] = []
     storages: dict[int, Storage] = {}
-    first: dict[Token, Packed] = {}
+    first: dict[object, Packed] = {}
     for key, value in state_dict.items():
         if not isinstance(key, str):
             raise CkptError(f"the state dict has a key that is no string: {key!r}", hint="pass model.state_dict()")
         if isinstance(value, torch.Tensor):
-            tensors.append(_entry(key, value, storages, first.setdefault(token(value), Packed(value))))
+            one = token(value), *(map(_told, _levels(value.detach())) if is_special(value) else ())
+            tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
         else:
             plain = value is None or type(value) in (bool, int, float, str)
             extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
@@ -73,23 +77,21 @@ def is_special(tensor: torch.Tensor) -> bool:
     return overrides_functions or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a sparse tensor or a wrapper subclass is made of; NotImplementedError for what is neither."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        found = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [part for part in found if isinstance(part, torch.Tensor)]  # a DTensor lists its mesh too
-    return list(components(tensor))
+def context(tensor: torch.Tensor) -> object:
+    """What a wrapper subclass knows beside its parts (a scale, a block size, ...): None where it is none."""
+    return tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as bytes, in row-major order."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, and behind it what it is made of, down to dense ones."""
+    yield tensor
+    for part in inside(tensor):
+        yield from _levels(part)
 
 
-def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if layout_of(tensor) == "strided":
-        return [tensor]
-    return [dense for part in parts(tensor) for dense in _dense_parts(part)]
+def _told(tensor: torch.Tensor) -> str:
+    """All that a tensor is but the values of its dense parts."""
+    return repr((type(tensor).__name__, tensor.dtype, tuple(tensor.shape), context(tensor)))
 
 
 def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: Packed) -> TensorEntry:
@@ -97,6 +99,7 @@ def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: 
     if layout != "strided":
         nbytes = tensor.numel() * tensor.element_size()
         return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, None, layout, nbytes, payload=first)
+    tensor = tensor.resolve_conj().resolve_neg()  # the memory of a lazy one holds other values
     memory = tensor.untyped_storage()
     storage = storages.setdefault(memory._cdata, Storage(Lazy(memory.nbytes(), lambda: [_bytes(memory)])))
     return TensorEntry(key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage)

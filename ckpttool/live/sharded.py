@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,23 +34,21 @@ def at_rest(module: nn.Module) -> Iterator[None]:
     does. Under FSDP1 they are whole for as long as this lasts, and are cut again after it, changed or not: all ranks
     must come here, and each needs memory for the whole model. Raises `CkptError` where a pass is under way.
     """
-    try:
-        for part in _instances(module, _FSDP2):
-            _reshard(part)
-        if not _instances(module, _FSDP1):
-            yield
-            return
-        whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(module, writeback=True)
-        whole.__enter__()
-    except (AssertionError, RuntimeError, AttributeError) as error:
-        reason = first_line(error)
-        raise CkptError(
-            f"FSDP does not give its parameters: {reason}", hint="swap between steps, outside of forward and backward"
-        ) from error
-    try:
+    with ExitStack() as held:
+        try:
+            for part in _instances(module, _FSDP2):
+                _reshard(part)
+            if _instances(module, _FSDP1):
+                whole = torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params(module, writeback=True)
+                whole.__enter__()
+                held.callback(whole.__exit__, None, None, None)  # also where the block raises: none of it is FSDP's
+        except (AssertionError, RuntimeError, AttributeError) as error:
+            reason = first_line(error)
+            raise CkptError(
+                f"FSDP does not give its parameters: {reason}",
+                hint="swap between steps, outside of forward and backward",
+            ) from error
         yield
-    finally:
-        whole.__exit__(None, None, None)
 
 
 def check_replaceable(module: nn.Module) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import nn
 
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.interpret import evaluate
+from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Expression, Ref
-from ckpttool.live.section import layout_of, parts, raw
+from ckpttool.live.section import context, layout_of
 from ckpttool.live.sharded import local_part, placed
-from ckpttool.tracing.recorder.identity import address, token
+from ckpttool.tracing.recorder.identity import address, inside, token
+from ckpttool.tracing.recorder.memory import geometry
 from ckpttool.values import dataclass
 from ckpttool.words import first_line, plural
 
@@ -49,7 +52,7 @@ def stage(
     It may be a tensor of `state` itself, unless that lies in memory that is to be written. Raises `Refused`, with all
     problems at once, where a value cannot be made, and where one tensor gets two.
     """
-    taken = {address(tensor) for tensor in tensors.values() if layout_of(tensor) == "strided"}
+    taken = _Ground(tensor for tensor in tensors.values() if layout_of(tensor) == "strided")
     problems: list[Problem] = []
     made: dict[int, New] = {}
     for fqn, old in tensors.items():
@@ -57,12 +60,11 @@ def stage(
             continue  # planning has compared what the names of one dense tensor get
         try:
             new = _new(fqn, old, sources[fqn], state, taken)
+            first = made.setdefault(id(old), new)
+            if not _equal(first.value, new.value):
+                problems.append(Problem(f"tied to {first.fqn}, and its new value is another one", fqn))
         except (RuntimeError, TypeError, ValueError, NotImplementedError, CkptError) as error:
             problems.append(Problem(_reason(error), fqn))
-            continue
-        first = made.setdefault(id(old), new)
-        if not _equal(first.value, new.value):
-            problems.append(Problem(f"tied to {first.fqn}, and its new value is another one", fqn))
     problems += _overlaps(list(made.values()))
     if problems:
         raise Refused(
@@ -73,9 +75,45 @@ def stage(
     return list(made.values())
 
 
-def check_in_place(news: Iterable[New]) -> None:
+class _Ground:
+    """Where dense tensors lie, by address: numpy may give one byte to several storages."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._blocks: list[tuple[int, int]] = []  # begin and end, in order, none in another
+        for begin, end in sorted(set(map(_reach, tensors))):
+            if self._blocks and begin < self._blocks[-1][1]:
+                self._blocks[-1] = self._blocks[-1][0], max(end, self._blocks[-1][1])
+            else:
+                self._blocks.append((begin, end))
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has a byte there."""
+        begin, end = _reach(tensor)
+        at = bisect_left(self._blocks, (end,))
+        return at > 0 and self._blocks[at - 1][1] > begin
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the first behind its last."""
+    lies, begin = geometry(tensor), tensor.data_ptr()
+    return begin, begin + (lies.end - lies.offset) * tensor.element_size()
+
+
+def _entangled(news: Sequence[New]) -> Iterator[Problem]:
+    """Tensors that reach into another storage's tensor: what is written to one of them the other would have too."""
+    places = sorted((*_reach(new.memory[0]), address(new.memory[0]), new.fqn) for new in news if new.memory is not None)
+    last, storage = 0, 0
+    for begin, end, own, fqn in places:
+        if begin < last and own != storage:
+            yield Problem("shares memory with another weight, each by a storage of its own", fqn)
+        if end > last:
+            last, storage = end, own
+
+
+def check_in_place(news: Sequence[New]) -> None:
     """Raises `Refused`, with all problems at once, where a tensor's memory or object cannot take its new value."""
     problems = [Problem(reason, new.fqn) for new in news if (reason := _unwritable(new)) is not None]
+    problems += _entangled(news)
     if problems:
         raise Refused(
             f"{plural(len(problems), 'tensor')} cannot be changed in place",
@@ -90,12 +128,12 @@ def _unwritable(new: New) -> str | None:
     old = new.memory[0]
     if old.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor"
-    if any(size > 1 and step == 0 for size, step in zip(old.shape, old.stride())):
-        return "an expanded tensor: several of its elements are one in memory"
+    if geometry(old).overlaps_itself:
+        return "several of its elements are one in memory"
     return "its memory was freed" if old.numel() and not old.untyped_storage().nbytes() else None
 
 
-def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, Any], taken: set[int]) -> New:
+def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, Any], taken: _Ground) -> New:
     value = _value(source, state)
     if "meta" in (old.device.type, value.device.type):
         which = "it" if old.device.type == "meta" else "its new value"
@@ -103,7 +141,7 @@ def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, An
     if layout_of(old) != "strided" or layout_of(value) != "strided":
         return New(fqn, old, _loaded(old, placed(value, old)), True)
     fitted = value.to(device=old.device, dtype=old.dtype)
-    in_the_way = address(fitted) in taken and token(fitted) != token(old)
+    in_the_way = fitted in taken and token(fitted) != token(old)
     return New(fqn, old, fitted.clone() if in_the_way else fitted, False, in_the_way or fitted is not value)
 
 
@@ -143,40 +181,49 @@ def _overlaps(news: list[New]) -> list[Problem]:
     problems = []
     for group in by_memory.values():
         if len({token(new.old) for new in group}) > 1:
-            problems += [
-                Problem("shares memory with another weight that gets another value", new.fqn)
-                for new, view in zip(group, arranged(group))
-                if not _equal(view, new.value)
-            ]
+            problems += _clashes(group)
     return problems
+
+
+def _clashes(group: list[New]) -> list[Problem]:
+    try:
+        views = arranged(group)
+    except RuntimeError as error:  # one of them is expanded
+        return [Problem(_reason(error), new.fqn) for new in group]
+    reason = "shares memory with another weight that gets another value"
+    return [Problem(reason, new.fqn) for new, view in zip(group, views) if not _equal(view, new.value)]
 
 
 def arranged(group: list[New]) -> list[torch.Tensor]:
     """Tensors like the old ones, in new memory that they share as the old ones do, with the new values in it."""
-    whole = group[0].old.untyped_storage().clone()
-    views = [
-        torch.empty(0, dtype=new.old.dtype, device=new.old.device).set_(
-            whole, new.old.storage_offset(), new.old.shape, new.old.stride()
-        )
-        for new in group
-    ]
+    whole = max((new.old.untyped_storage() for new in group), key=torch.UntypedStorage.nbytes).clone()
+    views = [_seen(whole, new.old) for new in group]
     for view, new in zip(views, group):
         view.copy_(new.value)
     return views
 
 
+def _seen(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """The memory as `like` sees its own."""
+    view = torch.empty(0, dtype=like.dtype, device=like.device)
+    view.set_(memory, like.storage_offset(), like.shape, like.stride())
+    view = view.conj() if like.is_conj() else view
+    return torch._neg_view(view) if like.is_neg() else view
+
+
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two values are the same bytes, whatever they are made of."""
-    if one is other or token(one) == token(other):
+    if one is other:
         return True
     if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     if layout_of(one) == "strided":
-        return torch.equal(raw(one), raw(other))
+        return same_bits(one, other)
     if one.is_quantized:
         return torch.equal(one, other)
-    made_of = parts(one), parts(other)
-    return len(made_of[0]) == len(made_of[1]) > 0 and all(map(_equal, *made_of))
+    made_of = inside(one), inside(other)
+    alike = bool(context(one) == context(other)) and len(made_of[0]) == len(made_of[1]) > 0
+    return alike and all(map(_equal, *made_of))
 
 
 def _reason(error: Exception) -> str:

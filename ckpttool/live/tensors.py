@@ -112,8 +112,6 @@ def _tables(module: nn.Module, seen: set[int] | None = None) -> Iterator[Any]:
 
 def _as(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`value` as a tensor of the class of `old` (which adds no behaviour of its own), with its attributes."""
-    if type(old) is torch.Tensor:
-        return value
     made: torch.Tensor = torch.Tensor._make_subclass(type(old), value, old.requires_grad)
     made.__dict__.update(old.__dict__)
     return made

@@ -36,7 +36,8 @@ def open_operand(operand: str) -> Checkpoint:
     except KeyError:
         have = ", ".join(s.title for s in checkpoint.sections) or "none"
         raise CkptError(f"{path} has no section {picked!r}", hint=f"its sections are: {have}") from None
-    unreached = tuple(found for found in checkpoint.unreached if f"{found.path}.".startswith(f"{picked}."))
+    inside = f"{picked}." if picked else ""
+    unreached = tuple(found for found in checkpoint.unreached if f"{found.path}.".startswith(inside))
     return replace(
         checkpoint,
         source=operand,

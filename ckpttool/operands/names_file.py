@@ -8,17 +8,21 @@ from math import prod
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Storage, TensorEntry, in_row_major
 from ckpttool.dtypes import itemsize
 from ckpttool.formats.containers import json_text
+from ckpttool.limits import limits
 from ckpttool.names import SCHEMA, Names
-
-_HEAD = 200  # bytes, within which such a file says what it is
 
 
 def is_names_file(operand: object) -> bool:
     """Whether the operand is the path of a file that `trace` wrote."""
-    if not isinstance(operand, str) or not operand.endswith(".json") or not os.path.isfile(operand):
+    return isinstance(operand, str) and holds(operand, SCHEMA)
+
+
+def holds(path: str, schema: str) -> bool:
+    """Whether it is a JSON file of the schema in any version; what formats a repository may have sorted its members."""
+    if not path.endswith(".json") or not os.path.isfile(path):
         return False
-    with open(operand, "rb") as file:
-        return SCHEMA.rpartition("/")[0].encode() in file.read(_HEAD)
+    with open(path, "rb") as file:
+        return schema.rpartition("/")[0].encode() in file.read(limits().json_bytes)
 
 
 def read_names(path: str) -> Names:

@@ -57,7 +57,7 @@ def _exact(template: Template, rows: Sequence[Row]) -> list[Group]:
     keys = tuple([key for _, key in rows])
     if len(varying) > _MOST_VARYING:
         return [Group(key, (key,)) for key in keys]
-    if prod(len(columns[i]) for i in varying) == len(rows):
+    if prod(len(columns[i]) for i in varying) == len(set(keys)):  # two sections, or an entry and what is in another
         return [Group("".join(chain(*zip_longest(template, map(_segment, columns), fillvalue=""))), keys)]
     by_value: dict[str, list[Row]] = {}
     for row in rows:

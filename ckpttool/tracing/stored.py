@@ -103,8 +103,9 @@ class _Maker:
             if isinstance(payload, str):
                 raise NotMade("an object in a record of its own")
             return entry.value if payload is None else payload
-        if isinstance(payload, torch.Tensor):  # of a state dict in memory
-            return payload.detach()
+        held = getattr(payload, "tensor", None)  # as `live.section` has what is not dense
+        if isinstance(held, torch.Tensor):
+            return held.detach()
         if entry.identity not in self.tensors:
             self.tensors[entry.identity] = self.tensor(entry)
         return self.tensors[entry.identity].detach()

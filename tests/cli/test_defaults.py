@@ -95,6 +95,40 @@ def test_a_commands_own_table_comes_before_the_table_of_all(project: Path, run: 
 
 
 @pytest.mark.parametrize(
+    ("general", "own", "variable", "words", "is_json"),
+    [
+        ("json", None, None, "", True),
+        ("json", None, None, "--no-defaults", False),
+        ("json", "text", None, "", False),
+        ("json", None, "markdown", "", False),
+        ("text", None, "json", "", True),
+        ("json", None, None, "--format text", False),
+        ("text", None, None, "--format=json", True),
+        ("text", None, None, "--format json --format text", False),
+        ("text", None, None, "--format=text --format=json", True),
+        (None, None, None, "--format json --nope", True),
+    ],
+)
+def test_a_failure_is_said_as_the_answer_would_be(
+    project: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    general: str | None,
+    own: str | None,
+    variable: str | None,
+    words: str,
+    is_json: bool,
+) -> None:
+    tables = [("tool.ckpttool", general), ("tool.ckpttool.inspect", own)]
+    says(project, "".join(f'[{name}]\nformat = "{value}"\n' for name, value in tables if value is not None))
+    if variable is not None:
+        monkeypatch.setenv("CKPTTOOL_FORMAT", variable)
+    done = run("inspect", "none.pt", *words.split())
+    assert (done.status, done.err.count("error: ")) == (2, 1)
+    assert done.data["error"] in done.err if is_json else done.out == ""
+
+
+@pytest.mark.parametrize(
     ("text", "problems"),
     [
         ('[tool.ckpttool]\nmodle = "m"', ["option that can have a default; did you mean model? @ tool.ckpttool.modle"]),

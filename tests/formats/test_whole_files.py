@@ -169,6 +169,19 @@ def test_a_storage_of_no_tensor_is_named(run: Run, tmp_path: Path) -> None:
     assert list(found["buffers"]["raw"]) == list(value["buffers"]["raw"])
 
 
+@pytest.mark.parametrize(("model", "operand"), [("model", ""), ("", ""), ("", "::")])
+def test_a_storage_beside_the_model_is_compared(run: Run, tmp_path: Path, model: str, operand: str) -> None:
+    """Of a section that is picked as of the file; no pattern leaves it out alone: what refers to it has its name."""
+    weights = {"w": torch.ones(2)}
+    for name in ("left.pt", "right.pt"):
+        raw = torch.full((3,), len(name)).untyped_storage()
+        torch.save({**({model: weights} if model else weights), "raw": raw}, tmp_path / name)
+    done = run("diff", f"{tmp_path}/left.pt{operand}", f"{tmp_path}/right.pt{operand}", "--format", "json")
+    assert done.status == 1
+    reasons = [entry["reason"] for entry in done.data["entries"] if "raw" in entry["left"] + entry["right"]]
+    assert sum("a storage of no tensor that is understood" in reason for reason in reasons) == 2
+
+
 def test_a_record_that_nothing_refers_to_is_named_and_kept(run: Run, tmp_path: Path) -> None:
     import zipfile
 

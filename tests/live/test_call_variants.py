@@ -151,6 +151,9 @@ def test_an_attribute_keeps_its_kind() -> None:
         (lambda m: swap_attribute(m, "gate.proj", 1), "gate.proj is a submodule"),
         (lambda m: swap_attribute(m, "gate.shift", 1), "gate.shift is a tensor, the new value an int"),
         (lambda m: swap_attribute(m, "gate.shift", torch.ones(5)), "gate.shift has the shape [4], the new value [5]"),
+        (lambda m: swap_attribute(m, "none", 1), "the module has no attribute 'none'"),
+        (lambda m: swap_attribute(m, "gate", 1), "gate is a submodule"),
+        (lambda m: swap_attribute(m, "gate.training", 1), "gate.training is a bool, the new value an int"),
         (
             lambda m: swap_attribute(m, "gate.shift", lambda t: t.double()),
             "gate.shift has the dtype torch.float32, the new value torch.float64",
@@ -163,6 +166,19 @@ def test_what_does_not_fit_is_said_and_nothing_is_changed(call: Any, says: str) 
         call(module)
     assert raised.value.message == says
     assert torch.equal(module(example()), model(example()))
+
+
+def test_attributes_of_any_kind_are_set() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert swap_attribute(module, "training", False) == ("training",)
+    assert not module.training
+    assert module[0].training
+    assert swap_attribute(module, "0.bias", None) == ("0.bias",)
+    assert module[0].bias is None
+    assert swap_attribute(module, "0.bias", nn.Parameter(torch.ones(2))) == ("0.bias",)
+    assert torch.equal(module(torch.zeros(2)), module[1](torch.ones(2)))
+    assert swap_attribute(module[0], "weight", torch.zeros(2, 2)) == ("weight",)
+    assert isinstance(module[0].weight, nn.Parameter)
 
 
 def test_variants_that_differ_are_not_set_together() -> None:

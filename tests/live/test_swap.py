@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 import sys
 import threading
@@ -9,18 +11,25 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+import ckpttool
 from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.live import swap_weights
 from ckpttool.tracing.load_model import LoadedModel, load
 from ckpttool.tracing.trace import trace
 from places import ROOT
 from torch_version import needs_torch
 from unflattened import Nested, Shared, example, made, unflattened
+
+SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 
 
 class Tied(nn.Module):
@@ -162,6 +171,53 @@ def test_overlapping_weights_that_get_two_values_are_refused() -> None:
     assert memory.tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def lain(chance: random.Random, flat: npt.NDArray[Any]) -> torch.Tensor:
+    """Two by two elements of the buffer, or of one like it, seen in any way: by a storage of their own or of all."""
+    start, stride = chance.randrange(4), chance.choice([(2, 1), (1, 2), (1, 2), (2, 1), (1, 1), (0, 1), (3, 1)])
+    flat = flat if chance.random() < 0.8 else flat + 100
+    found = torch.from_numpy(flat[start:]) if chance.random() < 0.5 else torch.from_numpy(flat)[start:]
+    found = found.as_strided((2, 2), stride)
+    return found.conj() if chance.random() < 0.2 else found
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_whatever_memory_they_share_the_values_are_what_the_state_dict_had(in_place: bool) -> None:
+    """Weights and new values in one buffer, as numpy gives it out; or all is as it was."""
+    done = 0
+    for seed in range(SEEDS):
+        chance, live = random.Random(seed), nn.Module()
+        flat = (np.arange(21) + 1j * chance.randrange(2)).astype(np.complex64)[9:]  # its address is nothing round
+        for name in "abc"[: chance.randint(1, 3)]:
+            live.register_buffer(name, lain(chance, flat))
+        old, kinds = {name: tensor.clone() for name, tensor in live.named_buffers()}, chance.choice([2, 4])
+        sources = [lain(chance, flat) for _ in range(kinds)]
+        state = {name: chance.choice([old[name], *sources]) for name in old}
+        wanted = {name: tensor.clone() for name, tensor in state.items()}
+        try:
+            swap_weights(live, state, in_place=in_place)
+        except Refused:
+            wanted = old
+        else:
+            done += 1
+        assert all(same_bits(tensor, wanted[name]) for name, tensor in live.named_buffers()), seed
+    assert 0.2 * SEEDS < done < 0.95 * SEEDS, done
+
+
+def test_neighbours_in_a_buffer_are_not_in_each_others_way() -> None:
+    flat, live = np.zeros(8, np.float32), nn.Module()
+    live.register_buffer("left", torch.from_numpy(flat[:4]))
+    live.register_buffer("right", torch.from_numpy(flat)[4:].view(2, 2).t())
+    swap_weights(live, {"left": torch.ones(4), "right": torch.tensor([[1.0, 2], [3, 4]])})
+    assert flat.tolist() == [1, 1, 1, 1, 1, 3, 2, 4]
+
+
+def test_a_buffer_keeps_its_attributes() -> None:
+    live = nn.BatchNorm1d(2)
+    vars(live.running_mean)["group"] = "statistics"
+    swap_weights(live, nn.BatchNorm1d(2).state_dict(), in_place=False)
+    assert vars(live.running_mean) == {"group": "statistics"}
+
+
 def test_a_recurrent_module_computes_with_the_new_weights() -> None:
     live, other = seeded(nn.LSTM, 0, 3, 3), seeded(nn.LSTM, 1, 3, 3)
     swap_weights(live, other.state_dict(), in_place=False)
@@ -238,6 +294,19 @@ def test_what_cannot_be_swapped_is_said(target: Any, state: Any, says: str) -> N
 # Failures on the way
 
 
+class Closed(dict[str, Any]):
+    """A state dict whose file is gone."""
+
+    def items(self) -> Any:
+        """What is there no more."""
+        raise RuntimeError("the file is closed")
+
+
+def test_what_fails_in_the_state_dict_is_not_said_of_the_module() -> None:
+    with pytest.raises(RuntimeError, match="the file is closed"):
+        swap_weights(nn.Linear(2, 2), Closed(nn.Linear(2, 2).state_dict()))
+
+
 def test_tensors_that_cannot_take_a_value_are_refused_before_anything_is_written() -> None:
     with torch.inference_mode():
         inference = nn.Linear(2, 2)
@@ -246,7 +315,7 @@ def test_tensors_that_cannot_take_a_value_are_refused_before_anything_is_written
     meta = nn.Linear(2, 2, device="meta")
     for live, says in (
         (inference, {"an inference tensor @ weight", "an inference tensor @ bias"}),
-        (expanded, {"an expanded tensor: several of its elements are one in memory @ weight"}),
+        (expanded, {"several of its elements are one in memory @ weight"}),
         (meta, {f"it is on the meta device and has no data @ {name}" for name in ("weight", "bias")}),
     ):
         before = snapshot(live) if live is not inference and live is not meta else None
@@ -317,7 +386,7 @@ class Weight8(torch.Tensor):
             other = args[1]
             if bool(torch.isnan(other.dense() if isinstance(other, Weight8) else other).any()):
                 raise ValueError("cannot quantize NaN")
-            return Weight8(other.data8.clone(), other.factor.clone()) if isinstance(other, cls) else cls.of(other)
+            return other.clone() if isinstance(other, cls) else cls.of(other)
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
@@ -325,10 +394,29 @@ class Weight8(torch.Tensor):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
             own = args[0]
-            found = Weight8(func(own.data8, **kwargs), func(own.factor, **kwargs))
+            factor = own.factor if isinstance(own.factor, float) else func(own.factor, **kwargs)
+            found = type(own)(func(own.data8, **kwargs), factor)
             return return_and_correct_aliasing(func, args, kwargs, found)
         dense = [arg.dense() if isinstance(arg, Weight8) else arg for arg in args]
         return func(*dense, **kwargs)
+
+
+class Scaled(Weight8):
+    """As above, but the scale is a number that the class keeps beside its tensors."""
+
+    @staticmethod
+    def __new__(cls, data8: torch.Tensor, factor: Any) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, data8.shape, dtype=torch.float32)
+
+    def dense(self) -> torch.Tensor:
+        return self.data8 * float(self.factor)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data8"], self.factor
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, *rest: Any) -> Scaled:
+        return cls(inner["data8"], context)
 
 
 def quantized(seed: int) -> nn.Module:
@@ -365,6 +453,18 @@ def test_subclasses_are_loaded_by_their_own_module_load(in_place: bool) -> None:
     assert live["a"].weight.tag == "kept"
 
 
+def test_a_subclass_keeps_its_gradient_in_place() -> None:
+    live = nn.Linear(2, 2, bias=False)
+    live.weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)))
+    live.weight.grad = grad = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    weight = live.weight
+    swap_weights(live, {"weight": TwoTensor(torch.ones(2, 2), torch.eye(2))})
+    assert live.weight is weight
+    assert live.weight.grad is grad
+    assert live.weight.requires_grad
+    assert torch.equal(vars(live.weight)["b"].detach(), torch.eye(2))
+
+
 def test_a_subclass_goes_into_a_dense_weight_by_its_own_module_load() -> None:
     live, other = nn.Linear(4, 4, False), seeded(nn.Linear, 1, 4, 4, False)
     value = Weight8.of(other.weight)
@@ -379,6 +479,20 @@ def test_tied_subclasses_that_get_two_values_are_refused() -> None:
     with pytest.raises(Refused) as refused:
         swap_weights(live, other.state_dict())
     assert problems(refused) == {"tied to a.weight, and its new value is another one @ c.weight"}
+
+
+def test_what_a_subclass_knows_beside_its_tensors_is_its_value_too() -> None:
+    data = torch.ones(2, 2, dtype=torch.int8)
+    state = {"a.weight": Scaled(data, 0.5), "b.weight": Scaled(data, 0.25)}
+    ties = nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)})
+    ties["b"].weight = ties["a"].weight = nn.Parameter(Scaled(data, 1.0), requires_grad=False)
+    with pytest.raises(Refused) as refused:
+        swap_weights(ties, state)
+    assert problems(refused) == {"tied to a.weight, and its new value is another one @ b.weight"}
+    assert ckpttool.diff(state, dict(state), values=True).identical
+    assert not ckpttool.diff(state, {**state, "b.weight": state["a.weight"]}, values=True).identical
+    swap_weights(ties, {**state, "b.weight": Scaled(data.clone(), 0.5)})
+    assert vars(ties["b"].weight)["factor"] == 0.5
 
 
 def test_a_failing_module_load_changes_nothing() -> None:
@@ -438,6 +552,32 @@ def test_quantized_tensors_take_data_and_scale(in_place: bool) -> None:
     assert live.weight.q_scale() == 0.02
     assert torch.equal(live.weight.int_repr(), other.weight.int_repr())
     assert (live.weight is old) == in_place
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda dense: torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+        lambda dense: torch.quantize_per_channel(dense, torch.tensor([0.5, 1]), torch.zeros(2).long(), 0, torch.qint8),
+    ],
+)
+def test_two_names_of_what_is_not_dense_get_one_value(made: Any, in_place: bool) -> None:
+    live, new = nn.Module(), made(torch.tensor([[1.0, 0], [0, 3]]))
+    old = made(torch.eye(2))
+    live.register_buffer("a", old)
+    live.register_buffer("b", old)
+    with pytest.raises(Refused) as refused:
+        swap_weights(live, {"a": new, "b": made(torch.eye(2) * 2)}, in_place=in_place)
+    assert problems(refused) == {"tied to a, and its new value is another one @ b"}
+    swap_weights(live, {"a": new, "b": new}, in_place=in_place)
+    assert live.a is live.b
+    assert torch.equal(
+        live.a.to_dense() if not live.a.is_quantized else live.a.dequantize(), torch.tensor([[1.0, 0], [0, 3]])
+    )
 
 
 # Compiled modules, programs, unflattened programs, wrappers

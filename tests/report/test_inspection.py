@@ -20,3 +20,12 @@ def test_an_answer_is_good_news(tmp_path: Path, run: Run, format: str, good: str
     assert done.status == 0
     assert good in done.out
     assert bad not in done.out
+
+
+def test_a_tensor_may_have_the_way_into_an_entry_as_its_key(tmp_path: Path, run: Run) -> None:
+    torch.save({"fc": (torch.ones(2),), "fc.0": torch.ones(2), "fc.1": torch.ones(2)}, tmp_path / "a.pt")
+    done = run("inspect", tmp_path / "a.pt")
+    assert (done.status, [line.split()[:2] for line in done.out.splitlines() if "fc.{0-1}" in line]) == (
+        0,
+        [["3", "fc.{0-1}"]],
+    )

@@ -479,18 +479,20 @@ def test_collapse_names_exactly_the_keys_of_a_grid() -> None:
 
 def test_the_first_pattern_says_how_many_follow() -> None:
     keys = ["l.0.w", "l.1.w", "l.0.w", "b", "c"]
-    assert [first_pattern(keys[:n]) for n in (0, 3, 4, 5)] == [
-        "-",
-        "l.{0-1}.w",
-        "l.{0-1}.w (+1 more)",
-        "l.{0-1}.w (+2 more)",
-    ]
+    more = {0: "-", 3: "l.{0-1}.w", 4: "l.{0-1}.w (+1 more)", 5: "l.{0-1}.w (+2 more)"}
+    assert {n: first_pattern(keys[:n]) for n in more} == more
 
 
 def test_collapse_keeps_apart_what_is_not_alike() -> None:
     assert patterns("l.0.w", "l.w", "0.l.w") == ["l.0.w", "l.w", "0.l.w"]
     assert patterns("l.1.w", "l.01.w", "l.-1.w", "l.1²3.w") == ["l.1.w", "l.01.w", "l.-1.w", "l.1²3.w"]
     assert [g.pattern for g in collapse([("l.0.w", "f32"), ("l.1.w", "bf16")])] == ["l.0.w", "l.1.w"]
+
+
+def test_collapse_counts_what_comes_twice_and_takes_it_for_no_other() -> None:
+    assert [(g.pattern, len(g.keys)) for g in collapse((key, None) for key in ("a.0", "a.0"))] == [("a.0", 2)]
+    assert patterns("a.0", "a.0", "a.1", "a.1") == ["a.{0-1}"]
+    assert patterns("a.0.0", "a.0.0", "a.0.1", "a.1.0") == ["a.0.{0-1}", "a.1.0"]
 
 
 def test_collapse_loses_no_key_and_gives_up_on_hostile_ones() -> None:

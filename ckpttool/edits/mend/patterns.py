@@ -56,7 +56,7 @@ Pattern = tuple[str, Callable[[Keys], Iterator[str]]]  # as it is written, and t
 
 
 def drops(gone: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
-    """Patterns that match all keys of `gone` and none of `kept`; None where it takes too many to be of use."""
+    """Patterns that match all keys of `gone` and none of `kept`; None where none do, or too many to be of use."""
     spared, all_gone = Keys(kept), Keys(dict.fromkeys(gone))
     found: list[str] = []
     rest = dict.fromkeys(gone)
@@ -69,6 +69,8 @@ def drops(gone: Sequence[str], kept: Collection[str]) -> tuple[str, ...] | None:
                 reach[text] = [key for key in named(all_gone) if key in rest]
                 if len(reach[text]) == len(rest):  # no other names more
                     break
+        if not reach:  # what stays has the same name
+            return None
         found.append(max(reach, key=lambda text: len(reach[text])))
         for key in reach[found[-1]]:
             del rest[key]

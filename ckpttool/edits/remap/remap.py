@@ -36,6 +36,8 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     """Makes and carries out the plan. Raises `Refused`, all problems at once, where it would lose, collide or guess."""
     source, dropped = drop(source, drops) if drops else (source, [])
     if not asked.changes:
+        if asked.sections is not None:
+            of_one_model(source, asked.sections)  # raises where one of them is none
         return Remap(source, replace(carried(source.sections), dropped=tuple(dropped)))
     sections = of_one_model(source, asked.sections, asked.names)
     drafts = _drafts(sections, asked, is_lightning(source))

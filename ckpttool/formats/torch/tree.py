@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Readings, Section, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call
-from ckpttool.formats.torch.mappings import is_mapping, metadata_of, pairs_of, text_of
+from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
@@ -166,7 +166,7 @@ def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[
         for index, value in enumerate(node):
             yield (*path, str(index)), (*steps, ("item", index)), value
     elif isinstance(node, Call):
-        for index, value in enumerate(() if is_mapping(node) and pairs is not None else node.args):
+        for index, value in enumerate(node.args):
             yield (*path, str(index)), (*steps, ("arg", index)), value
         for name, value in (node.kwargs or {}).items():
             yield (*path, str(name)), (*steps, ("kwarg", name)), value

@@ -24,11 +24,11 @@ from ckpttool.io.ranges import digest_on_disk
 from ckpttool.io.switch import sync_folder
 from ckpttool.io.temporary import is_mine, remove
 from ckpttool.io.together.job import Job
-from ckpttool.io.together.units import Unit, as_pieces, cut, digest, versions
+from ckpttool.io.together.units import Unit, as_pieces, cut, digest, is_staging, versions
+from ckpttool.io.together.units import staging as called
 from ckpttool.io.write_file import check_space, failing, fill
 from ckpttool.values import dataclass
 
-_ENDING = ".ckpttool.job"
 _RECORDS = "written."  # and the rank's number
 
 
@@ -82,9 +82,8 @@ def _begun(
         yield Path(staging), {int(number): record for number, record in known.items()}
         return
     name = os.path.basename(os.path.realpath(out))
-    token = plan[:16] if asked.again else f"{plan[:16]}-{secrets.token_hex(4)}"
-    staging = home / f".{name[:100]}.{token}{_ENDING}"
-    _remove_others(home, f".{name[:100]}.", staging)
+    staging = home / called(name, plan, "" if asked.again else f"-{secrets.token_hex(4)}")
+    _remove_others(home, name, staging)
     (staging / NEW).mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(staging) as is_ours:
         if is_ours is False:
@@ -116,11 +115,10 @@ def _locked(folder: Path) -> Iterator[bool | None]:
         os.close(descriptor)
 
 
-def _remove_others(home: Path, beginning: str, own: Path) -> None:
+def _remove_others(home: Path, name: str, own: Path) -> None:
     """Removes what jobs that wrote something else to the same place left behind."""
     for path in home.iterdir():
-        name = path.name
-        if name.startswith(beginning) and name.endswith(_ENDING) and path != own and is_mine(path.lstat()):
+        if is_staging(path.name, name) and path != own and is_mine(path.lstat()):
             with suppress(OSError), _locked(path) as is_left:
                 if is_left:
                     remove(path)

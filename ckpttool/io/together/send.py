@@ -22,10 +22,9 @@ from ckpttool.io.pieces import BLOCK, Crc, Files, Held, Link, Piece, Pieces, amo
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.read import filesystem
 from ckpttool.io.together.job import Job
-from ckpttool.io.together.units import as_pieces, digest, is_text, parts, versions
+from ckpttool.io.together.units import as_pieces, digest, is_staging, is_text, parts, staging, versions
 from ckpttool.values import dataclass
 
-_ENDING = ".ckpttool.job"
 _MOST, _COUNT = 1 << 28, 64  # bytes that a rank sends at a time, where they are many; shares of an output of few
 
 
@@ -138,15 +137,14 @@ def _is_late(run: Pieces | Span) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The small object at `url` that names the uploads of one plan; `beginning` of those of any plan for this OUT."""
+    """The small object at `url` that names the uploads of one plan for an OUT that ends with the file `last`."""
 
     url: str
-    beginning: str
+    last: str
 
     @classmethod
     def of(cls, folder: str, last: str, plan: str) -> _Record:
-        beginning = f".{last[:100]}."
-        return cls(paths.join(folder, f"{beginning}{plan[:16]}{_ENDING}"), beginning)
+        return cls(paths.join(folder, staging(last, plan)), last)
 
     def read(self, url: str) -> dict[str, dict[str, str]]:
         """The places of the uploads; none where there is no such record, or it is none."""
@@ -167,7 +165,7 @@ class _Record:
             names = [str(found).rpartition("/")[2] for found in fs.ls(folder, detail=False)]
         except FileNotFoundError:
             return []
-        ours = [name for name in names if name.startswith(self.beginning) and name.endswith(_ENDING)]
+        ours = [name for name in names if is_staging(name, self.last)]
         return [url for name in ours if (url := paths.join(paths.parent(self.url), name)) != self.url]
 
     def remove(self, url: str) -> None:

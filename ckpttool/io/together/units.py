@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import BLOCK, Crc, Link, Piece, Pieces, nbytes_of
 from ckpttool.values import dataclass
 
+_ENDING = ".ckpttool.job"
 _LEAST, _MOST = 1 << 20, 1 << 28  # bytes of a unit: what a rank that dies leaves half done is written again
 _COUNT = 64  # units of an output that is not large
 
@@ -38,6 +40,22 @@ class Unit:
     def crcs(self) -> list[Crc]:
         """The checksums that are known once the unit is written."""
         return [piece.crc for piece in self.pieces if piece.crc is not None]
+
+
+def staging(name: str, plan: str, more: str = "") -> str:
+    """What the ranks have between them while they make the output `name`: a folder, or the object that says how far."""
+    return f".{_short(name)}.{plan[:16]}{more}{_ENDING}"
+
+
+def is_staging(found: str, name: str) -> bool:
+    """Whether it is that of an output `name`, of whatever plan; that of ``name.index.json`` is another's."""
+    pattern = rf"\.{re.escape(_short(name))}\.[0-9a-f]{{16}}(-[0-9a-f]+)?{re.escape(_ENDING)}"
+    return re.fullmatch(pattern, found) is not None
+
+
+def _short(name: str) -> str:
+    """So much of the name as file systems have room for beside a digest."""
+    return name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
 
 
 def cut(files: Mapping[str, Pieces | Link]) -> list[Unit]:

@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
         in_turn = len(targets) > 1 and any(places[_place(token(target))] > 1 for target in targets)  # one reads another
         if pure is None or in_turn or torch.Tag.nondeterministic_seeded in func.tags:
             return [opaque(*inputs) for _ in targets]
-        pure_kwargs = {k: v for k, v in kwargs.items() if not any(v is t for t in targets) or not _is_out(func, k)}
+        pure_kwargs = {name: value for name, value in kwargs.items() if not _is_out(func, name)}
         meta_args, meta_kwargs = _on_meta(args), {k: _on_meta(v) for k, v in pure_kwargs.items()}
         try:
             out = pure(*meta_args, **meta_kwargs)
@@ -368,7 +368,7 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tenso
 def _moved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments with `device` on meta where the input has no values: it cannot leave."""
     if "device" in kwargs and any(t.device.type == "meta" for t in _tensors(args, {})):
-        return {**kwargs, "device": torch.device("meta"), **({"pin_memory": False} if "pin_memory" in kwargs else {})}
+        return {**kwargs, "device": torch.device("meta")}
     return kwargs
 
 
@@ -376,5 +376,5 @@ def _on_meta(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor) and arg.device.type != "meta" and arg.layout == torch.strided:
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
     if isinstance(arg, (list, tuple)):
-        return type(arg)(map(_on_meta, arg)) if type(arg) in (list, tuple) else [_on_meta(item) for item in arg]
+        return [_on_meta(item) for item in arg]
     return arg

@@ -72,6 +72,11 @@ def test_names_of_too_many_kinds_are_renamed_one_by_one():
     assert rename(wanted, [parse(text) for text in renames(wanted, [])]) == wanted
 
 
+def test_a_rule_with_an_exception_explains_more_than_two_rules() -> None:
+    wanted = {"a.c.b": "x.a.c.b", "c": "x.c", "a.a.a": "a.a.a.z", "a": "x.a"}
+    assert renames(wanted, []) == ("a.a.a => a.a.a.z", "{x*} => x.{x*}")
+
+
 def test_no_rules_for_a_name_that_reads_like_a_regular_expression(monkeypatch):
     """Renames one by one, of which one means another key than it is written for."""
     monkeypatch.setattr(generalise, "_TOO_MANY", 0)

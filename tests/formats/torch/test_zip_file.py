@@ -335,6 +335,26 @@ def test_everything_else_is_carried(tmp_path: Path) -> None:
     assert [key.removeprefix("module.") for key in now["model"]] == list(value["model"])
 
 
+class Known(dict):
+    """A dict that is made of an argument, and then filled."""
+
+    def __init__(self, of: torch.Tensor) -> None:
+        self.of = of
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return Known, (self.of,), None, None, iter(self.items())
+
+
+@pytest.mark.parametrize("held", [Known(BASE), collections.defaultdict(list), collections.OrderedDict()])
+def test_what_a_mapping_is_made_of_and_what_is_in_it_are_listed_once(tmp_path: Path, held: Any) -> None:
+    held["deep"] = [torch.ones(2), 3]
+    found = read(saved(tmp_path, {"held": held}))
+    wanted = [2, 24] if type(held) is Known else [2]
+    assert sorted(entry.numel for section in found.sections for entry in section.tensors) == wanted
+    assert not found.unreached
+    assert same(load(rewritten(tmp_path, found)), {"held": held})
+
+
 def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
     path = saved(tmp_path, training())
     renamed = Path(path).read_bytes().replace(__name__.encode() + b"\nForeign", b"x" * len(__name__) + b"\nForeign")

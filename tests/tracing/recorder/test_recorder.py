@@ -7,12 +7,15 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.expression import Op, Ref, is_opaque
+from ckpttool.expression import Op, Ref, is_opaque, refs
+from ckpttool.tracing.recorder.identity import token
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
@@ -56,7 +59,7 @@ def computed(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> torch.T
         lambda: x.to(torch.float64),
         lambda: torch.stack([x, x]),
         lambda: x * y,
-        lambda: torch.full_like(x, 3.0),
+        lambda: torch.full_like(x, 3.0, device="cpu"),
         lambda: x.new_zeros(x.shape),
         lambda: x.expand(2, *x.shape),
         lambda: torch.cat([x, y]),
@@ -80,6 +83,7 @@ def write(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
         lambda: x.neg_(),
         lambda: torch.add(x, number, out=x),
         lambda: torch.mul(x, y, out=x),
+        lambda: torch.div(x, 2.0, rounding_mode="floor", out=x),
         lambda: x.__setitem__(slice(0, 1), y),
         lambda: x.clamp_(-number, 5),
         lambda: torch._foreach_mul_([x, y], number),
@@ -189,3 +193,65 @@ def test_one_place_in_memory_takes_no_two_values(device: str) -> None:
     row = torch.zeros(3, device=device)
     with Recorder(), pytest.raises(RuntimeError, match="single memory location"):
         row.expand(2, 3).add_(1)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda w: w.to("cpu"),
+        lambda w: torch.empty_like(w, device="cpu").copy_(w),
+        lambda w: torch.empty_like(w, device="cpu", pin_memory=True).copy_(w),
+        lambda w: w.new_zeros(2, 3, device="cpu").copy_(w),
+        lambda w: torch.stack([w, w]).to("cpu")[1],
+    ],
+)
+def test_what_has_no_values_does_not_leave_meta(copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A hook that saves on the CPU is followed where there is nothing to copy."""
+    weight, recorder = torch.empty(2, 3, device="meta"), Recorder()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        copied = copy(weight)
+    values = {"weight": torch.randn(2, 3)}
+    assert torch.equal(evaluate(recorder.value(copied), values.__getitem__), values["weight"])
+    assert not recorder.blind
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.clone, torch.Tensor.to_sparse])
+def test_who_made_a_tensor_or_wrote_to_it_last(kind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A dense tensor is known by its memory, any other by what it is made of."""
+    weight, recorder = torch.eye(3), Recorder()
+    recorder.name(weight, Ref("weight"))
+    assert (recorder.author_of(token(weight)), recorder.author_of(token(torch.ones(2)))) == (None, None)
+    assert recorder.author_of(token(torch.eye(2).to_sparse())) is None
+    with recorder:
+        recorder.author = "maker"
+        made = kind(weight)
+        assert recorder.author_of(token(made)) == "maker"
+        recorder.author, before = "writer", recorder.clock
+        assert recorder.written_since(before) == set()
+        made.mul_(2)
+    mark = token(made)
+    assert recorder.written_since(before) == {mark[0] if isinstance(mark[0], int) else mark}
+    assert recorder.written_since(recorder.clock) == set()
+    assert recorder.author_of(mark) == "writer"
+    assert recorder.author_of(token(weight)) is None
+    assert set(refs(recorder.value(made))) == {"weight"}
+
+
+def test_what_came_about_outside_of_torch_has_its_values() -> None:
+    weight, outside, recorder = torch.randn(2), torch.from_numpy(np.array([3.0, 4.0], np.float32)), Recorder()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        outside[:1].add_(weight[1])
+    assert recorder.outside
+    assert torch.equal(evaluate(recorder.value(outside), {"weight": weight}.__getitem__), outside)
+
+
+def test_the_inside_of_a_tensor_is_known_to_be_its_own() -> None:
+    whole, recorder = TwoTensor(torch.randn(2), torch.randn(2)), Recorder()
+    recorder.name(whole, Ref("whole"))
+    with recorder:
+        part = whole.a * 2
+    assert set(refs(recorder.value(part))) == {"whole"}
+    assert is_opaque(recorder.value(part))
+    assert not recorder.outside

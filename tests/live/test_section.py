@@ -1,0 +1,83 @@
+"""A state dict in memory is the checkpoint that its file would be: torch's own values and files are the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckpttool
+
+Z = torch.tensor([[1 + 1j, 2 - 3j], [4 + 0.5j, -1j]])
+X = torch.arange(6.0).reshape(2, 3)
+# What tensors lie in, and one that another of these bytes would be taken for.
+KINDS = {
+    "plain": (X, X + 1),
+    "turned": (X.t(), X.reshape(3, 2)),
+    "a part": (X[1:], X[:1]),
+    "expanded": (X[:1].expand(2, 3), X),
+    "one element with the stride 0": (torch.tensor(3.0).expand(1), torch.tensor(4.0).expand(1)),
+    "lazily conjugated": (Z.conj(), Z),
+    "lazily negated": (Z.conj().imag, -Z.conj().imag),
+    "without elements": (torch.ones(0, 2), torch.ones(2, 0)),
+    "NaN": (X / 0, X / 0 * -1),
+}
+SPARSE = {
+    "coo": (torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse()),
+    "csr": (torch.eye(3).to_sparse_csr(), torch.eye(3).flip(0).to_sparse_csr()),
+    "values": (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(("tensor", "other"), (KINDS | SPARSE).values(), ids=[*KINDS, *SPARSE])
+def test_values_are_what_torch_reads(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    have = {"w": tensor, "again": tensor}
+    assert ckpttool.diff(have, {"w": tensor.clone(), "again": tensor.detach()}, values=True).identical
+    assert not ckpttool.diff(have, {**have, "w": other}, values=True).identical
+    assert ckpttool.inspect(have).aliases[""].keys() == (
+        {"again"} if not (tensor.is_conj() or tensor.is_neg()) else set()
+    )
+
+
+@pytest.mark.parametrize("tensor", [tensor for tensor, _ in KINDS.values()], ids=KINDS)
+def test_the_file_has_what_the_memory_has(tensor: torch.Tensor, tmp_path: Path) -> None:
+    ckpttool.remap({"w": tensor}, str(tmp_path / "out.pt"))
+    torch.save({"w": tensor.resolve_conj().resolve_neg()}, tmp_path / "saved.pt")
+    assert ckpttool.diff({"w": tensor}, str(tmp_path / "saved.pt"), values=True).identical
+    assert torch.equal(torch.load(tmp_path / "out.pt")["w"].nan_to_num(7), tensor.nan_to_num(7))
+
+
+class Holder(nn.Module):
+    """One buffer, which is not dense or is."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("w", buffer)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "special",
+    [
+        torch.eye(2).to_sparse(),
+        torch.quantize_per_tensor(torch.eye(2), 0.5, 0, torch.qint8),
+        TwoTensor(torch.eye(2), torch.eye(2)),
+    ],
+    ids=["sparse", "quantized", "subclass"],
+)
+@pytest.mark.parametrize("into_itself", [True, False])
+def test_a_model_takes_from_memory_what_it_takes_from_a_file(
+    special: torch.Tensor, into_itself: bool, tmp_path: Path
+) -> None:
+    state, like = Holder(special).state_dict(), special.clone() if into_itself else torch.eye(2)
+    torch.save(state, tmp_path / "saved.pt")
+    try:
+        loads = not any(Holder(like.clone()).load_state_dict(state))
+    except RuntimeError:
+        loads = False
+    for have in (state, str(tmp_path / "saved.pt")):
+        assert ckpttool.diff(have, model=lambda: Holder(like.clone()), materialize=True).identical is loads, have

@@ -1,0 +1,136 @@
+"""What an operand is not: one error, and a hint that names what it is, or what to write instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from command import Run
+
+CODE = """
+import torch
+from torch import nn
+def build(width=2): return nn.Linear(2, width)
+class Net(nn.Linear): pass
+def _hidden(): pass
+def sgd(model): return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state, other = nn.Linear(2, 2).state_dict(), nn.Linear(2, 3).state_dict()
+    saved: dict[str, Any] = {
+        "lin.pt": state,
+        "two.pt": {"a": state, "b": other},
+        "usual.pt": {"ema_model": other, "model": state},
+        "unknown.pt": {"lr": torch.ones(1).untyped_storage(), "steps": [torch.ones(2)], "epoch": 3},
+        "empty.pt": {"epoch": 3},
+    }
+    for name, value in saved.items():
+        torch.save(value, name)
+    for name, text in (("m.py", CODE), ("void.py", "x = 1\n"), ("bad.py", "def (:\n")):
+        Path(name).write_text(text)
+
+
+REFUSED = {
+    # words of the command line: the error, the hint
+    "inspect m.py:build": ("m.py:build is a MODEL, and stands where", "--model m.py:build"),
+    "inspect lin.pt::ema": ("lin.pt has no section 'ema'", "its sections are: (root)"),
+    "inspect empty.pt::ema": ("empty.pt has no section 'ema'", "its sections are: none"),
+    "remap two.pt --model m.py:build --to runtime -o o.pt": ("two.pt holds several state dicts: a, b", "two.pt::a"),
+    "diff --model m.py:build unknown.pt": ("unknown.pt holds no state dict", "(root) (other), lr (a storage, not un"),
+    "diff --model m.py:build empty.pt": ("empty.pt holds no state dict", "it holds: no tensors at all"),
+    "diff --model names.json --optimizer m.py:sgd lin.pt": (
+        "--optimizer needs the model's code, and names.json",
+        "trace",
+    ),
+    "diff --model m.py lin.pt": (
+        "m.py is a file of code",
+        "name what builds the model: m.py:build, m.py:Net, m.py:sgd",
+    ),
+    "diff --model void.py lin.pt": ("void.py is a file of code", "as in file.py:build"),
+    "diff --model bad.py lin.pt": ("bad.py is a file of code", "as in file.py:build"),
+    "diff --model lin.pt lin.pt": ("lin.pt is no model", "`ckpttool inspect lin.pt`"),
+    "diff --model m.py:build --model-kwargs {a lin.pt": ("--model-kwargs is not JSON: Expecting", "'{\"layers\": 4}'"),
+    "diff --model m.py:build --model-kwargs [1] lin.pt": ("--model-kwargs is not a JSON object", "'{\"layers\": 4}'"),
+    "remap two.pt --sections a,c,d -o o.pt --to ddp": (
+        "two.pt has no state dict 'c', 'd'",
+        "its state dicts are: a, b",
+    ),
+    "remap two.pt --sections a,c -o o.pt --drop b.*": ("two.pt has no state dict 'c'", "its state dicts are: a, b"),
+    "remap empty.pt --sections c -o o.pt": ("empty.pt has no state dict 'c'", "its state dicts are: none"),
+    "remap lin.pt -o o.safetensors --torch-format legacy": ("--torch-format is for files of torch.save", ".pt .pth"),
+    "inspect lin.pt --report r.md --report ./r.md": ("r.md is named for two outputs", "a name of its own"),
+    "inspect lin.pt --manifest r.json --report r.json": ("r.json is named for two outputs", "a name of its own"),
+    "remap lin.pt -o o.pt --save-plan o.pt": ("o.pt is named for two outputs", "a name of its own"),
+    "inspect lin.pt --manifest lin.pt --force": ("lin.pt is read by this command", "name another file"),
+    "diff names.json --model m.py:build --report names.json --force": ("names.json is read by this", "another file"),
+    "trace m.py:build -o m.py --force": ("m.py is read by this command", "name another file"),
+    "inspect lin.pt --report names.json": ("names.json exists", "--force"),
+    "remap --rule a=>b": ("no checkpoint named", "ckpttool remap CKPT -o OUT"),
+    "diff lin.pt lin.pt --update": ("--update rewrites a names file", "ckpttool trace MODEL -o names.json"),
+    "diff names.json --update": ("--update rewrites a names file", "ckpttool diff names.json --model MODEL --update"),
+    "diff lin.pt --base lin.pt": ("--base is what two checkpoints came from", "ckpttool diff LEFT RIGHT --base BASE"),
+    "diff names.json lin.pt --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
+    "diff lin.pt two.pt::a --base lin.pt --fail-on shape": ("--base asks what two sides changed", "--fail-on"),
+    "diff lin.pt lin.pt two.pt --suggest x.toml": ("these are the steps of a run", "leave --suggest"),
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_it_is_not_is_said_with_what_it_is(run: Run, line: str) -> None:
+    if "names.json" in line:
+        assert run("trace", "m.py:build", "-o", "names.json").status == 0
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    done = run(*line.split())
+    error, hint = done.err.splitlines()
+    assert (done.status, done.out) == (2, "")
+    assert error.startswith(f"error: {REFUSED[line][0]}")
+    assert REFUSED[line][1] in hint
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_a_state_dict_that_is_left_is_named_where_it_is_half_the_same(run: Run) -> None:
+    weights = {f"layers.{i}.weight": torch.ones(2) for i in range(6)}
+    own = {f"own.{i}": torch.ones(3) for i in range(3)}
+    parts = {"most": 5, "half": 3, "few": 2, "none": 0}
+    beside = {name: {**dict(list(weights.items())[:count]), **own} for name, count in parts.items()}
+    torch.save({"model": weights, **beside}, "many.pt")
+    done = run("remap", "many.pt", "-o", "out.pt", "--rule", "layers.{x*} => blocks.{x*}")
+    left = {line.split()[1] for line in done.err.splitlines() if "stays as it is" in line}
+    assert (done.status, left) == (0, {"most", "half"})
+    assert "half has 3 of the 6 names of model and stays as it is (--sections 'model,half' takes it too)" in done.err
+
+
+def test_sections_are_taken_once_in_their_order() -> None:
+    done = ckpttool.remap("two.pt", sections="b, a,b", rule=["weight => w"], dry_run=True)
+    assert done.sections == ("b", "a")
+
+
+def test_a_names_file_and_a_plan_are_that_in_any_order(run: Run) -> None:
+    """As formatters of JSON leave it."""
+    assert run("trace", "m.py:build", "-o", "names.json").status == 0
+    names = json.loads(Path("names.json").read_text())
+    Path("sorted.json").write_text(json.dumps(names, sort_keys=True))
+    assert run("diff", "sorted.json", "--model", "m.py:build").status == 0
+    assert (
+        run(
+            "diff", "sorted.json", "--model", "m.py:Net", "--model-kwargs", '{"in_features": 2, "out_features": 3}'
+        ).status
+        == 1
+    )
+    (checked,) = run("check", "sorted.json", "--model", "m.py:build", "--format", "json").data["files"]
+    assert (checked["kind"], checked["problems"]) == ("names", [])
+    assert run("diff", "--model", "sorted.json", "lin.pt").status == 0
+    assert run("remap", "lin.pt", "--dry-run", "--rule", "bias => b", "--save-plan", "plan.json").status == 0
+    Path("sorted.json").write_text(json.dumps(json.loads(Path("plan.json").read_text()), sort_keys=True))
+    (checked,) = run("check", "sorted.json", "--format", "json").data["files"]
+    assert (checked["kind"], checked["problems"]) == ("plan", [])
