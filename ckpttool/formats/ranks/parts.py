@@ -65,12 +65,9 @@ def must_be_alike(left: TensorEntry, right: TensorEntry) -> Sequence[tuple[Tenso
 
     Of what may be parts or copies, and is held by as many ranks on both sides, rank by rank; else all on one side.
     """
-    mine, theirs = parts_of(left), parts_of(right)
-    if (
-        is_of_ranks(left)
-        and is_of_ranks(right)
-        and not (is_whole(left) or is_whole(right))
-        and len(mine) == len(theirs)
-    ):
-        return [pair for pair in zip(mine, theirs) if pair != (None, None)]
+    if type(left.payload) is not RankParts and type(right.payload) is not RankParts:
+        return ()  # as most are, of which there may be very many
+    ranks = [entry.payload for entry in (left, right) if isinstance(entry.payload, RankParts)]
+    if [(one.whole, len(one.parts)) for one in ranks] == [(False, len(ranks[0].parts))] * 2:
+        return [pair for pair in zip(*(one.parts for one in ranks)) if pair != (None, None)]
     return [*copies_of(left), *copies_of(right)]
