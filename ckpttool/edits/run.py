@@ -235,6 +235,8 @@ def _write(
     """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
     output = fitted(done, target, options, model)
     notes = (*source.notes, *done.notes, *losses(done.result, target.format))
+    if options.max_shard_size is not None and not target.format.name.startswith("sharded"):
+        notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
     done = replace(done, result=output, notes=notes)
     if options.dry_run:
         return replace(done, cost=cost_of(target.lay_out(output, _shard_size(options))))

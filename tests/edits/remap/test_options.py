@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
 from ckpttool.io.pieces import LINKS
+from command import Run
 
 Asked = dict[str, Any]
 MODEL: Asked = {"model": "m.py:f"}
@@ -92,3 +95,14 @@ def test_a_part_of_a_file_does_not_take_its_place(ckpt: str | None) -> None:
     with pytest.raises(CkptError, match="would leave only one section"):
         RemapOptions(in_place=True).check(ckpt)
     RemapOptions(out="o.pt").check(ckpt)
+
+
+@pytest.mark.parametrize(
+    ("out", "sharded"), [("b.safetensors", False), ("b.pt", False), ("b.dcp", False), ("b/", True)]
+)
+def test_a_size_of_shards_is_not_passed_over(run: Run, tmp_path: Path, out: str, sharded: bool) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    words = ("remap", tmp_path / "a.pt", "-o", f"{tmp_path}/{out}", "--format", "json")
+    notes = run(*words, "--max-shard-size", "1MB").data["notes"]
+    assert [note.partition(":")[0] for note in notes] == ["--max-shard-size changes nothing"] * (not sharded)
+    assert not run(*words, "--force").data["notes"]
