@@ -49,7 +49,7 @@ def judged(diff: Diff, options: DiffOptions) -> Diff:
     entries = tuple(_judged(entry, ignores, used, diff) for entry in diff.entries)
     failing = None if options.fail_on is None else statuses_in(options.fail_on)
     open_ = [entry for entry in entries if diff.weighs(entry) and entry.ignored is None]
-    fails = diff.beyond or any(failing is None or entry.status in failing for entry in open_)
+    fails = bool(diff.beyond) or any(failing is None or entry.status in failing for entry in open_)
     idle = tuple(f"{one.text} ({one.place})" for one in ignores if one not in used)
     accepted = (diff.identical or not fails) and not (idle and options.fail_on_unused)
     return replace(diff, entries=entries, accepted=accepted, unused_ignores=idle)

@@ -85,17 +85,21 @@ REFUSED = {
 }
 
 
+def contents() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+
+
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_it_is_not_is_said_with_what_it_is(run: Run, line: str) -> None:
     if "names.json" in line:
         assert run("trace", "m.py:build", "-o", "names.json").status == 0
-    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    before = contents()
     done = run(*line.split())
     error, hint = done.err.splitlines()
     assert (done.status, done.out) == (2, "")
     assert error.startswith(f"error: {REFUSED[line][0]}")
     assert REFUSED[line][1] in hint
-    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+    assert contents() == before
 
 
 def test_a_state_dict_that_is_left_is_named_where_it_is_half_the_same(run: Run) -> None:

@@ -57,7 +57,8 @@ def names_alone(model: ModelOperand) -> Diff:
     renamed = any(entry.hook is not None and entry.status in ("renamed", "transformed") for entry in entries)
     notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
     sides = f"{names.model} (serialized)", f"{names.model} (runtime)"
-    return Diff(*sides, identical, entries, notes=notes, beyond=lost, outlines=names_outlines(names))
+    beyond = "does not load what it saves" if lost else ""
+    return Diff(*sides, identical, entries, notes=notes, beyond=beyond, outlines=names_outlines(names))
 
 
 def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -88,9 +89,10 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     right = f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)"
     harmless = HARMLESS | ({"dtype"} if ignore_dtype else set())
     beyond = not identical and (bool(converted) or _is_beyond(verdict, entries))
+    says = "loads, and converts" if fits else "does not load"
     sides = outlines(section), names_outlines(names)[0]
     shown = Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike, outlines=sides)
-    return replace(shown, harmless=harmless, beyond=beyond)
+    return replace(shown, harmless=harmless, beyond=says if beyond else "")
 
 
 def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:
@@ -200,7 +202,8 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
     right = f"{made} (of {names.model})"
     identical = fit.fits and loads
     notes = (*fit.notes, *notes)
-    return Diff(checkpoint.source, right, identical, fit.entries, (), notes, beyond=not identical, remedy=fit.remedy)
+    beyond = "" if identical else "does not load"
+    return Diff(checkpoint.source, right, identical, fit.entries, (), notes, beyond=beyond, remedy=fit.remedy)
 
 
 def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:

@@ -48,7 +48,7 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     identical = all(entry.status in harmless for entry in entries) and old.optimizer_class == new.optimizer_class
     notes = tuple(_notes(old, new, entries, model))
     sides = f"{path} (what checkpoints have)", f"{model.title} (what its code writes)"
-    beyond = old.optimizer_class != new.optimizer_class
+    beyond = "another class of optimizer" if old.optimizer_class != new.optimizer_class else ""
     return Diff(*sides, identical, entries, notes=notes, inferred=inferred, harmless=harmless, beyond=beyond)
 
 

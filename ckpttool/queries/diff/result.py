@@ -149,7 +149,7 @@ class Diff:
     `identical` does not rest; `rules` is the text of a rules file that carries them out. None where the question does
     not arise, and where there are no such rules. `exchangeable` are keys of one shape in the same layers, which only
     their names tell apart: a tuple for each shape. `harmless` are the statuses whose entries do not stand against
-    `identical`; with `beyond` something does that no entry shows. `accepted` says whether all that does is what a
+    `identical`; `beyond` says what does that no entry shows. `accepted` says whether all that does is what a
     pipeline lives with, where it was said what that is; `unused_ignores` are lines of it that spoke of nothing.
     `outlines` are the tensors of each side by key, in its own order, as far as they are known.
     """
@@ -164,7 +164,7 @@ class Diff:
     rules: str | None = None
     exchangeable: tuple[tuple[str, ...], ...] = ()
     harmless: frozenset[str] = HARMLESS
-    beyond: bool = False
+    beyond: str = ""
     accepted: bool | None = None
     unused_ignores: tuple[str, ...] = ()
     remedy: Remedy | None = None

@@ -79,7 +79,7 @@ def _verdict(diff: Diff) -> str:
         others = len(weighing) - ignored
         parts = [f"{number(ignored)} ignored"] * bool(ignored) + [f"{number(others)} not in --fail-on"] * bool(others)
         return f"not the same: {plural(len(weighing), 'difference')}, accepted ({', '.join(parts)})"
-    return plural(count, "difference") if count else "not the same"
+    return plural(count, "difference") if count else diff.beyond or "not the same"
 
 
 def _ignored(diff: Diff) -> Table:

@@ -293,5 +293,6 @@ def test_what_loading_converts_is_said_where_no_key_shows_it(
     note = "loading converts 1 tensor (--ignore-dtype allows it): a (float16 to float32)"
     assert (found.status, note in found.data["notes"]) == (1, True)
     assert [one["status"] for one in found.data["entries"] if one["status"] != "same"] == ["missing"] * len(lost)
+    assert lost or "loads, and converts" in run(*words).out
     allowed = run(*words, "--ignore-dtype", "--format", "json")
     assert (allowed.status, allowed.data["notes"]) == (int(bool(lost) and not more), found.data["notes"][1:])
