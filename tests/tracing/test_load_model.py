@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError
-from ckpttool.tracing.load_model import LoadedModel, load
+from ckpttool.tracing.load_model import LoadedModel, load, raised_at, shown
 
 
 @pytest.fixture
@@ -295,3 +295,11 @@ def test_meta_copy_of_an_instance_keeps_overlaps(source) -> None:
     assert model.part.stride() == (6, 1)
     assert model.bf16.dtype == torch.bfloat16
     assert not model.bf16.requires_grad
+
+
+def test_an_error_of_a_package_is_placed_where_the_users_code_calls_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    with pytest.raises(FileNotFoundError) as caught:
+        load_file(tmp_path / "none")
+    assert (raised_at(caught.tb) or "").rpartition(":")[0] == shown(__file__)

@@ -24,3 +24,12 @@ def test_every_storage_that_torch_writes_is_told_from_its_place_and_its_size(tmp
         assert data_of(*place, record.end) == record.data
         assert data_of(*place, record.end + 1) is None
         assert data_of(*place, record.end - 1) is None
+
+
+@pytest.mark.parametrize("length", range(1, 66))
+def test_wherever_the_name_ends(tmp_path: Path, length: int) -> None:
+    """The name of the archive, which stands in that of each record, moves the data through a whole alignment."""
+    path = tmp_path / f"{'n' * length}.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    (record,) = (one for one in read_archive(str(path)).records if is_storage(one.name.encode()))
+    assert data_of(record.name.encode(), record.start, record.nbytes, record.end) == record.data
