@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError, Problem
-from ckpttool.expression import is_opaque
+from ckpttool.expression import is_opaque, refs
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import AS_A_PART, SERIALIZED, Names
@@ -160,9 +160,10 @@ def _torch_says(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
 
 
 def _converted(verdict: Verdict, entries: Iterable[Entry]) -> list[str]:
-    """What loading converts though the file has the dtype that the model saves, or has it under no key of its own."""
+    """What loading converts though the file has the dtype that the model saves."""
     shown = {key for entry in entries if entry.status == "dtype" for key in (*entry.left, *entry.right)}
-    changes = [one for one in verdict.dtype_changes if shown.isdisjoint((one.fqn, one.key))]
+    made_of = {fqn: set(refs(value)) for fqn, value in verdict.reads.items() if value is not None}
+    changes = [one for one in verdict.dtype_changes if shown.isdisjoint((one.fqn, one.key, *made_of.get(one.fqn, ())))]
     what = some([f"{one.fqn} ({one.source} to {one.target})" for one in changes])
     return [f"loading converts {plural(len(changes), 'tensor')} (--ignore-dtype allows it): {what}"] if changes else []
 

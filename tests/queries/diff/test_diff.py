@@ -296,3 +296,30 @@ def test_what_loading_converts_is_said_where_no_key_shows_it(
     assert lost or "loads, and converts" in run(*words).out
     allowed = run(*words, "--ignore-dtype", "--format", "json")
     assert (allowed.status, allowed.data["notes"]) == (int(bool(lost) and not more), found.data["notes"][1:])
+
+
+class Fused(torch.nn.Module):
+    """Saves its two weights as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+        self.register_state_dict_post_hook(lambda _, state, p, __: state.update({p + "qk": _joined(state, p)}))
+        self.register_load_state_dict_pre_hook(lambda _, state, p, *__: state.update(_split(state, p)))
+
+
+def _joined(state: Any, prefix: str) -> torch.Tensor:
+    return torch.cat([state.pop(prefix + name) for name in "qk"])
+
+
+def _split(state: Any, prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + name: part for name, part in zip("qk", state.pop(prefix + "qk").chunk(2))}
+
+
+def test_what_loading_converts_is_said_once_where_a_key_shows_it(run: Run, tmp_path: Path) -> None:
+    torch.save({"qk": Fused().state_dict()["qk"].half()}, tmp_path / "a.pt")
+    words = ("diff", "--model", f"{__file__}:Fused", tmp_path / "a.pt", "--format", "json")
+    found = run(*words)
+    assert (found.status, [one["status"] for one in found.data["entries"]]) == (1, ["dtype"])
+    assert not any(note.startswith("loading converts") for note in found.data["notes"])
+    assert run(*words, "--fail-on", "unexpected").status == 0
