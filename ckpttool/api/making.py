@@ -12,6 +12,7 @@ from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
 from ckpttool.io import work
+from ckpttool.words import a
 
 if TYPE_CHECKING:
     from ckpttool.edits.remap.result import Remap
@@ -61,6 +62,8 @@ def swap_weights(
     """
     if isinstance(program, str):
         return swap_weights_by(program, new, SwapOptions(out=out, **options), progress)
+    if out is not None:
+        raise CkptError(f"{a(program)} is in memory: the swap writes no {out}", hint="leave OUT away, or name a file")
     from ckpttool.live import swap_weights as swap_in_memory
 
     return swap_in_memory(program, new, **options)  # type: ignore[arg-type]  # it says what is no state dict

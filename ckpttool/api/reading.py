@@ -10,6 +10,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.options import OptimizerOptions
+from ckpttool.words import a
 
 if TYPE_CHECKING:
     from ckpttool.names import Names
@@ -29,6 +30,8 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
         return ckpt
     if isinstance(ckpt, str):
         return open_operand(ckpt)
+    if not isinstance(ckpt, Mapping):
+        raise CkptError(f"{a(ckpt)} is no checkpoint", hint="pass a path or a URL as text, or a state dict")
     from ckpttool.live.section import section_of
 
     return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))
