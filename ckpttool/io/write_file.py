@@ -54,11 +54,16 @@ def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -
         raise CkptError(f"{out} is no regular file", hint="name a file that can be replaced")
     if not os.access(path.resolve().parent, os.W_OK):
         raise CkptError(f"{path.resolve().parent}: not writable", hint="choose another folder for the output")
-    if is_one_of(out, source):
-        if not in_place:
-            raise CkptError(f"{out} is the source itself", hint="name another file, or pass --in-place")
-    elif path.exists() and not force:
+    if not in_place:
+        check_no_source(out, source)
+    if path.exists() and not force and not (in_place and is_one_of(out, source)):
         raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
+
+
+def check_no_source(out: str, source: Iterable[str]) -> None:
+    """Raises `CkptError` where the file is one of those that are read."""
+    if is_one_of(out, source):
+        raise CkptError(f"{out} is the source itself", hint="name another file, or pass --in-place")
 
 
 def is_one_of(out: str, files: Iterable[str]) -> bool:
