@@ -103,7 +103,7 @@ _PARTS: Mapping[str, Callable[[int, Any], list[int]]] = {
 
 def _equal(length: int, size: Argument) -> list[int]:
     """Parts of that size, of which the last may be shorter; none where that is no size, or makes very many."""
-    if type(size) is not int or size < 1 or not 0 < -(-length // size) <= limits().made_parts:
+    if type(size) is not int or size < 1 or -(-length // size) > limits().made_parts:
         return []
     return [min(size, length - start) for start in range(0, length, size)]
 

@@ -11,6 +11,7 @@ from ckpttool.checkpoint import Span, TensorEntry
 from ckpttool.evaluate import with_torch, without_torch
 from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Argument, Expression, Op, Ref, Special
+from ckpttool.limits import Limits, limited
 from ckpttool.operands.checkpoint import model_section, open_operand
 
 torch.set_num_threads(1)
@@ -215,3 +216,15 @@ def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[st
             assert (entry.dtype, entry.shape) == (expected.dtype, expected.shape), node
             assert torch.equal(with_torch.load(entry), with_torch.load(expected)), node
     assert moved > 200
+
+
+def test_no_more_is_made_than_the_limits_let(have: dict[str, TensorEntry]) -> None:
+    """Of 240 bytes twice as many; of what is read for it, each tensor counts once. Torch then says what is too much."""
+    with limited(Limits(made_bytes=1, made_times=2, made_parts=4)):
+        assert without_torch.entry_of("w", cat(0, A, A), have) is not None
+        assert without_torch.entry_of("w", cat(0, A, A, A), have) is None
+        assert without_torch.entry_of("w", cat(0, A, B, A, B), have) is not None
+        fours = Op("aten.split.Tensor", (reshape(A, 60), 15))
+        fives = Op("aten.split.Tensor", (reshape(A, 60), 14))
+        assert without_torch.entry_of("w", Op("getitem", (fours, 3)), have) is not None
+        assert without_torch.entry_of("w", Op("getitem", (fives, 4)), have) is None

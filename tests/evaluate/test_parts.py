@@ -1,0 +1,63 @@
+"""Storages made of pieces of others hold the elements that torch would take: whatever the pieces are in."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
+from ckpttool.evaluate.parts import across, concatenated, in_own_storage
+from ckpttool.io.ranges import read_all
+
+
+def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntry:
+    """The tensor's index: its storage in the middle of a file, or computed in chunks, some of them in the file."""
+    data = tensor.untyped_storage().tolist()
+    begin = file.stat().st_size if file.exists() else 0
+    with file.open("ab") as out:
+        out.write(bytes([7, 7, 7, *data]))
+    span = Span(str(file), begin + 3, len(data))
+    cut = chance.randrange(len(data) + 1)
+    chunks = [Span(str(file), span.offset, cut), bytes(data[cut:])]
+    storage = Storage(span if chance.random() < 0.5 else Lazy(len(data), lambda: chunks))
+    return TensorEntry("w", "int16", tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage)
+
+
+def held(made: Storage) -> list[int]:
+    """What the storage holds."""
+    return torch.frombuffer(read_all(made.data), dtype=torch.int16).tolist() if made.nbytes else []
+
+
+def test_pieces_laid_end_to_end_are_what_torch_concatenates(tmp_path: Path) -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        tensors = [
+            torch.randint(-9, 9, (12,), dtype=torch.int16)[chance.randrange(4) :][: chance.choice([0, 1, 4, 8])]
+            for _ in range(chance.randint(1, 4))
+        ]
+        entries = [entry(chance, tmp_path / str(seed), tensor) for tensor in tensors]
+        flat = torch.cat(tensors)
+        start = chance.randrange(len(flat) + 1)
+        count = chance.randrange(len(flat) + 1 - start)
+        parts = across(entries, start, count)
+        assert held(concatenated(parts)) == flat[start : start + count].tolist(), seed
+        assert len(parts) <= len(entries)
+
+
+def test_a_tensor_in_its_own_storage_has_its_elements_and_no_others(tmp_path: Path) -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        whole = torch.randint(-9, 9, (24,), dtype=torch.int16)[chance.randrange(5) :]
+        strides = chance.choice([(3, 1), (1, 2), (4, 2), (0, 1), (6, 1)])
+        tensor = whole.as_strided((2, 3), strides, whole.storage_offset() + chance.randrange(4))
+        own = in_own_storage(entry(chance, tmp_path / str(seed), tensor))
+        assert own.storage is not None
+        assert (own.offset, own.stride, own.shape, own.storage.nbytes) == (0, (3, 1), (2, 3), 12)
+        assert held(own.storage) == tensor.flatten().tolist(), seed
+
+
+def test_what_has_no_storage_stays_as_it_is() -> None:
+    sparse = TensorEntry("w", "int16", (2,), (1,), 0, None, "sparse_coo", payload=7)
+    assert in_own_storage(sparse) is sparse
