@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ckpttool.api.takes import takes
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.io.files import read_on
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.options import OptimizerOptions
 from ckpttool.words import a
@@ -28,7 +28,7 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     `CkptError` where it cannot be read, or has no such section, and for an index of files that have changed since.
     """
     if isinstance(ckpt, Checkpoint):
-        sources.read_on(ckpt.files)
+        read_on(ckpt.files)
         return ckpt
     if isinstance(ckpt, str):
         return open_operand(ckpt)

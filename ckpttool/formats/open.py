@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, Span
 from ckpttool.formats.remarks import remarks
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import files, paths, sources
@@ -15,8 +15,15 @@ def open_checkpoint(path: str) -> Checkpoint:
     files.look_anew(path)
     look = sources.begin_look()
     checkpoint = _open(path)
-    opened = sources.opened_since(look)
+    opened = files.opened_at(_urls(checkpoint)) if paths.is_url(path) else sources.opened_since(look)
     return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)), files=opened)
+
+
+def _urls(checkpoint: Checkpoint) -> set[str]:
+    """The URLs that tensors lie behind."""
+    entries = (entry for section in checkpoint.sections for entry in section.tensors)
+    found = (entry.storage.data for entry in entries if entry.storage is not None)
+    return {data.path for data in found if isinstance(data, Span)}
 
 
 def _open(path: str) -> Checkpoint:

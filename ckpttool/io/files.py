@@ -124,6 +124,29 @@ def sources_stay() -> Iterator[None]:
         remote.check_unchanged(urls)
 
 
+def opened_at(urls: Iterable[str]) -> dict[str, object]:
+    """What the stores have said of the files at these URLs, as far as they were asked."""
+    from ckpttool.io.remote.kept import kept
+
+    return {url: said for url in urls if (said := kept.stats.get(url)) is not None}
+
+
+def read_on(opened: Mapping[str, object]) -> None:
+    """An index is used again for which these files and URLs were opened as they were then.
+
+    Raises `CkptError` where one has changed: its bytes would be taken from the places that the old one had.
+    """
+    for path, state in opened.items():
+        if not is_url(path):
+            is_same = sources.read_on(path, state)
+        else:
+            from ckpttool.io.remote import read as remote
+
+            is_same = remote.is_still(path, state)
+        if not is_same:
+            raise CkptError(f"{path} is no longer the file that was opened", hint="open the checkpoint again")
+
+
 def is_file(path: str) -> bool:
     """Whether there is such a file. Raises `CkptError` where the store of a URL does not answer."""
     if not is_url(path):

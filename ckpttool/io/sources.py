@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
@@ -137,17 +137,13 @@ def opened_since(look: int) -> dict[str, State]:
     return {path: state for path, (at, state) in _noted.opened.items() if at >= look}
 
 
-def read_on(files: Mapping[str, object]) -> None:
-    """An index is used again for which these files were opened as they were then. Raises `CkptError` where one is not.
-
-    Of a path that holds another file now the bytes would be taken from the places that the old one had.
-    """
-    for path, state in files.items():
-        with suppress(OSError):
-            if isinstance(state, State) and _state(os.stat(path)) == state:
-                _noted.opened[path] = _noted.looks, state
-                continue
-        raise CkptError(f"{path} is no longer the file that was opened", hint="open the checkpoint again")
+def read_on(path: str, state: object) -> bool:
+    """Whether the local file is as it was when it was opened, as it then has to stay."""
+    with suppress(OSError):
+        if isinstance(state, State) and _state(os.stat(path)) == state:
+            _noted.opened[path] = _noted.looks, state
+            return True
+    return False
 
 
 def begin_call() -> None:

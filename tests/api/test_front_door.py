@@ -60,3 +60,22 @@ def test_a_call_writes_over_what_earlier_calls_have_read_and_over_nothing_that_i
     with pytest.raises(CkptError, match="no longer the file that was opened"):
         ckpttool.write(held, "c.pt")
     assert not Path("c.pt").exists()
+
+
+@pytest.mark.parametrize("place", ["{tmp}/w.safetensors", "memory://api/w.safetensors"])
+def test_an_index_is_not_read_on_in_another_file(tmp_path: Path, place: str) -> None:
+    """The other one has the same size, is opened too, and would give the bytes of other tensors."""
+    url, out = place.format(tmp=tmp_path), str(tmp_path / "out.pt")
+    ckpttool.remap({"a": torch.zeros(4), "b": torch.ones(4)}, url)
+    held = ckpttool.open_checkpoint(url)
+    made = ckpttool.remap(held, rule=["a => c"]).result
+    ckpttool.write(held, out)
+    ckpttool.remap({"b": torch.zeros(4), "c": torch.ones(4)}, url, force=True)
+    ckpttool.inspect(url, stats=True)
+    for old in (held, made):
+        with pytest.raises(CkptError, match="no longer the file that was opened"):
+            ckpttool.write(old, out, force=True)
+        with pytest.raises(CkptError, match="no longer the file that was opened"):
+            ckpttool.diff(old, out, values=True)
+    assert torch.load(out)["b"].tolist() == [1] * 4
+    assert ckpttool.diff(ckpttool.open_checkpoint(url), url, values=True).identical

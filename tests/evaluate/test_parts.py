@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
+from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry
 from ckpttool.evaluate.parts import across, concatenated, in_own_storage
 from ckpttool.io.ranges import read_all
 
@@ -20,7 +20,7 @@ def entry(chance: random.Random, file: Path, tensor: torch.Tensor) -> TensorEntr
         out.write(bytes([7, 7, 7, *data]))
     span = Span(str(file), begin + 3, len(data))
     cut = chance.randrange(len(data) + 1)
-    chunks = [Span(str(file), span.offset, cut), bytes(data[cut:])]
+    chunks: list[Part] = [Span(str(file), span.offset, cut), bytes(data[cut:])]
     storage = Storage(span if chance.random() < 0.5 else Lazy(len(data), lambda: chunks))
     return TensorEntry("w", "int16", tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage)
 

@@ -133,6 +133,12 @@ def check_unchanged(urls: Iterable[str]) -> None:
             raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")
 
 
+def is_still(url: str, before: object) -> bool:
+    """Whether the file can be the one of which the store has said `before`. Raises `CkptError` as `stat`."""
+    now = stat(url)
+    return isinstance(before, Stat) and now is not None and now.is_still(before)
+
+
 def assume(url: str, check: Callable[[], None]) -> None:
     """Notes what of the file's index `check_assumed` is to check: where tensors lie, though nothing was read there."""
     kept.assumed.setdefault(url, []).append(check)
