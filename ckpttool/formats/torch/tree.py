@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Readings, Section, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call
+from ckpttool.formats.torch.content import content_of
 from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
@@ -53,6 +54,7 @@ class Tree:
     barren: set[int] = field(default_factory=set)  # ids of containers inside which there is no tensor to be listed
     notes: list[str] = field(default_factory=list)
     unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
+    around: dict[str, Any] = field(default_factory=dict)  # path -> a pickled object that has sections or tensors in it
     whole: Collection[str] = ()  # paths of dicts that are state dicts, whatever they look like
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
 
@@ -68,7 +70,7 @@ def read_tree(
     tree = find_sections(root, storages, whole)
     checkpoint = made(tree)
     other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
-    return replace(checkpoint, readings=other if tree.dicts else None)
+    return replace(checkpoint, readings=other if tree.dicts else None, objects=_objects(root, tree))
 
 
 def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
@@ -109,6 +111,8 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
             found = True
         elif not inside:
             rest.append((child_path, child_steps))
+    if found and inside and not foreign:
+        tree.around[".".join(path)] = node
     if found:
         for child_path, child_steps in rest:
             tree.others[_free(".".join(child_path), tree.others)] = child_steps
@@ -174,6 +178,44 @@ def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[
             yield (*path, str(index)), (*steps, ("element", index)), value
         if node.state is not ABSENT:
             yield path, (*steps, ("state", None)), node.state
+
+
+# What is no section
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Around:
+    """The payload of an object with tensors inside: its content is what it is without them and the sections in it."""
+
+    node: Any
+    tree: Tree
+
+    def content(self) -> bytes | None:
+        """See `checkpoint.Comparable`."""
+        sections = {id(place.node) for place in self.tree.places.values()}
+        return content_of(self.node, lambda node: b"" if is_tensor(node) or id(node) in sections else None)
+
+
+def _objects(root: Any, tree: Tree) -> tuple[ExtraEntry, ...]:
+    """What stands beside the sections, by its path; objects around sections and tensors after them."""
+    others = [ExtraEntry(path, Carried(_at(root, steps), tree.storages)) for path, steps in tree.others.items()]
+    return (*others, *(ExtraEntry(path, _Around(node, tree)) for path, node in tree.around.items()))
+
+
+def _at(node: Any, steps: Steps) -> Any:
+    for kind, name in steps:
+        node = _CHILD[kind](node, name)
+    return node
+
+
+# Kind of a step -> the node that it leads to; see `_named_children`.
+_CHILD: dict[str, Callable[[Any, Any], Any]] = {
+    "item": lambda node, key: (node if isinstance(node, (list, tuple)) else pairs_of(node) or {})[key],
+    "arg": lambda node, index: node.args[index],
+    "kwarg": lambda node, name: node.kwargs[name],
+    "element": lambda node, index: node.items[index],
+    "state": lambda node, _: node.state,
+}
 
 
 # State dicts

@@ -72,7 +72,8 @@ def document(diff: Diff, *, all: bool = False) -> Document:
 def _verdict(diff: Diff) -> str:
     count = sum(entry.status not in HARMLESS for entry in diff.entries)
     if diff.identical:
-        return "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+        same = "the models are the same" if diff.aside else "the same"
+        return same if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
     if diff.accepted:
         weighing = [entry for entry in diff.entries if diff.weighs(entry)]
         ignored = sum(entry.ignored is not None for entry in weighing)
