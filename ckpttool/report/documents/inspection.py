@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
-from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.checkpoint import Section
 from ckpttool.keys import dotted
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection, names_in_file
@@ -80,14 +81,12 @@ def _tensors(inspection: Inspection, all: bool, by_bytes: bool) -> Table:
     many = len([section for section in sections if section.all_tensors()]) > 1
     counted = any(len(group.keys) > 1 for _, group in groups)
     columns = [Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number")]
-    entries = {section.path: {entry.key: entry for entry in section.all_tensors()} for section in sections}
     if by_bytes:
-        groups.sort(key=lambda one: -entries[one[0].path][one[1].keys[0]].nbytes * len(one[1].keys))
+        groups.sort(key=lambda one: -_size(one[1]))
     rows: list[tuple[Inline, ...]] = []
     for section, group in groups:
-        first = entries[section.path][group.keys[0]]
-        size = human_bytes(first.nbytes * len(group.keys))
-        row: tuple[Inline, ...] = (group.pattern, first.dtype, _geometry(first), size)
+        like = group.likeness
+        row: tuple[Inline, ...] = (group.pattern, like.dtype, _geometry(like), human_bytes(_size(group)))
         count = (number(len(group.keys)),) if counted else ()
         rows.append((*((section.path or _ROOT,) if many else ()), *count, *row))
     columns = [*([Column("section")] if many else []), *([Column("tensors", "number")] if counted else []), *columns]
@@ -99,25 +98,38 @@ def _statistics(inspection: Inspection) -> Table:
     titles = ("min", "max", "mean", "zeros", "NaN", "inf")
     columns = (Column("key", "key"), *(Column(title, "number") for title in titles), Column("sha256", "dim"))
     rows: list[tuple[Inline, ...]] = []
-    for (section, key), own in (inspection.statistics or {}).items():
+    for found in inspection.tensors() if inspection.statistics else ():
+        own = found.stats
+        if own is None:
+            continue
         counts = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (own.nan, own.inf)]
         values = ["" if value is None else f"{value:.4g}" for value in (own.minimum, own.maximum, own.mean)]
         zeros = "" if own.zeros is None else number(own.zeros)
-        name = dotted(section, key)
-        rows.append((name, *values, zeros, *counts, own.sha256[:_DIGITS]))
+        rows.append((found.name, *values, zeros, *counts, own.sha256[:_DIGITS]))
     return Table("Values", columns, tuple(rows))
 
 
-def _groups(section: Section, all: bool) -> list[Group]:
-    if all:
-        return [Group(entry.key, (entry.key,)) for entry in section.all_tensors()]
-    shown = ((entry.key, (entry.dtype, entry.shape, entry.layout, entry.nbytes)) for entry in section.all_tensors())
-    return collapse(shown)
+class _Likeness(NamedTuple):
+    """What tensors on one line have in common; `nbytes` are those of one of them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    nbytes: int
 
 
-def _geometry(entry: TensorEntry) -> str:
-    shape = shape_text(entry.shape)
-    return shape if entry.layout == "strided" else f"{shape} {entry.layout}"
+def _groups(section: Section, all: bool) -> list[Group[_Likeness]]:
+    shown = [(e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()]
+    return [Group(key, (key,), likeness) for key, likeness in shown] if all else collapse(shown)
+
+
+def _size(group: Group[_Likeness]) -> int:
+    return group.likeness.nbytes * len(group.keys)
+
+
+def _geometry(like: _Likeness) -> str:
+    shape = shape_text(like.shape)
+    return shape if like.layout == "strided" else f"{shape} {like.layout}"
 
 
 def _flat_parameters(inspection: Inspection) -> Table:

@@ -129,6 +129,13 @@ def test_nothing_beside_dense_tensors_is_taken_for_the_same(run: Run, tmp_path: 
     assert [(*entry["left"], *entry["right"])[0] for entry in differing] == [place]
 
 
+def test_two_tensors_may_have_one_name_when_dots_join_it(run: Run, tmp_path: Path) -> None:
+    for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+        torch.save({"e": {"a": {"b": torch.tensor(value)}, "a.b": torch.ones(2)}, "w": torch.ones(1)}, tmp_path / name)
+    manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
+    assert [run("diff", "--values", tmp_path / name, tmp_path / "m.json").status for name in ("a.pt", "b.pt")] == [0, 1]
+
+
 def test_an_output_is_written_with_its_manifest(run: Run, tmp_path: Path) -> None:
     torch.save(whole(), tmp_path / "a.pt")
     out, listed = tmp_path / "b.pt", tmp_path / "b.json"
