@@ -46,8 +46,10 @@ def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None)
     entries += [only_left(entry.key) for place, entry in have.items() if place not in want]
     entries += [only_right(entry.key) for place, entry in want.items() if place not in have]
     entries += _storages(left, right)
-    identical = all(entry.status in HARMLESS for entry in entries) and set(left.others) == set(right.others)
-    return Diff(left.source, right.source, identical, tuple(entries), notes=tuple(_notes(left, right, values, other)))
+    beyond = "" if set(left.others) == set(right.others) else "only one side has some entry that is no tensor"
+    identical = not beyond and all(entry.status in HARMLESS for entry in entries)
+    notes = tuple(_notes(left, right, values, other))
+    return Diff(left.source, right.source, identical, tuple(entries), notes=notes, beyond=beyond)
 
 
 def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:

@@ -70,16 +70,16 @@ def document(diff: Diff, *, all: bool = False) -> Document:
 
 
 def _verdict(diff: Diff) -> str:
-    count = sum(entry.status not in HARMLESS for entry in diff.entries)
     if diff.identical:
+        count = sum(entry.status not in HARMLESS for entry in diff.entries)
         return "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+    weighing = [entry for entry in diff.entries if diff.weighs(entry)]
     if diff.accepted:
-        weighing = [entry for entry in diff.entries if diff.weighs(entry)]
         ignored = sum(entry.ignored is not None for entry in weighing)
         others = len(weighing) - ignored
         parts = [f"{number(ignored)} ignored"] * bool(ignored) + [f"{number(others)} not in --fail-on"] * bool(others)
         return f"not the same: {plural(len(weighing), 'difference')}, accepted ({', '.join(parts)})"
-    return plural(count, "difference") if count else diff.beyond or "not the same"
+    return plural(len(weighing), "difference") if weighing else diff.beyond or "not the same"
 
 
 def _ignored(diff: Diff) -> Table:

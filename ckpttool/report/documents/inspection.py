@@ -18,7 +18,7 @@ from ckpttool.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
 _DIGITS = 12  # of a hash; JSON has all of them
-_VALUE_WIDTH = 200  # characters of a metadata value that are shown
+_VALUE_WIDTH = 200  # characters of a long text that are shown
 _ROOT = "(root)"
 
 
@@ -39,12 +39,12 @@ def document(
         shortened(_tensors(inspection, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(inspection), limit),
-        _adapters(inspection),
+        _adapters(inspection, all),
         shortened(_parameters(inspection), limit),
         shortened(_aliases(inspection), limit),
         shortened(_extras(inspection), limit),
         shortened(_globals(inspection), limit),
-        shortened(_metadata(inspection), limit),
+        shortened(_metadata(inspection, all), limit),
     )
     notes = [Note(note, "warning") for note in inspection.notes]
     shown = [table for table in tables if table.rows]
@@ -134,7 +134,7 @@ def _geometry(like: _Likeness) -> str:
 
 def _flat_parameters(inspection: Inspection) -> Table:
     rows: list[tuple[Inline, ...]] = [
-        (flat.key, Cell(flat.unit or _ROOT, "key"), number(flat.numel))
+        (dotted(section.path, flat.key), Cell(flat.unit or _ROOT, "key"), number(flat.numel))
         for section in inspection.checkpoint.sections
         for flat in flat_params(section)
     ]
@@ -142,14 +142,14 @@ def _flat_parameters(inspection: Inspection) -> Table:
     return Table("Flat parameters: all parameters of a module, end to end", columns, tuple(rows))
 
 
-def _adapters(inspection: Inspection) -> Table:
+def _adapters(inspection: Inspection, all: bool) -> Table:
     columns = (Column("section", "key"), Column("adapter"), Column("modules", "number"), Column("touches", "key"))
     rows: list[tuple[Inline, ...]] = []
     for path, adapter in inspection.adapters.items():
         touched = ", ".join(group.pattern for group in collapse((module, None) for module in adapter.modules))
         alone = "alone: no weights of its model" if adapter.alone else "beside its model"
         kinds = f"{' and '.join(adapter.kinds)}, {alone}"
-        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), touched[:_VALUE_WIDTH]))
+        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), _cut(touched, all)))
     return Table("Adapters: what is added to a model's layers", columns, tuple(rows))
 
 
@@ -169,7 +169,9 @@ def _parameters(inspection: Inspection) -> Table:
 
 def _aliases(inspection: Inspection) -> Table:
     rows: list[tuple[Inline, ...]] = [
-        (key, Cell(first, "key")) for aliases in inspection.aliases.values() for key, first in aliases.items()
+        (dotted(path, key), Cell(dotted(path, first), "key"))
+        for path, aliases in inspection.aliases.items()
+        for key, first in aliases.items()
     ]
     return Table("Aliases: a second name of one tensor", (Column("key", "key"), Column("same tensor as")), tuple(rows))
 
@@ -185,6 +187,11 @@ def _globals(inspection: Inspection) -> Table:
     return Table("Foreign pickled classes and functions, never run", (Column("name", "key"),), rows)
 
 
-def _metadata(inspection: Inspection) -> Table:
-    rows = tuple((key, value[:_VALUE_WIDTH]) for key, value in inspection.checkpoint.metadata.items())
+def _cut(text: str, all: bool) -> str:
+    more = len(text) - _VALUE_WIDTH
+    return text if all or more <= 0 else f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)"
+
+
+def _metadata(inspection: Inspection, all: bool) -> Table:
+    rows = tuple((key, _cut(value, all)) for key, value in inspection.checkpoint.metadata.items())
     return Table("Metadata", (Column("key", "key"), Column("value")), rows)
