@@ -48,7 +48,7 @@ def _changes(found: Since, all: bool) -> Table:
         for group in groups.values()
     )
     columns = (Column("by"), Column("changes", "number"), Column("base", "key"), Column("left"), Column("right"))
-    return Table("Changes since the base", columns, rows, is_listed=all)
+    return Table("Changes since the base", columns, rows)
 
 
 def _side(changes: list[Change | None]) -> str:

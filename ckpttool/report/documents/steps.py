@@ -23,7 +23,7 @@ def document(found: Steps, *, all: bool = False) -> Document:
     more = (Column("before", "key"), Column("now", "key"), Column("why"))
     blocks: list[Block] = [
         *([Facts((("run", Cell(found.run, "key")),))] if found.run else []),
-        Table("Steps", (*columns, *more), tuple(_rows(found.steps, all)), is_listed=all),
+        Table("Steps", (*columns, *more), tuple(_rows(found.steps, all))),
         *(Note(note) for note in found.notes),
     ]
     return Document("diff", _verdict(found), found.passes, tuple(blocks))
