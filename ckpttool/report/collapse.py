@@ -46,8 +46,13 @@ def collapse(items: Iterable[tuple[str, L]]) -> list[Group[L]]:
     return [group for (template, likeness), rows in groups.items() for group in _exact(template, likeness, rows)]
 
 
-def first_pattern(keys: Iterable[str]) -> str:
-    """The first pattern of the keys, and how many more there are: ``layers.{0-3}.wq (+2 more)``; ``-`` for none."""
+def first_pattern(keys: Iterable[str], all: bool = False) -> str:
+    """The first pattern of the keys, and how many more there are: ``layers.{0-3}.wq (+2 more)``; ``-`` for none.
+
+    With `all` every key by itself.
+    """
+    if all:
+        return " + ".join(keys) or "-"
     groups = collapse((key, None) for key in dict.fromkeys(keys))
     if not groups:
         return "-"
