@@ -15,6 +15,7 @@ from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
+from ckpttool.keys import free
 from ckpttool.optimizer_state import looks_flat
 from ckpttool.values import dataclass
 
@@ -115,14 +116,14 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps:
         tree.outer[".".join(path)] = node
     if found:
         for child_path, child_steps in rest:
-            tree.others[_free(".".join(child_path), tree.others)] = child_steps
+            tree.others[free(".".join(child_path), tree.others)] = child_steps
     return found
 
 
 def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
     """What is or holds a section elsewhere does so here too; False for all else: its tensors are in the first place."""
     if id(node) in tree.around:
-        tree.rings[_free(".".join(path), tree.rings)] = steps, tree.around[id(node)]
+        tree.rings[free(".".join(path), tree.rings)] = steps, tree.around[id(node)]
         return False
     add, count = tree.added.get(id(node), (None, 0))
     if not count or (add is not None and foreign and metadata_of(node) is None):
@@ -151,15 +152,6 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
     if names and not foreign:
         tree.dicts.setdefault(path, names)
     return _add_optimizer if is_optimizer else None
-
-
-def _free(path: str, taken: Mapping[str, object]) -> str:
-    """`path`, or where it is taken (keys may hold dots themselves) the first `path@1`, `path@2`, ... that is free."""
-    number, free = 0, path
-    while free in taken:
-        number += 1
-        free = f"{path}@{number}"
-    return free
 
 
 def _named_children(node: Any, path: tuple[str, ...], steps: Steps) -> Iterator[tuple[tuple[str, ...], Steps, Any]]:
@@ -250,7 +242,7 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
         else:
             extras.append(_extra(tree, name, value))
             _note_dicts(tree, value, (*path, name), set())
-    name = _free(".".join(path), tree.places)
+    name = free(".".join(path), tree.places)
     modules = metadata_of(node)
     section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
     tree.places[name] = Place(section, steps, node)
@@ -291,10 +283,10 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
         _walk_tensors(inner, child, child_path, child_steps)
     for entry in inner.loose:
         way = [step for step in (*path, *entry.key.split(".")) if step not in SLOTS]
-        key = _free(".".join(way), tree.loose_steps)
+        key = free(".".join(way), tree.loose_steps)
         tree.loose.append(replace(entry, key=key))
         tree.loose_steps[key] = inner.loose_steps[entry.key]
-    name = _free(".".join(path), tree.places)
+    name = free(".".join(path), tree.places)
     tensors = tuple(entry_of(slot.key, slot.node, tree.storages) for slot in saved)
     section = Section(name, "state_dict", tensors)
     tree.places[name] = Place(section, steps, node, {slot.key: slot.steps for slot in saved})
@@ -302,7 +294,7 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
 
 
 def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
-    key = _free(key, tree.loose_steps)
+    key = free(key, tree.loose_steps)
     tree.loose.append(entry_of(key, node, tree.storages))
     tree.loose_steps[key] = steps
 
@@ -311,7 +303,7 @@ def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -
     inner = Tree(tree.storages, seen=set() if id(node) in tree.added else tree.seen)
     for child_path, child_steps, child in _named_children(node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
-    name = _free(".".join(path), tree.places)
+    name = free(".".join(path), tree.places)
     mapping = mapping_of(node, inner.loose, tree.storages)
     section = Section(name, "optimizer", tuple(inner.loose), mapping=mapping)
     tree.places[name] = Place(section, steps, node, inner.loose_steps)
