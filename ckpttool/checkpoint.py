@@ -322,7 +322,8 @@ class Checkpoint:
     `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
     tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
     the checkpoint and are not looked into (Megatron's ``common.pt``). `readings` are set where the file could be read
-    in another way, and are about nothing but the `sections` that were read.
+    in another way, and are about nothing but the `sections` that were read. `files` are those of this machine that were
+    opened for the index, each as it was then (`io.sources.State`).
     """
 
     source: str
@@ -338,6 +339,7 @@ class Checkpoint:
     beside: tuple[str, ...] = ()
     readings: Readings | None = field(default=None, compare=False)
     objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
+    files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def state_dicts(self) -> tuple[Section, ...]:
