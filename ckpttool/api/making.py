@@ -11,7 +11,7 @@ from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
-from ckpttool.io import work
+from ckpttool.io import sources, work
 
 if TYPE_CHECKING:
     from ckpttool.edits.remap.result import Remap
@@ -27,6 +27,12 @@ def _with_values(ckpt: Ckpt) -> Checkpoint:
     return checkpoint
 
 
+def _begin(ckpt: Ckpt) -> None:
+    """What is opened by now may be overwritten, but where it may be what is read: `ckpt` is in memory already."""
+    if isinstance(ckpt, str):
+        sources.begin()
+
+
 @takes(RemapOptions)
 def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Any) -> Remap:
     """Rewrites the keys, optimizer ids and format of a checkpoint; writes OUT where one is named.
@@ -35,6 +41,7 @@ def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = Non
     many bytes are done. Raises `Refused`, all problems at once, where something would be lost, collide or have to be
     guessed, `CkptError` where something cannot be read or written.
     """
+    _begin(ckpt)
     return remap_by(ckpt, RemapOptions(out=out, **options), progress)
 
 
@@ -60,6 +67,7 @@ def swap_weights(
     not fit.
     """
     if isinstance(program, str):
+        _begin(new)
         return swap_weights_by(program, new, SwapOptions(out=out, **options), progress)
     from ckpttool.live import swap_weights as swap_in_memory
 

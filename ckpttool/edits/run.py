@@ -240,6 +240,7 @@ def _write(
     done = replace(done, result=output, notes=notes)
     if options.dry_run:
         return replace(done, cost=cost_of(target.lay_out(output, _shard_size(options))))
+    writer.check(target)  # once more: by now all is read that the command reads
     expected = fingerprints(output) if options.verify and options.in_place else output
     written = _edited(options, writer, target, output)
     if written is None or written.way == "copied":

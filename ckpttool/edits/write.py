@@ -53,9 +53,12 @@ class Writer:
         if target.folder is None:
             self.check_file(target.path)
         else:
-            write_folder.preflight(
-                target.folder, target.present(), self.source, force=self.force, in_place=self.in_place
-            )
+            present = target.present()
+            write_folder.preflight(target.folder, present, self.source, force=self.force, in_place=self.in_place)
+            read = set() if self.in_place else set(map(os.path.realpath, sources.files_read()))
+            for path in (join(target.folder, name) for name in present):
+                if os.path.realpath(path) in read:
+                    raise CkptError(f"{path} is read by this command", hint="name another folder")
 
     def check_file(self, out: str, *others: str) -> None:
         """Raises `CkptError` where the file cannot or must not be written. `others` are read beside the source."""

@@ -36,17 +36,23 @@ class _Noted:
     """What a command has read.
 
     `streamed`: paths and URLs that tensors were read from since `note_anew`; `opened`: local files by their path, with
-    the number of the look at it; `read`: local files that are no checkpoints (rules, plans, names, code). `looks` is
-    counted by `forget`: an index that is read anew may be that of another file.
+    the number of the look at it; `read`: local files that are no checkpoints (rules, plans, names, code). `files` are
+    those of both since `begin`. `looks` is counted by `forget`: an index that is read anew may be that of another file.
     """
 
     streamed: set[str] = field(default_factory=set)
     opened: dict[str, tuple[int, State]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
+    files: dict[str, None] = field(default_factory=dict)
     looks: int = 0
 
 
 _noted = _Noted()
+
+
+def begin() -> None:
+    """Another call of the library begins in this process: what earlier ones have read is none of its files."""
+    _noted.files.clear()
 
 
 def note_anew() -> None:
@@ -67,13 +73,16 @@ def note_streamed(source: str) -> None:
 def note_opened(path: str, descriptor: int) -> None:
     """Notes how the local file is, where an index is read of it for the first time."""
     place = os.path.abspath(path)
+    _noted.files[place] = None
     if place not in _noted.opened or _noted.opened[place][0] < _noted.looks:
         _noted.opened[place] = _noted.looks, _settled(descriptor)
 
 
 def note_read(path: str) -> None:
     """Notes that the local file, which is no checkpoint, was read."""
-    _noted.read.add(os.path.abspath(path))
+    place = os.path.abspath(path)
+    _noted.read.add(place)
+    _noted.files[place] = None
 
 
 def check_open(path: str, descriptor: int) -> None:
@@ -98,13 +107,13 @@ def check_unchanged(paths: Iterable[str]) -> None:
 
 
 def others_read() -> list[str]:
-    """Those of `files_read` that are no checkpoints."""
+    """The paths of the local files that were read and are no checkpoints."""
     return sorted(_noted.read)
 
 
 def files_read() -> list[str]:
-    """The paths of the local files that were opened."""
-    return [*_noted.opened, *_noted.read]
+    """The paths of the local files that were opened or read since `begin`."""
+    return list(_noted.files)
 
 
 def states() -> dict[str, list[int]]:
@@ -122,6 +131,7 @@ def forget(path: str) -> None:
     place = Path(os.path.abspath(path))
     for name in [name for name in _noted.opened if Path(name).is_relative_to(place)]:
         del _noted.opened[name]
+        _noted.files.pop(name, None)
 
 
 def forget_all() -> None:
