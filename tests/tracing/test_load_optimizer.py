@@ -36,7 +36,7 @@ def with_options(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([group], torch.tensor(0.1), betas=(0.5, 0.25))
 
 
-MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+MAKERS: dict[str, Callable[..., Any]] = {
     "two groups": decayed,
     "the class": torch.optim.AdamW,
     "what Lightning takes": lambda model: {"optimizer": torch.optim.RMSprop(model.parameters()), "lr_scheduler": None},
