@@ -45,11 +45,12 @@ def test_a_call_writes_over_what_earlier_calls_have_read_and_over_nothing_that_i
         torch.save({"weight": torch.full((1, 1), value)}, name)
     ckpttool.inspect("a.pt", stats=True)
     held = ckpttool.open_checkpoint("a.pt")
-    for ckpt, out, options in (
+    calls: list[tuple[Any, str, dict[str, Any]]] = [
         ("a.pt", "a.pt", {}),
         (held, "a.pt", {}),
         ("b.pt", "a.pt", {"like": "a.pt"}),
-    ):
+    ]
+    for ckpt, out, options in calls:
         before = Path(out).read_bytes()
         with pytest.raises(CkptError, match="the source itself"):
             ckpttool.remap(ckpt, out, force=True, **options)
