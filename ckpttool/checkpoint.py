@@ -314,7 +314,8 @@ class Checkpoint:
     """The index of one checkpoint.
 
     `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
-    `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
+    `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``), and
+    `objects` what stands there, with the objects around sections and tensors (without these): each can be compared.
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
@@ -337,6 +338,7 @@ class Checkpoint:
     unreached: tuple[Unreached, ...] = ()
     beside: tuple[str, ...] = ()
     readings: Readings | None = field(default=None, compare=False)
+    objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
     files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
