@@ -216,16 +216,21 @@ def test_neighbours_in_a_buffer_are_not_in_each_others_way() -> None:
 @pytest.mark.parametrize("within", [range(1, 2), range(1, 3), range(1, 6)])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_value_lies_in_a_weight_that_others_lie_in(in_place: bool, within: range) -> None:
-    """Whatever is written before it: behind what lies in the large one, its memory goes on."""
-    live, memory = nn.Module(), torch.arange(8.0)
-    live.register_buffer("large", memory)
-    for at in within:
-        live.register_buffer(f"small{at}", memory[at : at + 1])
-    live.register_buffer("other", torch.zeros(2))
+    """Whatever is written before it: behind what lies in the large one, its memory goes on; there are two of these."""
+    live, memories = nn.Module(), torch.arange(16.0).split(8)
+    for number, memory in enumerate(memories):
+        live.register_buffer(f"large{number}", memory)
+        for at in within:
+            live.register_buffer(f"small{number}_{at}", memory[at : at + 1])
     new = {name: tensor * 10 for name, tensor in live.state_dict().items()}
-    swap_weights(live, {**new, "other": memory[6:]}, in_place=in_place)
-    assert live.get_buffer("large").tolist() == [10 * n for n in range(8)]
-    assert live.get_buffer("other").tolist() == [6, 7]
+    for number, memory in enumerate(memories):
+        live.register_buffer(f"other{number}", torch.zeros(2))
+        new[f"other{number}"] = memory[6:]
+    swap_weights(live, new, in_place=in_place)
+    assert [live.get_buffer(f"large{n}").tolist() for n in (0, 1)] == [
+        [10 * (8 * n + i) for i in range(8)] for n in (0, 1)
+    ]
+    assert [live.get_buffer(f"other{n}").tolist() for n in (0, 1)] == [[6, 7], [14, 15]]
 
 
 def test_a_buffer_keeps_its_attributes() -> None:
