@@ -120,7 +120,7 @@ def ranks_remark(names: Sequence[str]) -> str:
     ranks = sorted({int(name.split("-")[1]) for name in names})
     without = [str(rank) for rank in range(1, ranks[-1]) if rank not in ranks]
     gap = f", none of {some(without, 8)}" if without else ""
-    return f"put together of the shards of ranks 1 to {ranks[-1]}{gap}: no file says whether there were others"
+    return f"put together of shards up to that of rank {ranks[-1]}{gap}: no file says whether there were others"
 
 
 def _offsets(shard: Checkpoint) -> dict[str, tuple[int, ...]]:
