@@ -70,7 +70,8 @@ def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -
     if options.in_place:
         check_in_place(source, target.format)
     if not options.dry_run:
-        writer.check(target)
+        like = options.like.source if isinstance(options.like, Checkpoint) else options.like
+        writer.check(target, *(split(name)[0] for name in (like,) if isinstance(name, str)))
     return target
 
 
