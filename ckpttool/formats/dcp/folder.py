@@ -21,7 +21,7 @@ from ckpttool.formats.dcp.chunks import saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
 from ckpttool.formats.dcp.items import BytesItem, Chunk, Item, Metadata, Place, TensorItem
 from ckpttool.formats.dcp.metadata import parse
-from ckpttool.formats.dcp.safetensors_shards import located, read_shards
+from ckpttool.formats.dcp.safetensors_shards import located, ranks_remark, read_shards
 from ckpttool.formats.dcp.write_metadata import spelled
 from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
 from ckpttool.formats.torch import zip_file as torch_zip
@@ -70,7 +70,7 @@ def read(path: str) -> Checkpoint:
 
     Raises `CkptError`, all problems at once, where ``.metadata`` and the data files do not fit.
     """
-    metadata, nbytes = _read_metadata(path)
+    metadata, nbytes, notes = _read_metadata(path)
     sizes = _check_files(path, metadata)
     metadata = located(path, metadata)
     _check_apart(path, metadata)
@@ -91,7 +91,7 @@ def read(path: str) -> Checkpoint:
             others=tuple(tree.others),
             globals=_foreign([*metadata.globals, *reader.globals]),
             container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
-            notes=tuple(tree.notes),
+            notes=(*notes, *tree.notes),
             unreached=tree.unreached,
             beside=beside(path),
         )
@@ -99,17 +99,20 @@ def read(path: str) -> Checkpoint:
     return read_tree(root, storages, made)
 
 
-def _read_metadata(path: str) -> tuple[Metadata, int]:
-    """The folder's metadata and the size of its file in bytes; `HuggingFaceStorageWriter` writes no such file."""
+def _read_metadata(path: str) -> tuple[Metadata, int, tuple[str, ...]]:
+    """The folder's metadata, the size of its file in bytes, and notes.
+
+    `HuggingFaceStorageWriter` writes no such file.
+    """
     source = join(path, DCP_METADATA)
     shards = sorted(name for name in names_in(path) if HF_SHARD.fullmatch(name))
     if shards and not exists(source):
-        return read_shards(path, shards), 0
+        return read_shards(path, shards), 0, (ranks_remark(shards),)
     with opened(source) as file:
         data = file.read(limits().pickle_bytes + 1)
     if len(data) > limits().pickle_bytes:
         raise CkptError(f"{source} is too long: {limits().named('pickle_bytes')}", hint="copy it again: it is damaged")
-    return parse(data, source), len(data)
+    return parse(data, source), len(data), ()
 
 
 def _foreign(globals: list[Global]) -> tuple[str, ...]:

@@ -4,18 +4,20 @@ shards of `HuggingFaceStorageWriter` (``save_distributed``), which have no index
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Span, TensorEntry
 from ckpttool.errors import CkptError, Problem
+from ckpttool.evaluate.compare import same_values
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.dcp.items import BoxOf, BytesItem, Chunk, Metadata, Place, TensorItem, cover_problem
 from ckpttool.formats.safetensors import single as safetensors
 from ckpttool.io.files import look_ahead, opened
 from ckpttool.io.paths import join
+from ckpttool.words import some
 
 _INFO = "DCP_SHARDING_INFO"
 _HEAD = 9  # bytes that tell a safetensors file: the length of its header, and how that begins
@@ -79,7 +81,8 @@ def read_shards(folder: str, names: list[str]) -> Metadata:
 
     Raises `CkptError`, all problems at once, where they do not make up whole tensors.
     """
-    chunks: dict[str, dict[BoxOf, Chunk]] = {}  # what several ranks have is one chunk
+    chunks: dict[str, dict[BoxOf, Chunk]] = {}
+    copies: dict[tuple[str, BoxOf], TensorEntry] = {}  # what several ranks have is one chunk
     dtypes: dict[str, set[str]] = {}
     problems: list[Problem] = []
     for name in names:
@@ -90,6 +93,8 @@ def read_shards(folder: str, names: list[str]) -> Metadata:
             if at is None or len(at) != len(entry.shape) or entry.span is None:
                 problems.append(Problem(f"{name} does not say where in the tensor it lies", entry.key))
                 continue
+            if not same_values(copies.setdefault((entry.key, (at, entry.shape)), entry), entry):
+                problems.append(Problem(f"{name} has other values at {list(at)} than another rank's shard", entry.key))
             chunks.setdefault(entry.key, {})[at, entry.shape] = Chunk(at, entry.shape, _place(name, entry.span))
             dtypes.setdefault(entry.key, set()).add(entry.dtype)
     items = {key: _whole(min(dtypes[key]), list(parts.values())) for key, parts in chunks.items()}
@@ -108,6 +113,14 @@ def read_shards(folder: str, names: list[str]) -> Metadata:
             problems=problems,
         )
     return Metadata(items, {key: (key,) for key in items})
+
+
+def ranks_remark(names: Sequence[str]) -> str:
+    """Whose shards these files are, by their numbers: nothing in the files says how many there were."""
+    ranks = sorted({int(name.split("-")[1]) for name in names})
+    without = [str(rank) for rank in range(1, ranks[-1]) if rank not in ranks]
+    gap = f", none of {some(without, 8)}" if without else ""
+    return f"put together of shards up to that of rank {ranks[-1]}{gap}: no file says whether there were others"
 
 
 def _offsets(shard: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -105,10 +105,17 @@ def test_the_section_that_is_named_is_the_one_that_is_cut(run: Run, tmp_path: Pa
 
 
 def test_slices_of_an_average_are_not_one_ranks(run: Run, tmp_path: Path) -> None:
+    files: list[dict[str, Any]]
     files = [{"model": slices(state_of(0), rank), "ema": slices(state_of(1), rank)} for rank in (0, 1)]
+    for file in files:
+        group = {"lr": torch.tensor(0.1), "params": ["emb.weight"]}
+        own = {"emb.weight": {"exp_avg": file["ema"]["emb.weight"]}}
+        file["optimizer"] = {"state": own, "param_groups": [group]}
     done = run("remap", of_ranks(tmp_path, *files), *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
+    assert "differs" not in done.err
     made = torch.load(tmp_path / "out.pt")
+    assert torch.equal(made["optimizer"]["state"]["emb.weight"]["exp_avg"], made["ema"]["emb.weight"])
     assert same(made["model"], state_of(0))
     assert same(made["ema"], state_of(1))
 
@@ -137,7 +144,10 @@ def test_an_average_that_does_not_fit_is_said_to_stay(run: Run, tmp_path: Path) 
 def test_parameters_that_every_rank_has_whole_are_the_same_on_all(run: Run, tmp_path: Path) -> None:
     """Else they are of two steps, or each rank's own. Of buffers, and in no state dict, rank 0's is taken."""
     states = [{**state_of(0), "layers.0.seen": torch.full((2,), rank)} for rank in (0, 1)]
-    files = of_ranks(tmp_path, *({"model": state, "rng": torch.full((3,), r)} for r, state in enumerate(states)))
+    files = of_ranks(
+        tmp_path,
+        *({"model": state, "rng": torch.full((3,), r), "one": torch.ones(2)} for r, state in enumerate(states)),
+    )
     done = run("remap", files, *MODEL, "-o", tmp_path / "out.pt")
     assert done.status == 0
     assert "warning: layers.0.seen differs between the ranks: rank 0's is taken\n" in done.err

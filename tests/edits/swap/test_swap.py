@@ -230,3 +230,81 @@ def test_a_constant_that_loading_makes_anew_is_not_left_behind(tmp_path: Path, r
     assert "--constants" in refused.err
     assert run(*words, "--constants").status == 0
     assert torch.equal(torch.export.load(out).module()(torch.eye(4)), new(torch.eye(4)))
+
+
+class Views(nn.Module):
+    """A buffer that is a row of a weight, two halves of one tensor, no elements, and one constant under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole, scale = torch.randn(4, 3), torch.randn(3)
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.upper, self.lower = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
+        self.register_buffer("row", self.weight.data[1])
+        self.register_buffer("none", torch.zeros(0, 2))
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("again", scale, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale @ self.weight.t() + (x * self.again + self.row) @ torch.cat([self.upper, self.lower]).t()
+
+
+INPUT = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("views") / "views.pt2"
+    torch.manual_seed(0)
+    torch.export.save(torch.export.export(Views(), (INPUT,)), path)
+    return path
+
+
+def of_views() -> tuple[Views, State]:
+    """Another instance, and its state dict with every tensor by itself."""
+    torch.manual_seed(1)
+    model = Views()
+    return model, {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_weights_that_share_a_storage_in_the_program_go_on_sharing_it(views: Path, tmp_path: Path, run: Run) -> None:
+    model, state = of_views()
+    out = tmp_path / "out.pt2"
+    torch.save({**state, "again": model.get_buffer("scale").clone()}, tmp_path / "new.pt")
+    done = run("swap-weights", views, tmp_path / "new.pt", "-o", out, "--constants", "--format", "json")
+    assert (done.status, done.data["swapped"], done.data["constants"]) == (0, 7, [])
+    swapped = torch.export.load(out)
+    assert torch.equal(swapped.module()(INPUT), model(INPUT))
+    held = swapped.state_dict
+    assert held["row"].data_ptr() == held["weight"][1].data_ptr()
+    assert held["lower"].untyped_storage().data_ptr() == held["upper"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"row": torch.ones(3)}, "weight shares memory with another weight that gets another value"),
+        ({"more": torch.ones(1)}, "left over: the program has no such weight @ more"),
+        ({"scale": torch.ones(3), "again": torch.zeros(3)}, "tied to scale, and its new value is another one @ again"),
+        ({"scale": torch.ones(4)}, "shape [4], the program has [3] (from scale) @ scale"),
+        ({"none": torch.zeros(2, 0)}, "shape [2, 0], the program has [0, 2] (from none) @ none"),
+    ],
+)
+def test_values_that_contradict_the_program_are_refused(
+    views: Path, tmp_path: Path, run: Run, changes: State, said: str
+) -> None:
+    torch.save({**of_views()[1], **changes}, tmp_path / "new.pt")
+    done = run("swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2", "--constants")
+    assert (done.status, os.listdir(tmp_path)) == (1, ["new.pt"])
+    assert said in done.err
+
+
+def test_a_second_key_of_a_weight_needs_no_name_in_the_program(views: Path, tmp_path: Path, run: Run) -> None:
+    """Where it is the same tensor; of a copy nobody knows what it is."""
+    model, state = of_views()
+    asked = ["swap-weights", views, tmp_path / "new.pt", "-o", tmp_path / "out.pt2"]
+    torch.save({**state, "tied": state["weight"].clone()}, tmp_path / "new.pt")
+    assert "left over: the program has no such weight @ tied" in run(*asked).err
+    torch.save({**state, "tied": state["weight"]}, tmp_path / "new.pt")
+    assert run(*asked).status == 0
+    assert torch.equal(torch.export.load(tmp_path / "out.pt2").state_dict["weight"], model.weight)

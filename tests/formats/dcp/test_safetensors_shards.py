@@ -39,6 +39,22 @@ def test_the_parts_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ((1, 2), "rank 2: no"),
+        ((1, 2, 4, 7), "rank 7, none of 3, 5, 6: no"),
+        ((2,), "rank 2, none of 1: no"),
+    ],
+)
+def test_that_no_file_says_how_many_ranks_there_were_is_said(tmp_path: Path, ranks: tuple[int, ...], said: str) -> None:
+    """A tensor may be in one rank's shard alone, and the last rows of another one in that of the last rank."""
+    for rank in ranks:
+        shard(tmp_path, rank, {f"w{rank}": torch.ones(2)}, {f"w{rank}": [0]})
+    (note,) = open_checkpoint(str(tmp_path)).notes
+    assert note == f"put together of shards up to that of {said} file says whether there were others"
+
+
+@pytest.mark.parametrize(
     ("second", "offsets", "said"),
     [
         (WHOLE[1:].int(), [1, 0], "chunks of float32 and int32 @ rows"),
@@ -50,6 +66,7 @@ def test_the_parts_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
         (WHOLE[1:], [-1, 0], "SHARD does not say where in the tensor it lies @ rows"),
         (WHOLE[1:], [True, 0], "SHARD does not say where in the tensor it lies @ rows"),
         (WHOLE[1:], [1 << 62, 0], "SHARD does not say where in the tensor it lies @ rows"),
+        (WHOLE[1:2], [0, 0], "SHARD has other values at [0, 0] than another rank's shard @ rows"),
         (WHOLE[1:], "10", "SHARD does not say where in the tensor it lies @ rows"),
     ],
 )

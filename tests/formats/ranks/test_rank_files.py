@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -249,3 +249,79 @@ def test_slices_of_other_lengths_on_other_ranks_are_not_the_same(run: Run, tmp_p
     whole = saved(tmp_path, {"a": torch.ones(3)}, name="w{}.pt")
     assert run("diff", right, whole, *values).status == 1
     assert run("diff", whole, left, *values).status == 0
+
+
+# Sharded tensors
+
+
+def again(sharded: Any, shard: Any) -> None:
+    sharded._local_shards.append(shard)
+
+
+def at(*offsets: int) -> Callable[[Any, Any], None]:
+    return lambda sharded, shard: setattr(shard.metadata, "shard_offsets", list(offsets))
+
+
+def holding(tensor: torch.Tensor) -> Callable[[Any, Any], None]:
+    return lambda sharded, shard: setattr(shard, "tensor", tensor)
+
+
+NOT_IN_ROWS = "is not cut along its first dimension, rank by rank @ w"
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda sharded, shard: None, None),
+        (again, "rank 1 holds 2 shards of w, and only one a rank can be put together"),
+        (at(0, 0), NOT_IN_ROWS),
+        (at(2, 1), NOT_IN_ROWS),
+        (at(2), NOT_IN_ROWS),
+        (at(3, 0), NOT_IN_ROWS),
+        (holding(torch.ones(2, 3).double()), NOT_IN_ROWS),
+        (holding(torch.ones(3, 3)), NOT_IN_ROWS),
+        (holding(torch.ones(2, 2)), NOT_IN_ROWS),
+        (holding(torch.ones(1, 3)), "its parts hold 9 of 12 elements @ w"),
+        (holding(torch.ones(3, 2).t()), "a part of it is a strided view @ w"),
+        (lambda sharded, shard: sharded._local_shards.clear(), "its parts hold 6 of 12 elements @ w"),
+        (
+            lambda sharded, shard: setattr(sharded._metadata, "size", torch.Size([5, 3])),
+            "has another shape or dtype on other ranks @ w",
+        ),
+        (
+            lambda sharded, shard: setattr(shard, "tensor", 1),
+            "the sharded tensor w: ValueError('a shard without a tensor')",
+        ),
+    ],
+)
+def test_parts_of_a_sharded_tensor_that_are_not_its_rows_in_order_are_refused(
+    run: Run, tmp_path: Path, change: Callable[[Any, Any], None], said: str | None
+) -> None:
+    """As one rank's object would be, of which the other says something else."""
+    torch.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    with of_rank(1, 2):
+        state = torch.load(tmp_path / "rank_1.pt", weights_only=False)
+        change(state["w"], state["w"].local_shards()[0])
+        torch.save(state, tmp_path / "rank_1.pt")
+    done = run("inspect", tmp_path / "rank_*.pt")
+    assert done.status == (0 if said is None else 2), done.err
+    assert (said or "") in done.err
+
+
+def test_a_sharded_tensor_on_some_ranks_is_refused(run: Run, tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    torch.save({"w": torch.ones(2, 3)}, tmp_path / "rank_1.pt")
+    done = run("inspect", tmp_path / "rank_*.pt")
+    assert done.status == 2
+    assert "does not say its rank, other files do @ " in done.err
+
+
+class Rows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4, 3))
