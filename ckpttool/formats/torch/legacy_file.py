@@ -16,9 +16,10 @@ from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
+from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, with_references
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree, read_tree
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached, ways
 from ckpttool.formats.torch.zip_file import Container, foreign, tree_to_write
 from ckpttool.io.files import Source, assume, opened
