@@ -131,6 +131,12 @@ def test_what_belongs_to_no_record_is_no_part_of_the_one_before(
     assert archive.by_name["b"].start == record.end + junk
 
 
+def test_an_archive_of_nothing(tmp_path: Path) -> None:
+    """It is its end alone."""
+    archive = read(tmp_path, archive_bytes([]))
+    assert (archive.records, archive.length, archive.is_tight) == ((), 22, True)
+
+
 def test_records_in_another_order_than_in_the_directory(tmp_path: Path) -> None:
     first, second = Entry(b"a", offset=35, local_name=b"b"), Entry(b"b", offset=0, local_name=b"a")
     archive = read(tmp_path, archive_bytes([first, second]))
