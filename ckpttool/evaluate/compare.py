@@ -43,11 +43,11 @@ def same_values(
         return same_objects(left, right)
     if isinstance(left, ExtraEntry) or isinstance(right, ExtraEntry):
         return False
-    if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    if _is_digest(left) or _is_digest(right):
-        return _same_digest(left, right)
-    if _meaning(left) != _meaning(right):
+    if _is_digest(left) or _is_digest(right):  # whose layout is a class by its name, where it is one
+        return (left.layout == "strided") == (right.layout == "strided") and _same_digest(left, right)
+    if left.layout != right.layout or _meaning(left) != _meaning(right):
         return False
     if left.storage is None or right.storage is None:
         known = left.payload is not None and left.payload is right.payload

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -108,3 +109,46 @@ def test_placeholders_are_the_reason_of_a_diff(tmp_path):
     assert done.returncode == 1
     assert "ZeRO-3 placeholder" in done.stdout
     assert "ckpttool remap FOLDER -o whole.pt" in done.stdout
+
+
+E, ONE = (0,), (1,)
+# The shapes of a state dict, and which of them, or how many, the remarks are about; None where there is nothing to say.
+PARTS: dict[str, tuple[dict[str, tuple[int, ...]], str | None]] = {
+    "all empty": ({"a.weight": E, "b.weight": E}, "2 tensors have shape [0]"),
+    "one, and it is empty": ({"a.weight": E}, None),
+    "one of two is empty": ({"a.weight": E, "b.weight": (2,)}, None),
+    "empty in two dimensions": ({"a.weight": (0, 3), "b.weight": (0, 3)}, None),
+    "empty, and of whole numbers": ({"a.weight": E, "b.weight": E, "n:int": E}, "2 tensors have shape [0]"),
+    "beside a larger bias": ({"a.weight": ONE, "a.bias": (3,), "c.weight": (3,)}, "a.weight beside a bias of 3"),
+    "beside the bias of another": ({"a.weight": ONE, "b.bias": (3,), "c.weight": (3,)}, None),
+    "beside a bias of one": ({"a.weight": ONE, "a.bias": ONE}, None),
+    "a bias beside a larger weight": ({"a.bias": ONE, "a.weight": (3,)}, None),
+    "a weight of whole numbers": ({"a.weight:int": ONE, "a.bias": (3,)}, None),
+    "two, one beside its bias": ({"x.weight": ONE, "a.weight": ONE, "a.bias": (3,)}, "a.weight beside a bias of 3"),
+    "most are single, a matrix too": ({"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, "as q_proj.weight"),
+    "half are single": ({"q_proj.weight": ONE, "n.weight": ONE, "m.weight": (4,), "o.weight": (4,)}, None),
+    "most are single, no matrix": ({"norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, None),
+    "inside of a module": ({"h.0.c_fc.weight": ONE, "h.0.n.weight": ONE, "m.weight": (4,)}, "as h.0.c_fc.weight"),
+    "a module, not a matrix": ({"q_proj.norm.weight": ONE, "n.weight": ONE, "m.weight": (4,)}, None),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_zero_leaves_of_parameters_is_told_from_what_is_small(tmp_path: Path, name: str) -> None:
+    shapes, expected = PARTS[name]
+    state = {key.removesuffix(":int"): torch.zeros(shape, dtype=torch.int64 if ":int" in key else torch.float32)
+             for key, shape in shapes.items()}  # fmt: skip
+    torch.save(state, tmp_path / "model.pt")
+    notes = open_checkpoint(str(tmp_path / "model.pt")).notes
+    assert len(notes) == (expected is not None)
+    assert all(str(expected) in note and "gathers them" in note for note in notes)
+
+
+@pytest.mark.parametrize("key", ["ds_version", "ds_config"])
+@pytest.mark.parametrize(("beside", "says"), [("param_shapes", "the model's part"), ("more", "one rank's part")])
+def test_deepspeed_says_itself_that_a_tensor_is_a_placeholder(tmp_path: Path, key: str, beside: str, says: str) -> None:
+    state = {"module": {"a.weight": torch.zeros(0), "b.weight": torch.zeros(2)}, key: {}, beside: 1}
+    torch.save(state, tmp_path / "states.pt")
+    first, second = open_checkpoint(str(tmp_path / "states.pt")).notes
+    assert first.startswith(says)
+    assert second.startswith("1 tensors have shape [0]")

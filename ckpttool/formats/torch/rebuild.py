@@ -18,6 +18,9 @@ class Rebuilder:
     """Makes the nodes of tensors for one file; every storage keeps one key, every global is named once.
 
     `words` are the strings of the file's own references: a pickle names one object once, and equal ones again.
+    `kept` are the dtypes by which nodes of other files, or of this one as it was, refer to storages, by their id;
+    `apart` are second storages of the same bytes, for tensors of other dtypes: torch takes all references to a storage
+    for the first.
     """
 
     keys: dict[int, str] = field(default_factory=dict)
@@ -25,13 +28,21 @@ class Rebuilder:
     globals: dict[str, Global] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    kept: dict[int, str] = field(default_factory=dict)
+    apart: dict[tuple[int, str], Storage] = field(default_factory=dict)
 
     def node(self, entry: TensorEntry, mixed: bool = False) -> Call:
         """The node of a strided tensor on the CPU. `mixed`: tensors of other dtypes look at the same storage."""
         assert entry.storage is not None
-        row = dtypes.BY_NAME[entry.dtype]
-        plain = row.storage is not None and not mixed and entry.storage.nbytes % row.itemsize == 0
-        reference = self.reference(entry.storage, row if plain else None)
+        row, storage = dtypes.BY_NAME[entry.dtype], entry.storage
+        kept = self.kept.get(id(storage))
+        if kept in ("uint8", entry.dtype):
+            plain = kept == entry.dtype
+        else:
+            if kept is not None:
+                storage, mixed = self.apart.setdefault((id(storage), entry.dtype), Storage(storage.data)), False
+            plain = row.storage is not None and not mixed and storage.nbytes % row.itemsize == 0
+        reference = self.reference(storage, row if plain else None)
         args = (reference, entry.offset, entry.shape, entry.stride, False, self._hooks())
         if plain:
             return Call(self._global("torch._utils", "_rebuild_tensor_v2"), args)
@@ -60,6 +71,11 @@ class Rebuilder:
         self.keys[id(storage)] = key
         self.storages[key] = storage
         self.taken.add(key)
+
+    def keep(self, storages: Storages) -> None:
+        """Notes of which dtype nodes that stay refer to storages, or that are moved from another file."""
+        found = ((key, storage) for key, storage in storages.found.items() if key in storages.dtypes)
+        self.kept.update((id(storage), storages.dtypes[key]) for key, storage in found)
 
     def learn(self, storages: Storages) -> None:
         """Takes over the keys and words of the file whose tree is changed."""

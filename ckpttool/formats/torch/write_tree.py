@@ -134,6 +134,10 @@ class _Nodes:
         self.storages = storages  # of the file whose tree is changed: its own nodes stay as they are
         self.ordered_dict = rebuilder.globals.setdefault(str(_ORDERED_DICT), _ORDERED_DICT)
         self.mixed = _mixed_storages(checkpoint)
+        payloads = (entry.payload for section in checkpoint.sections for entry in _entries(section))
+        found = {id(own.storages): own.storages for own in payloads if isinstance(own, Carried)}
+        for own in (*found.values(), *([] if storages is None else [storages])):
+            rebuilder.keep(own)
 
     def of(self, entry: TensorEntry | ExtraEntry) -> Any:
         payload = entry.payload

@@ -30,6 +30,7 @@ class Entry:
     nbytes: int | None = None
     local_name: bytes | None = None
     disk: int = 0
+    behind: bytes = b""
 
 
 def archive_bytes(
@@ -48,7 +49,7 @@ def archive_bytes(
         local = entry.local_name or entry.name
         sizes = (len(entry.data), len(entry.data))
         body += struct.pack("<4s5H3I2H", b"PK\3\4", 20, entry.flags, 0, 0, 0, crc, *sizes, len(local), 0)
-        body += local + entry.data
+        body += local + entry.data + entry.behind
         nbytes = len(entry.data) if entry.nbytes is None else entry.nbytes
         size_ = len(entry.data) if entry.size is None else entry.size
         fields = (20, 20, entry.flags, entry.method, 0, 0, crc, nbytes, size_, len(entry.name), 0, 0, entry.disk, 0, 0)
@@ -114,6 +115,33 @@ def test_streamed_records_have_their_descriptor(tmp_path: Path) -> None:
     archive = read(tmp_path, buffer.getvalue())
     assert archive.by_name["a"].end == archive.by_name["b"].start
     assert read_record(archive, archive.by_name["b"], 10) == b"second"
+
+
+@pytest.mark.parametrize("junk", [0, 25, 100])
+@pytest.mark.parametrize(("flags", "behind"), [(8, b"PK\7\x08" + bytes(12)), (8, bytes(12)), (0, b"")])
+def test_what_belongs_to_no_record_is_no_part_of_the_one_before(
+    tmp_path: Path, flags: int, behind: bytes, junk: int
+) -> None:
+    """As an update in place leaves it. A descriptor may have a signature, or none."""
+    data = archive_bytes([Entry(b"a", flags=flags, behind=behind + bytes(junk)), Entry(b"b")])
+    archive = read(tmp_path, data)
+    record = archive.by_name["a"]
+    assert record.end - record.data - record.nbytes == len(behind)
+    assert archive.is_tight == (not junk)
+    assert archive.by_name["b"].start == record.end + junk
+
+
+def test_an_archive_of_nothing(tmp_path: Path) -> None:
+    """It is its end alone."""
+    archive = read(tmp_path, archive_bytes([]))
+    assert (archive.records, archive.length, archive.is_tight) == ((), 22, True)
+
+
+def test_records_in_another_order_than_in_the_directory(tmp_path: Path) -> None:
+    first, second = Entry(b"a", offset=35, local_name=b"b"), Entry(b"b", offset=0, local_name=b"a")
+    archive = read(tmp_path, archive_bytes([first, second]))
+    assert [(record.name, record.start) for record in archive.records] == [("a", 35), ("b", 0)]
+    assert not archive.is_tight
 
 
 def test_an_archive_inside_a_file(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ def test_torchao_makes_the_same_tensors_of_it(run: Run, tmp_path: Path, way: str
     [
         (["--rule", "0._weight_scale => 0._other_scale"], "torchao would not find its parts together"),
         (["--rule", "0._weight_scale => 0.scale"], "torchao would not find its parts together"),
+        (["--rule", r"re:0\._weight_(.+) => 0.weight_\1"], "torchao would not find its parts together"),
+        (["--rule", r"re:0\._weight_(.+) => _weight_\1"], "torchao would not find its parts together"),
+        (["--rule", r"re:0\._weight_(.+) => 0.__\1"], "torchao would not find its parts together"),
         (["--drop", "0._weight_scale"], "not all of its parts are there as they were: 0._weight_qdata"),
     ],
 )

@@ -6,6 +6,7 @@ import argparse
 import collections
 import enum
 import io
+import itertools
 import subprocess
 import sys
 import warnings
@@ -541,6 +542,36 @@ def test_computed_tensors_take_their_place(tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "float32", "uint8", "uint16"])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_views_of_other_dtypes_beside_the_tensor_itself(tmp_path: Path, dtype: str, order: tuple[int, ...]) -> None:
+    """Torch takes all references to a storage for the first one; what is carried keeps the one that it has."""
+    data = torch.arange(16, dtype=torch.uint8)
+    source = read(saved(tmp_path, {"w": data.view(getattr(torch, dtype)), "b": torch.ones(2)}))
+    (section,) = source.sections
+    whole, other = section.tensors
+    views = [TensorEntry(name, name, (4,), (1,), 0, whole.storage) for name in ("float32", "int32")]
+    tensors = [(whole, *views)[at] for at in order]
+    section = replace(section, tensors=(*tensors, other))
+    for made in (replace(source, sections=(section,)), fresh(section)):
+        found = load(rewritten(tmp_path, made))
+        assert all(raw(found[entry.key]) == data.tolist() for entry in tensors)
+        again = read(rewritten(tmp_path, made)).sections[0].tensors
+        assert [(entry.key, entry.dtype) for entry in again] == [(e.key, e.dtype) for e in section.tensors]
+        assert [str(found[entry.key].dtype) for entry in again] == [f"torch.{e.dtype}" for e in section.tensors]
+
+
+def test_references_to_a_storage_as_one_of_another_dtype_are_no_file_of_torch(tmp_path: Path) -> None:
+    """Torch would make the first one's dtype of both."""
+    other = Persistent(("storage", Global("torch", "IntStorage"), "0", "cpu", 2))
+    again = Call(Global("torch._utils", "_rebuild_tensor_v2"), (other, *tensor_node().args[1:]))
+    path = crafted(tmp_path, {"w": tensor_node(), "again": again}, GOOD)
+    assert load(path)["again"].dtype == torch.float32
+    with pytest.raises(CkptError, match="storage 0 is one of float32 and of int32") as caught:
+        read(path)
+    assert [problem.key for problem in caught.value.problems] == ["again"]
+
+
 def test_a_computed_tensor_in_an_optimizer(tmp_path: Path) -> None:
     checkpoint = read(saved(tmp_path, training()))
     optimizer = checkpoint.section("optimizer")
@@ -625,6 +656,56 @@ def test_a_fresh_file_of_several_sections(tmp_path: Path) -> None:
         {key: dict(value) for key, value in now.items()},
         {"model": {"w": torch.ones(2), "version": {"a": [1, "b"]}}, "ema": {"v": torch.zeros(3)}},
     )
+
+
+def test_a_fresh_file_of_one_section_that_is_not_the_root(tmp_path: Path) -> None:
+    one, two = plain(tmp_path / "raw", {"w": torch.ones(2), "v": torch.zeros(3)})
+    root, inner = Section("", "state_dict", (one,)), Section("ema", "state_dict", (two,))
+    found = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, (inner,))))
+    assert same({key: dict(value) for key, value in found.items()}, {"ema": {"v": torch.zeros(3)}})
+    found = load(rewritten(tmp_path, Checkpoint("made up", "torch_zip", 0, (root, inner))))
+    assert (list(found), list(found["ema"])) == (["w", "ema"], ["v"])
+
+
+def test_the_first_storages_stand_where_torch_puts_them(tmp_path: Path) -> None:
+    """In a file that had none: in front of its version; behind all else where it has no version."""
+    (new,) = plain(tmp_path / "raw", {"w": torch.ones(2)})
+    archive = read_archive(saved(tmp_path, torch.nn.ReLU().state_dict()))
+    for without in ((), ("saved/version",)):
+        kept = [record for record in archive.records if record.name not in without]
+        source = read(write_pieces(layout_archive(archive, kept), tmp_path / "made.pt"))
+        section = replace(source.section(""), tensors=(new,))
+        out = rewritten(tmp_path, replace(source, sections=(section,)))
+        names = [record.name for record in read_archive(out).records]
+        behind = names[names.index("saved/data/0") + 1 :]
+        assert behind == ([] if without else ["saved/version", "saved/.data/serialization_id"])
+        assert without or torch.equal(load(out)["w"], torch.ones(2))  # torch asks for the version
+
+
+def test_what_comes_to_a_state_dict_is_behind_what_was_there(tmp_path: Path) -> None:
+    (new,) = plain(tmp_path / "raw", {"new": torch.ones(2)})
+    value = {"_extra_state": [1], "w": torch.ones(2), "n": 3, "v": torch.ones(1)}
+    source = read(saved(tmp_path, value))
+    section = source.section("")
+    changed = replace(section, tensors=(*section.tensors, new), extras=(*section.extras, ExtraEntry("more", value=[2])))
+    found = load(rewritten(tmp_path, replace(source, sections=(changed,))))
+    assert list(found) == ["_extra_state", "w", "n", "v", "new", "more"]
+    assert found["more"] == [2]
+    fewer = replace(section, tensors=section.tensors[1:], extras=section.extras[1:])
+    assert list(load(rewritten(tmp_path, replace(source, sections=(fewer,))))) == ["n", "v"]
+
+
+@pytest.mark.parametrize(("depth", "fits"), [(150, True), (190, True), (210, False), (400, False)])
+def test_objects_of_any_depth_are_moved_or_refused(tmp_path: Path, depth: int, fits: bool) -> None:
+    nested: list[Any] = [torch.ones(1)]
+    for _ in range(depth):
+        nested = [nested]
+    (section,) = read(saved(tmp_path, {"w": torch.ones(2), "_extra_state": nested})).sections
+    if fits:
+        assert same(load(rewritten(tmp_path, fresh(section)))["_extra_state"], nested)
+    else:
+        with pytest.raises(CkptError, match="nested too deep to be moved"):
+            layout(fresh(section))
 
 
 def test_a_fresh_file_takes_extras_along(tmp_path: Path) -> None:
@@ -734,6 +815,7 @@ LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
     "no storage": (tensor_node(key="7"), GOOD, "storage 7 is missing"),
     "storage too small": (tensor_node(numel=3, size=(3,)), GOOD, "storage 0 is 8 bytes, its tensors say 12"),
     "storage too large": (tensor_node(numel=2), {"0": bytes(100)}, "storage 0 is 100 bytes, its tensors say 8"),
+    "storage too large by 16 bytes": (tensor_node(), {"0": bytes(24)}, "storage 0 is 24 bytes, its tensors say 8"),
     "tensor too large": (tensor_node(size=(3,)), GOOD, "reaches element 2 of a storage of 2"),
     "offset outside": (tensor_node(offset=1), GOOD, "reaches element 2 of a storage of 2"),
     "stride outside": (tensor_node(stride=(2,)), GOOD, "reaches element 2 of a storage of 2"),
@@ -794,6 +876,40 @@ def test_storages_that_are_not_there_are_not_written(tmp_path: Path, reference: 
     for made in (with_keys(checkpoint, "", str.upper), fresh(checkpoint.sections[0])):
         with pytest.raises(CkptError):
             layout(made)
+
+
+@pytest.mark.parametrize(("numels", "fits"), [((2, 1), True), ((1, 2), True), ((2, 3), False), ((1, 3), False)])
+def test_references_that_say_other_lengths(tmp_path: Path, numels: tuple[int, int], fits: bool) -> None:
+    nodes = {str(at): tensor_node(numel=numel, size=(1,)) for at, numel in enumerate(numels)}
+    path = crafted(tmp_path, nodes, GOOD)
+    if fits:
+        assert [entry.nbytes for entry in read(path).sections[0].tensors] == [4, 4]
+    else:
+        with pytest.raises(CkptError, match="storage 0 is 8 bytes, not 12"):
+            read(path)
+
+
+HOSTILE: dict[str, Any] = {
+    "a list": [[[], 1]],
+    "a large tuple": [[tuple(range(101)), 1]],
+    "three of a pair": [["a", 1, 2]],
+    "a number": 3,
+    "words": ["ab"],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("kind", ["OrderedDict", "defaultdict", "Counter"])
+def test_mappings_that_are_made_of_what_they_cannot_be_made_of(tmp_path: Path, name: str, kind: str) -> None:
+    """They are no state dicts, and are carried."""
+    args = (Global("builtins", "list"), HOSTILE[name]) if kind == "defaultdict" else (HOSTILE[name],)
+    path = crafted(tmp_path, {"m": Call(Global("collections", kind), args), "s": {"w": tensor_node()}}, GOOD)
+    checkpoint = read(path)
+    assert ([section.path for section in checkpoint.sections], checkpoint.others) == (["s"], ("m",))
+    out = rewritten(tmp_path, with_keys(checkpoint, "s", str.upper))
+    with zipfile.ZipFile(out) as archive:
+        node = loads(archive.read("a/data.pkl")).root["m"]
+    assert (node.args, node.pairs) == (args, None)
 
 
 def test_the_honest_tensor(tmp_path: Path) -> None:

@@ -102,6 +102,40 @@ def whole() -> dict[str, Any]:
     return {"model": {**model.state_dict(), **tied, **odd}, "optimizer": optimizer.state_dict(), "step": 7}
 
 
+class Own(torch.Tensor):
+    """A tensor of a class of one's own."""
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "subclass": lambda t: t.as_subclass(Own),
+    "subclass without elements": lambda t: t[:0].as_subclass(Own),
+    "parameter": torch.nn.Parameter,
+    "conjugated": lambda t: torch.complex(t, t).conj(),
+    "sparse": lambda t: t.to_sparse(),
+    "rows": lambda t: t.to_sparse_csr(),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.5, 0, torch.qint8),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+    "without values": lambda t: t.to("meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_of_every_kind_of_tensor_the_file_written_anew_is_the_same_and_another_is_not(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    one, other = (KINDS[name](torch.full((2, 3), value)) for value in (1.0, 2.0))
+    torch.save({"w": one, "v": torch.ones(2)}, tmp_path / "a.pt")
+    torch.save({"w": other, "v": torch.ones(2)}, tmp_path / "b.pt")
+    manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
+    torch.save({"v": torch.ones(2), "w": one}, tmp_path / "anew.pt")
+    assert run("diff", "--values", tmp_path / "anew.pt", tmp_path / "m.json").status == 0
+    differ = "without" not in name
+    assert run("diff", "--values", tmp_path / "b.pt", tmp_path / "m.json").status == differ
+    torch.save({"w": torch.ones(2, 3), "v": torch.ones(2)}, tmp_path / "plain.pt")
+    assert run("diff", "--values", tmp_path / "plain.pt", tmp_path / "m.json").status == (name != "parameter")
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "model.sparse": lambda ckpt: ckpt["model"].update(sparse=2 * torch.eye(3).to_sparse()),
     "model.x._extra_state": lambda ckpt: ckpt["model"]["x._extra_state"].update(at=4),

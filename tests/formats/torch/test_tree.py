@@ -1,0 +1,130 @@
+"""Which parts of a file are sections, by what stands in them; torch.save writes the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.formats.open import open_checkpoint
+
+W = torch.ones(2)
+LINEAR = torch.nn.Linear(2, 1).state_dict()
+STATE = {"w": W, "b": torch.zeros(3)}
+OPTIMIZER: dict[str, Any] = {"state": {}, "param_groups": []}
+
+
+class Foreign:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Several:
+    """Pickled as a call of its arguments."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        return Several, self.parts
+
+
+def opened(tmp_path: Path, value: Any) -> Checkpoint:
+    torch.save(value, tmp_path / "saved.pt", pickle_protocol=3)  # which has bytes
+    return open_checkpoint(str(tmp_path / "saved.pt"))
+
+
+def bytes_of(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+# What is in the file, and its sections: path, kind, keys of tensors
+SECTIONS: dict[str, tuple[Any, list[tuple[str, str, list[str]]]]] = {
+    "two of one path": (
+        {"a.b": STATE, "a": {"b": {"v": W}}},
+        [("a.b", "state_dict", ["w", "b"]), ("a.b@1", "state_dict", ["v"])],
+    ),
+    "three tensors of one path": (
+        {"x": 1, "y": 2, "z": 3, "a": [[W]], "a.0": [W], "a.0.0": W},
+        [("", "other", ["a.0.0", "a.0.0@1", "a.0.0@2"])],
+    ),
+    "random states": (
+        {"cpu": {"s": bytes_of(5056)}, "old": {"s": bytes_of(816)}, "cuda": {"s": bytes_of(16), "t": bytes_of(16)}},
+        [("", "other", ["cpu.s", "old.s", "cuda.s", "cuda.t"])],
+    ),
+    "bytes of other sizes": ({"a": bytes_of(17)}, [("", "state_dict", ["a"])]),
+    "as many numbers of another dtype": ({"a": torch.ones(16)}, [("", "state_dict", ["a"])]),
+    "a random state beside a tensor": ({"s": bytes_of(16), "w": W}, [("", "state_dict", ["s", "w"])]),
+    "more settings than tensors": ({"w": W, "lr": 0.1, "name": "x"}, [("", "other", ["w"])]),
+    "as many": ({"w": W, "version": 1}, [("", "state_dict", ["w"])]),
+    "flags and nothing are settings": ({"w": W, "on": True, "off": None}, [("", "other", ["w"])]),
+    "lists are none": ({"w": W, "a": [1], "b": [2]}, [("", "state_dict", ["w"])]),
+    "a section beside a tensor": ({"w": W, "ema": STATE}, [("ema", "state_dict", ["w", "b"]), ("", "other", ["w"])]),
+    "a module's own dict": ({"m.w": W, "m.packed": {"v": W}}, [("", "state_dict", ["m.w"])]),
+    "a path beside a word": ({"w": W, "m.x": STATE}, [("m.x", "state_dict", ["w", "b"]), ("", "other", ["w"])]),
+    "a word beside a path": ({"m.w": W, "x": STATE}, [("x", "state_dict", ["w", "b"]), ("", "other", ["m.w"])]),
+    "extra state": ({"w": W, "_extra_state": STATE}, [("", "state_dict", ["w"])]),
+    "versions say so": ({"model": LINEAR | {}, "x": 1}, [("model", "state_dict", ["weight", "bias"])]),
+    "an optimizer": ({"o": OPTIMIZER, "m": STATE}, [("o", "optimizer", []), ("m", "state_dict", ["w", "b"])]),
+    "groups that are none": ({"o": {"state": {}, "param_groups": {}}}, []),
+    "state that is none": ({"o": {"state": [], "param_groups": []}}, []),
+    "a flat optimizer": (
+        {"o": {"state.w.exp_avg": W, "param_groups.w.lr": 0.1}},
+        [("o", "optimizer", ["state.w.exp_avg"])],
+    ),
+    "state without groups": ({"state.w": W}, [("", "state_dict", ["state.w"])]),
+    "a key twice, as text and as bytes": ({"w": W, b"w": W}, [("", "other", ["w", "w@1"])]),
+    "keys as bytes": ({b"w": W, b"b": W}, [("", "state_dict", ["w", "b"])]),
+    "keys that are no text": ({0: W, 1: W}, [("", "other", ["0", "1"])]),
+    "attributes": ({"o": Foreign(w=W), "x": 1}, [("", "other", ["o.w"])]),
+    "a dict in an object": ({"o": Foreign(m=STATE), "x": 1}, [("", "other", ["o.m.w", "o.m.b"])]),
+    "a state dict in an object": ({"o": Foreign(m=LINEAR)}, [("o.m", "state_dict", ["weight", "bias"])]),
+    "a state dict in an object, and a tensor beside": (
+        {"o": Foreign(m=LINEAR), "w": [W]},
+        [("o.m", "state_dict", ["weight", "bias"]), ("", "other", ["w.0"])],
+    ),
+    "tensors beside a state dict at the root": (
+        [LINEAR, [W]],
+        [("0", "state_dict", ["weight", "bias"]), ("", "other", ["1.0"])],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_sections(tmp_path: Path, name: str) -> None:
+    value, expected = SECTIONS[name]
+    found = opened(tmp_path, value).sections
+    assert [(section.path, section.kind, [e.key for e in section.tensors]) for section in found] == expected
+
+
+def test_tensors_inside_of_what_two_entries_share_are_listed_in_both(tmp_path: Path) -> None:
+    shared, nothing = [W, {"deep": W}], {"a": [1]}
+    value = {"w": W, "a_extra_state": shared, "b_extra_state": [nothing, shared], "c_extra_state": [nothing]}
+    (section,) = opened(tmp_path, value).sections
+    keys = [entry.key for entry in section.all_tensors()]
+    assert keys == ["w", "a_extra_state.0", "a_extra_state.1.deep", "b_extra_state.1.0", "b_extra_state.1.1.deep"]
+
+
+def test_what_stands_beside_sections_is_named_where_it_stands(tmp_path: Path) -> None:
+    value = {"m": STATE, "a": {"n": STATE | {}, "x": 1}, "b": {"x": 1}, "c": [1, 2], "o": Foreign(m=LINEAR, x=1)}
+    assert opened(tmp_path, value).others == ("a.x", "b", "c")
+    assert opened(tmp_path, {"a": 1, "b": {"x": [1]}}).others == ("a", "b")
+
+
+def test_a_pickled_module_is_named_with_its_class(tmp_path: Path) -> None:
+    assert opened(tmp_path, {"m": torch.nn.Linear(2, 2)}).notes == (
+        "m is a pickled module (torch.nn.modules.linear.Linear): read as its state dict, never run",
+    )
+
+
+def test_two_storages_of_one_object_have_two_names(tmp_path: Path) -> None:
+    storages = [torch.full((size,), 1.0).untyped_storage() for size in (2, 3)]
+    value = {"m": STATE, "o": Several(*storages), "l": [torch.ones(5).untyped_storage()]}
+    found = {one.path: one.storage.nbytes for one in opened(tmp_path, value).unreached}
+    names = list(found)
+    assert (names[0], names[2]) == ("o", "l.0")
+    assert names[1].startswith("o (data/")
+    assert list(found.values()) == [8, 12, 20]
