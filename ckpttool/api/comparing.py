@@ -81,9 +81,10 @@ def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
     from ckpttool.queries.diff.steps import compare_steps
 
     only_first()
-    found, folder = (steps_in(run), run) if isinstance(run, str) else (in_order(run), None)
+    folder = run if isinstance(run, str) else None
+    found, others = steps_in(run) if isinstance(run, str) else (in_order(run), [])
     with work.doing(f"comparing {len(found)} checkpoints", None):
-        return compare_steps(found, folder, options)
+        return compare_steps(found, folder, options, others)
 
 
 @takes(DiffOptions)

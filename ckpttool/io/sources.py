@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
@@ -36,23 +36,19 @@ class _Noted:
     """What a command has read.
 
     `streamed`: paths and URLs that tensors were read from since `note_anew`; `opened`: local files by their path, with
-    the number of the look at it; `read`: local files that are no checkpoints (rules, plans, names, code). `files` are
-    those of both since `begin`. `looks` is counted by `forget`: an index that is read anew may be that of another file.
+    the number of the look at it; `read`: local files that are no checkpoints (rules, plans, names, code). `looks` is
+    counted by `forget`: an index that is read anew may be that of another file. What was opened before the look `begun`
+    earlier calls of the library have read.
     """
 
     streamed: set[str] = field(default_factory=set)
     opened: dict[str, tuple[int, State]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
-    files: dict[str, None] = field(default_factory=dict)
     looks: int = 0
+    begun: int = 0
 
 
 _noted = _Noted()
-
-
-def begin() -> None:
-    """Another call of the library begins in this process: what earlier ones have read is none of its files."""
-    _noted.files.clear()
 
 
 def note_anew() -> None:
@@ -73,16 +69,13 @@ def note_streamed(source: str) -> None:
 def note_opened(path: str, descriptor: int) -> None:
     """Notes how the local file is, where an index is read of it for the first time."""
     place = os.path.abspath(path)
-    _noted.files[place] = None
     if place not in _noted.opened or _noted.opened[place][0] < _noted.looks:
         _noted.opened[place] = _noted.looks, _settled(descriptor)
 
 
 def note_read(path: str) -> None:
     """Notes that the local file, which is no checkpoint, was read."""
-    place = os.path.abspath(path)
-    _noted.read.add(place)
-    _noted.files[place] = None
+    _noted.read.add(os.path.abspath(path))
 
 
 def check_open(path: str, descriptor: int) -> None:
@@ -107,13 +100,13 @@ def check_unchanged(paths: Iterable[str]) -> None:
 
 
 def others_read() -> list[str]:
-    """The paths of the local files that were read and are no checkpoints."""
+    """Those of `files_read` that are no checkpoints."""
     return sorted(_noted.read)
 
 
 def files_read() -> list[str]:
-    """The paths of the local files that were opened or read since `begin`."""
-    return list(_noted.files)
+    """The paths of the local files that the command, or call of the library, has opened."""
+    return [*(path for path, (look, _) in _noted.opened.items() if look >= _noted.begun), *_noted.read]
 
 
 def states() -> dict[str, list[int]]:
@@ -131,7 +124,35 @@ def forget(path: str) -> None:
     place = Path(os.path.abspath(path))
     for name in [name for name in _noted.opened if Path(name).is_relative_to(place)]:
         del _noted.opened[name]
-        _noted.files.pop(name, None)
+
+
+def begin_look() -> int:
+    """Files that are opened from now on are looked at anew; the number of the look."""
+    _noted.looks += 1
+    return _noted.looks
+
+
+def opened_since(look: int) -> dict[str, State]:
+    """How each local file was that was opened since that look."""
+    return {path: state for path, (at, state) in _noted.opened.items() if at >= look}
+
+
+def read_on(files: Mapping[str, object]) -> None:
+    """An index is used again for which these files were opened as they were then. Raises `CkptError` where one is not.
+
+    Of a path that holds another file now the bytes would be taken from the places that the old one had.
+    """
+    for path, state in files.items():
+        with suppress(OSError):
+            if isinstance(state, State) and _state(os.stat(path)) == state:
+                _noted.opened[path] = _noted.looks, state
+                continue
+        raise CkptError(f"{path} is no longer the file that was opened", hint="open the checkpoint again")
+
+
+def begin_call() -> None:
+    """A new call of the library begins: it may write over what earlier ones have read, not over what it reads."""
+    _noted.begun = begin_look()
 
 
 def forget_all() -> None:

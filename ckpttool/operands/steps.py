@@ -27,10 +27,11 @@ def in_order(paths: Sequence[str]) -> list[str]:
     return natural(paths) if alike else list(paths)
 
 
-def steps_in(folder: str) -> list[str]:
+def steps_in(folder: str) -> tuple[list[str], list[str]]:
     """The checkpoints in the folder of a run: its folders that hold some, or else its files, in `natural` order.
 
-    Raises `CkptError` where these are not two at least, or are the parts of one.
+    Then the names of those that are no steps: files beside folders, or a folder beside files. Raises `CkptError` where
+    the first are not two at least, or are the parts of one.
     """
     names = [name for name in names_in(folder) if not name.startswith(".")]
     inside = [name for name in names if is_dir(join(folder, name)) and _holds_one(join(folder, name))]
@@ -38,7 +39,7 @@ def steps_in(folder: str) -> list[str]:
     found = inside if len(inside) > 1 else files
     if len(found) < 2 or (found is files and is_part(folder, names)) or is_fsdp(folder):
         raise CkptError(f"{folder} is no folder of several checkpoints: nothing to compare", hint=_HINT)
-    return natural(join(folder, name) for name in found)
+    return natural(join(folder, name) for name in found), natural(files if found is inside else inside)
 
 
 _HINT = "ckpttool diff LEFT RIGHT, ckpttool diff --model MODEL [CKPT], or ckpttool diff RUN_FOLDER: a run's steps"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.checkpoint import KINDS, Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError
@@ -38,24 +38,54 @@ from ckpttool.values import dataclass
 from ckpttool.words import plural, some
 
 
+class Found(NamedTuple):
+    """A tensor of a checkpoint, and what is known of it: its first name, the extra that it is inside of, its values."""
+
+    section: str
+    entry: TensorEntry
+    alias_of: str | None
+    inside: str | None
+    stats: Statistics | None
+
+    @property
+    def name(self) -> str:
+        """Its key below its section's path."""
+        return dotted(self.section, self.entry.key)
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """A checkpoint and what can be told from its names alone.
 
     `wrappers` are the segments that wrappers added to the keys of each section (``module``, ``_orig_mod``, ...), and
     `aliases` the keys of each section that name a tensor a second time, with its first name; both by section path.
-    `statistics`, where they were asked for, are those of every dense tensor, by section path and key.
+    `statistics`, where they were asked for, are those of every dense tensor, by its identity.
     """
 
     checkpoint: Checkpoint
     wrappers: Mapping[str, tuple[str, ...]]
     aliases: Mapping[str, Mapping[str, str]]
-    statistics: Mapping[tuple[str, str], Statistics] | None = None
+    statistics: Mapping[object, Statistics] | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the reader found odd, and what the values show."""
-        return (*self.checkpoint.notes, *_of_one_rank(self.checkpoint), *_odd(self.statistics or {}))
+        odd = _odd(list(self.tensors())) if self.statistics else ()
+        return (*self.checkpoint.notes, *_of_one_rank(self.checkpoint), *odd)
+
+    def tensors(self) -> Iterator[Found]:
+        """Every tensor, section by section, those inside of extras behind the others.
+
+        A key need not be the only one: a list `a` has a tensor ``a.0`` inside it, and beside it may stand one.
+        """
+        known = self.statistics or {}
+        for section in self.checkpoint.sections:
+            aliases = self.aliases[section.path]
+            for entry in section.tensors:
+                yield Found(section.path, entry, aliases.get(entry.key), None, known.get(entry.identity))
+            for extra in section.extras:
+                for entry in extra.inside():
+                    yield Found(section.path, entry, None, extra.key, known.get(entry.identity))
 
     def to_json(self) -> dict[str, Any]:
         """The `inspect` object of the contract."""
@@ -83,14 +113,10 @@ def _sections(inspection: Inspection) -> Iterator[tuple[object, ...]]:
 
 
 def _tensors(inspection: Inspection) -> Iterator[tuple[object, ...]]:
-    statistics = inspection.statistics
-    for section in inspection.checkpoint.sections:
-        path, aliases = section.path, inspection.aliases[section.path]
-        inside = {entry.key: extra.key for extra in section.extras for entry in extra.inside()}
-        for e in section.all_tensors():
-            stats = LEFT_OUT if statistics is None else statistics.get((path, e.key))
-            alias = aliases.get(e.key)
-            yield path, e.key, e.dtype, e.shape, e.nbytes, alias, inside.get(e.key, LEFT_OUT), stats
+    for found in inspection.tensors():
+        e, inside = found.entry, LEFT_OUT if found.inside is None else found.inside
+        stats = LEFT_OUT if inspection.statistics is None else found.stats
+        yield found.section, e.key, e.dtype, e.shape, e.nbytes, found.alias_of, inside, stats
 
 
 def _extras(inspection: Inspection) -> Iterator[tuple[object, ...]]:
@@ -200,13 +226,12 @@ def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
     )
 
 
-def _all_statistics(checkpoint: Checkpoint) -> dict[tuple[str, str], Statistics]:
-    """Those of every dense tensor; what has several names is read once."""
+def _all_statistics(checkpoint: Checkpoint) -> dict[object, Statistics]:
+    """Those of every dense tensor, by its identity: what has several names is read once."""
     title = f"reading the values of {checkpoint.source}"
-    dense = [(section.path, entry) for section in checkpoint.sections for entry in section.tensors if entry.storage]
-    asked = {entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for _, entry in dense}
-    found = answers(title, asked)
-    return {(path, entry.key): Statistics(**found[entry.identity]) for path, entry in dense}
+    dense = (entry for section in checkpoint.sections for entry in section.all_tensors() if entry.storage)
+    asked = {entry.identity: Question(entry.key, entry.nbytes, partial(_asked, entry)) for entry in dense}
+    return {identity: Statistics(**found) for identity, found in answers(title, asked).items()}
 
 
 def _asked(entry: TensorEntry) -> dict[str, Any]:
@@ -227,15 +252,15 @@ def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     return one_rank(checkpoint)
 
 
-def _odd(found: Mapping[tuple[str, str], Statistics]) -> Iterator[str]:
+def _odd(found: Sequence[Found]) -> Iterator[str]:
     """Sentences on values that are rarely meant."""
     for what, hits in (
-        ("NaN", [at for at, own in found.items() if own.nan]),
-        ("infinite values", [at for at, own in found.items() if own.inf]),
-        ("nothing but zeros", [at for at, own in found.items() if _is_zero(own)]),
+        ("NaN", [one.name for one in found if one.stats and one.stats.nan]),
+        ("infinite values", [one.name for one in found if one.stats and one.stats.inf]),
+        ("nothing but zeros", [one.name for one in found if one.stats and _is_zero(one.stats)]),
     ):
         if hits:
-            yield f"{plural(len(hits), 'tensor')} with {what}: {some([dotted(*at) for at in hits])}"
+            yield f"{plural(len(hits), 'tensor')} with {what}: {some(hits)}"
 
 
 def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:

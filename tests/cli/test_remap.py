@@ -113,6 +113,35 @@ def test_errors_say_what_is_wrong_and_what_to_do(
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "remap new.pt --like like.pt -o like.pt",
+        "remap new.pt --like like.pt::model -o like.pt",
+        "remap new.pt --like sharded/model.safetensors.index.json -o sharded/model-00001-of-00002.safetensors",
+        "remap new.pt --like sharded -o sharded/",
+        "swap-weights other.pt2 new.pt --model program.pt2 -o program.pt2",
+        "swap-weights other.pt2 new.pt -o new.pt2",
+    ],
+)
+def test_no_file_that_the_command_reads_is_written_over(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    linear = torch.nn.Linear(2, 2)
+    torch.save(linear.state_dict(), "new.pt")
+    torch.save({"model": linear.state_dict(), "step": 1}, "like.pt")
+    assert run("remap", "new.pt", "-o", "sharded/", "--max-shard-size", "20B").status == 0
+    for name in ("program.pt2", "other.pt2"):
+        torch.export.save(torch.export.export(linear, (torch.ones(1, 2),)), name)
+    Path("new.pt2").symlink_to("new.pt")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, _, err = run(*line.split(" "), "--force")
+    assert status == 2
+    assert "source" in err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
     ("out", "words"),
     [
         ("like.pt", "--like like.pt"),

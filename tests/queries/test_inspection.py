@@ -101,8 +101,8 @@ Tensors
   optimizer        1  state.0.g              float32  [4] sparse_coo   24 bytes
 
 Aliases: a second name of one tensor
-  key                 same tensor as
-  module.head.weight  module.embed.weight
+  key                       same tensor as
+  model.module.head.weight  model.module.embed.weight
 
 Not tensors, carried as they are
   key
@@ -134,6 +134,18 @@ def test_long_lists_are_cut_unless_all_is_asked_for() -> None:
     assert "w40 " not in text
     assert text.endswith("Metadata\n  key  value\n  k    v\n")
     assert "more" not in render("text", document(inspect(checkpoint), all=True), {})
+
+
+def test_a_long_text_says_how_much_of_it_is_not_shown() -> None:
+    long = {"at": "x" * 200, "beyond": "x" * 202, "by one": "x" * 201}
+    checkpoint = Checkpoint("a.safetensors", "safetensors", 1, (), metadata=long)
+    lines = render("text", document(inspect(checkpoint)), {}).splitlines()
+    assert [line.partition("x ")[2] for line in lines[-3:]] == [
+        "",
+        "... 2 more characters (--all)",
+        "... 1 more character (--all)",
+    ]
+    assert "x" * 202 in render("text", document(inspect(checkpoint), all=True), {})
 
 
 def test_an_empty_checkpoint_has_a_document() -> None:

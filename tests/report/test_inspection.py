@@ -29,3 +29,19 @@ def test_a_tensor_may_have_the_way_into_an_entry_as_its_key(tmp_path: Path, run:
         0,
         [["3", "fc.{0-1}"]],
     )
+
+
+def test_a_tensor_inside_an_entry_has_its_own_shape_and_is_no_second_name(tmp_path: Path, run: Run) -> None:
+    tied = torch.ones(2)
+    torch.save({"a": tied, "fc.0": tied, "fc": [torch.zeros(5)]}, tmp_path / "a.pt")
+    shown = run("inspect", tmp_path / "a.pt", "--sort", "bytes").out
+    assert [line.split() for line in shown.splitlines() if line.startswith("  fc.0")][:2] == [
+        ["fc.0", "float32", "[5]", "20", "bytes"],
+        ["fc.0", "float32", "[2]", "8", "bytes"],
+    ]
+    found = run("inspect", tmp_path / "a.pt", "--format", "json").data["tensors"]
+    assert [(one["key"], one["alias_of"], one.get("inside")) for one in found][1:] == [
+        ("fc.0", "a", None),
+        ("fc.0", None, "fc"),
+    ]
+    assert run("inspect", tmp_path / "a.pt", "--format", "html").out.count("a second name of a") == 1

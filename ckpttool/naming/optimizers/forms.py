@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.evaluate.compare import same_values
+from ckpttool.evaluate.compare import same_objects, same_values
 from ckpttool.optimizer_state import (
     FLAT,
     FQN,
@@ -108,7 +108,7 @@ def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimizer
         kind, _, rest = key.partition(".")
         if kind != STATE:
             continue
-        fqn = next((head for head in _heads(rest) if head in options), None)
+        fqn = _owner(rest, options)
         if fqn is None:
             problems.append(Problem("no param_groups key names this parameter", key))
         elif not _put(state.setdefault(fqn, {}), rest[len(fqn) + 1 :].split("."), value):
@@ -116,11 +116,13 @@ def _read_flat(mapping: Mapping[Any, Any], problems: list[Problem]) -> Optimizer
     return OptimizerState(FLAT, _regrouped(options), state)
 
 
-def _heads(path: str) -> Iterator[str]:
-    """``a.b.c`` -> ``a.b``, ``a``."""
+def _owner(path: str, params: Container[Param]) -> str | None:
+    """Whose state a flat key is: of ``a.b`` and ``a``, if both are there, the state ``a.b.c`` is the first one's."""
     while "." in path:
         path = path.rpartition(".")[0]
-        yield path
+        if path in params:
+            return path
+    return None
 
 
 def _put(where: dict[Any, Any], path: Sequence[str], value: Any) -> bool:
@@ -156,10 +158,14 @@ def same_option(left: Any, right: Any) -> bool:
         return True
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
         return same_values(left, right)
+    if isinstance(left, ExtraEntry) and isinstance(right, ExtraEntry):
+        return same_objects(left, right)
     if isinstance(left, (TensorEntry, ExtraEntry)) or isinstance(right, (TensorEntry, ExtraEntry)):
         return False
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same_option, left, right))
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return same_options(left, right)
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
@@ -195,16 +201,23 @@ def _nested(state: OptimizerState) -> dict[Any, Any]:
 
 
 def _flat(state: OptimizerState) -> dict[Any, Any]:
-    """Raises `Refused` for what torch.distributed.checkpoint cannot flatten either."""
+    """Raises `Refused` for what torch.distributed.checkpoint cannot flatten either, and for what would be one key."""
     problems = [Problem("belongs to no parameter", key) for key in (*state.loose, *state.rest)]
-    flat: dict[Any, Any] = {}
+    parts: list[tuple[str, Any]] = []
+    params = set(state.params)
     for fqn, own in state.state.items():
-        if own:
-            _flatten(f"{STATE}.{fqn}", own, flat, problems)
+        found = [*_flattened(str(fqn), own, problems)] if own else []
+        parts += [(f"{STATE}.{key}", value) for key, value in found]
+        astray = (key for key, _ in found if _owner(key, params) != fqn)
+        problems += [Problem("would be the state of another parameter", f"{STATE}.{key}") for key in astray]
     for group in state.groups:
         if not group.params:
             problems.append(Problem("a param group without parameters", GROUPS))
-        flat.update((f"{GROUPS}.{fqn}.{name}", v) for fqn in group.params for name, v in group.options.items())
+        parts += [(f"{GROUPS}.{fqn}.{name}", v) for fqn in group.params for name, v in group.options.items()]
+    flat = dict(parts)
+    if len(flat) < len(parts):
+        twice = (key for key, count in Counter(key for key, _ in parts).items() if count > 1)
+        problems += [Problem("two parameters' names lead to this key", key) for key in twice]
     if problems:
         raise Refused(
             "the flattened form has no place for all of this optimizer's state",
@@ -214,16 +227,16 @@ def _flat(state: OptimizerState) -> dict[Any, Any]:
     return flat
 
 
-def _flatten(prefix: str, value: Any, flat: dict[Any, Any], problems: list[Problem]) -> None:
+def _flattened(prefix: str, value: Any, problems: list[Problem]) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Mapping):
-        flat[prefix] = value
+        yield prefix, value
         if isinstance(value, (list, tuple)):
-            problems.append(Problem("a list in the state of a parameter", prefix))
+            problems.append(Problem("a list in the state of a parameter", f"{STATE}.{prefix}"))
     elif not value:
-        problems.append(Problem("an empty dict in the state of a parameter", prefix))
+        problems.append(Problem("an empty dict in the state of a parameter", f"{STATE}.{prefix}"))
     else:
         for name, part in value.items():
-            _flatten(f"{prefix}.{name}", part, flat, problems)
+            yield from _flattened(f"{prefix}.{name}", part, problems)
 
 
 _FORM: dict[str, Callable[[OptimizerState], dict[Any, Any]]] = {ID: _nested, FQN: _nested, FLAT: _flat}

@@ -9,6 +9,7 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry
 from ckpttool.evaluate.compare import sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
 from ckpttool.formats.table import MANIFEST
+from ckpttool.keys import dotted
 from ckpttool.operands.checkpoint import split
 from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.keys import Values, compare_pair
@@ -38,25 +39,30 @@ def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None)
     have, want = _by_place(left), _by_place(right)
     both = [place for place in have if place in want]
     if other == []:
-        entries = [Entry("same", (place,), (place,)) for place in both]
+        entries = [Entry("same", (have[place].key,), (want[place].key,)) for place in both]
     else:
         values = dealt(values, lambda asked: [compare_pair(have[place], want[place], asked) for place in both])
         entries = [compare_pair(have[place], want[place], values) for place in both]
-    entries += [only_left(place) for place in have if place not in want]
-    entries += [only_right(place) for place in want if place not in have]
+    entries += [only_left(entry.key) for place, entry in have.items() if place not in want]
+    entries += [only_right(entry.key) for place, entry in want.items() if place not in have]
     entries += _storages(left, right)
-    identical = all(entry.status in HARMLESS for entry in entries) and left.others == right.others
-    return Diff(left.source, right.source, identical, tuple(entries), notes=tuple(_notes(left, right, values, other)))
+    beyond = "" if set(left.others) == set(right.others) else "only one side has some entry that is no tensor"
+    identical = not beyond and all(entry.status in HARMLESS for entry in entries)
+    notes = tuple(_notes(left, right, values, other))
+    return Diff(left.source, right.source, identical, tuple(entries), notes=notes, beyond=beyond)
 
 
-def _by_place(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
-    """Every entry under its section's path and its key; what is no tensor is one thing, with the tensors inside it."""
-    found: dict[str, TensorEntry | ExtraEntry] = {}
+def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:
+    """Every entry by its section's path and its key: joined by a dot, two of them may be one name.
+
+    What is no tensor is one thing, with the tensors inside it.
+    """
+    found: dict[tuple[str, str], TensorEntry | ExtraEntry] = {}
     for section in checkpoint.sections:
-        prefix = f"{section.path}." if section.path else ""
-        found.update((prefix + tensor.key, replace(tensor, key=prefix + tensor.key)) for tensor in section.tensors)
+        for tensor in section.tensors:
+            found[section.path, tensor.key] = tensor.under(dotted(section.path, tensor.key))
         for extra in all_extras(section):
-            found[prefix + extra.key] = replace(extra, key=prefix + extra.key, tensors=())
+            found[section.path, extra.key] = replace(extra, key=dotted(section.path, extra.key), tensors=())
     return found
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpttool.checkpoint import TensorEntry
+from ckpttool.checkpoint import ExtraEntry, TensorEntry
+from ckpttool.keys import free
+from ckpttool.naming.optimizers.forms import same_option
 from ckpttool.naming.optimizers.moves import different
 from ckpttool.optimizer_state import GROUPS, PARAMS, STATE, OptimizerState, Param
 from ckpttool.queries.diff.keys import Values, compare_pair
-from ckpttool.queries.diff.result import Entry, only_left, only_right
+from ckpttool.queries.diff.result import ONLY_LEFT, ONLY_RIGHT, Entry, only_left, only_right
 from ckpttool.values import dataclass
+
+_ENTRIES = (TensorEntry, ExtraEntry)
+_HOLDERS = (*_ENTRIES, Mapping, list, tuple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,45 +119,77 @@ def _members(
 
 
 class _Value(NamedTuple):
-    param: Param
+    """A part of the state that holds no others; `param` is whose it is, None for what belongs to none."""
+
+    key: str
+    param: Param | None
     name: str
     value: Any
 
 
+_Way = tuple[Any, ...]
+
+
 def state_entries(left: OptimizerState, right: OptimizerState, values: Values | None) -> list[Entry]:
-    """The state of every parameter, name by name."""
+    """The state of every parameter, name by name, and what belongs to none."""
     mine, theirs = _flat(left), _flat(right)
-    entries = [_pair(key, mine[key].value, theirs[key].value, values) for key in mine if key in theirs]
-    entries += [only_left(key, _lacking(value, right, "right")) for key, value in mine.items() if key not in theirs]
-    entries += [only_right(key, _lacking(value, left, "left")) for key, value in theirs.items() if key not in mine]
+    entries = [_pair(mine[way], theirs[way], values) for way in mine if way in theirs]
+    entries += [only_left(own.key, _lacking(own, right, "right")) for way, own in mine.items() if way not in theirs]
+    entries += [only_right(own.key, _lacking(own, left, "left")) for way, own in theirs.items() if way not in mine]
     return entries
 
 
-def _flat(state: OptimizerState) -> dict[str, _Value]:
-    return {
-        f"{STATE}.{param}.{name}": _Value(param, str(name), value)
-        for param, own in state.state.items()
-        for name, value in own.items()
-    }
+def _flat(state: OptimizerState) -> dict[_Way, _Value]:
+    """Every part of the state by the way to it; ways that are one in words (names may hold dots) have a key each."""
+    found: dict[_Way, _Value] = {}
+    taken: set[str] = set()
+    for param, way, whole in _wholes(state):
+        for at, value in _parts(whole, way):
+            found[at] = _Value(free(".".join(map(str, at)), taken), param, str(way[-1]), value)
+            taken.add(found[at].key)
+    return found
+
+
+def _wholes(state: OptimizerState) -> Iterator[tuple[Param | None, _Way, Any]]:
+    for param, own in state.state.items():
+        yield from ((param, (STATE, param, name), value) for name, value in own.items())
+    yield from ((None, (STATE, name), value) for name, value in state.loose.items())
+    yield from ((None, (name,), value) for name, value in state.rest.items())
+
+
+def _parts(value: Any, way: _Way) -> Iterator[tuple[_Way, Any]]:
+    """What dicts, and lists that hold more than plain values, are made of."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)) and any(isinstance(part, _HOLDERS) for part in value):
+        parts = enumerate(value)
+    whole = True
+    for name, part in parts:
+        whole = False
+        yield from _parts(part, (*way, name))
+    if whole:
+        yield way, value
 
 
 def tensors_of(state: OptimizerState) -> dict[str, TensorEntry]:
     """The tensors of the state by the keys that entries have for them."""
-    return {key: own.value for key, own in _flat(state).items() if isinstance(own.value, TensorEntry)}
+    return {own.key: own.value for own in _flat(state).values() if isinstance(own.value, TensorEntry)}
 
 
-def _lacking(value: _Value, state: OptimizerState, side: str) -> str:
+def _lacking(own: _Value, state: OptimizerState, side: str) -> str:
     """Why a side has no such state."""
-    if state.state.get(value.param):
-        return f"{side} has no `{value.name}` in its state"
+    if own.param is None:
+        return ONLY_LEFT if side == "right" else ONLY_RIGHT
+    if state.state.get(own.param):
+        return f"{side} has no `{own.name}` in its state"
     return f"{side} has no state for this parameter"
 
 
-def _pair(key: str, left: Any, right: Any, values: Values | None) -> Entry:
-    keys = (key,), (key,)
-    if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
-        if isinstance(left, TensorEntry) or isinstance(right, TensorEntry):
-            return Entry("dtype", *keys, "a tensor on one side, a Python value on the other")
-        differing = different({"": left}, {"": right})
-        return Entry("value", *keys, "another value") if differing else Entry("same", *keys)
-    return replace(compare_pair(left, right, values), left=(key,), right=(key,))
+def _pair(mine: _Value, theirs: _Value, values: Values | None) -> Entry:
+    keys, left, right = ((mine.key,), (theirs.key,)), mine.value, theirs.value
+    if isinstance(left, _ENTRIES) and isinstance(right, _ENTRIES):
+        return replace(compare_pair(left, right, values), left=keys[0], right=keys[1])
+    if isinstance(left, TensorEntry) or isinstance(right, TensorEntry):
+        return Entry("dtype", *keys, "a tensor on one side, a Python value on the other")
+    return Entry("same", *keys) if same_option(left, right) else Entry("value", *keys, "another value")

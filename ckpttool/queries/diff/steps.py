@@ -24,6 +24,7 @@ from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, STATUSES, Entry, with_sides
 from ckpttool.queries.diff.run import run
 from ckpttool.values import dataclass
+from ckpttool.words import some
 
 # What an entry of a diff of this step (its left) and the one before (its right) is called, where not by its status.
 CHANGES = {"unexpected": "added", "missing": "dropped"}
@@ -109,13 +110,16 @@ STEPS = record(
 )
 
 
-def compare_steps(steps: Sequence[str], folder: str | None, options: DiffOptions) -> Steps:
+def compare_steps(steps: Sequence[str], folder: str | None, options: DiffOptions, others: Sequence[str] = ()) -> Steps:
     """What each of `steps` changed since the one before; `folder` is the run's, None where each was named.
 
-    Raises `CkptError` where fewer than two of them can be read.
+    `others` are checkpoints beside them that are no steps: a note says that they were not looked at. Raises `CkptError`
+    where fewer than two steps can be read.
     """
     found: list[Step] = []
     notes: dict[str, None] = {} if options.comparison else {NO_VALUES: None}
+    if others:
+        notes[f"not compared, beside the steps: {some(others)}"] = None
     before: tuple[str, dict[str, Checkpoint]] | None = None
     for path in steps:
         name = called(path, folder)
@@ -201,7 +205,7 @@ def _shown(path: str) -> str:
 
 def _alone(checkpoint: Checkpoint, section: Section) -> Checkpoint:
     """The checkpoint as if it had no other section; what no tensor is understood of is other bytes at every step."""
-    return replace(checkpoint, sections=(section,), others=(), unreached=())
+    return replace(checkpoint, sections=(section,), others=(), unreached=(), objects=())
 
 
 def _optimizers(

@@ -58,9 +58,9 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         _listed(diff.entries) if all else _causes(diff.entries),
     ]
     if diff.inferred is not None:
-        blocks += [shortened(_suggested(diff.inferred), None if all else _ROWS), _ambiguous(diff.inferred)]
+        blocks += [shortened(_suggested(diff.inferred, all), None if all else _ROWS), _ambiguous(diff.inferred, all)]
     blocks += [Note(note, "notice" if diff.identical else "warning") for note in diff.notes]
-    blocks.append(_ignored(diff))
+    blocks.append(_ignored(diff, all))
     blocks += [Note(f"ignores nothing: {line}", "warning") for line in diff.unused_ignores]
     if diff.exchangeable:
         blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
@@ -70,19 +70,22 @@ def document(diff: Diff, *, all: bool = False) -> Document:
 
 
 def _verdict(diff: Diff) -> str:
-    count = sum(entry.status not in HARMLESS for entry in diff.entries)
     if diff.identical:
-        return "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+        same = "the models are the same" if diff.aside else "the same"
+        count = sum(entry.status not in HARMLESS for entry in diff.entries)
+        return same if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+    weighing = [entry for entry in diff.entries if diff.weighs(entry)]
+    ignored = sum(entry.ignored is not None for entry in weighing)
     if diff.accepted:
-        weighing = [entry for entry in diff.entries if diff.weighs(entry)]
-        ignored = sum(entry.ignored is not None for entry in weighing)
         others = len(weighing) - ignored
         parts = [f"{number(ignored)} ignored"] * bool(ignored) + [f"{number(others)} not in --fail-on"] * bool(others)
         return f"not the same: {plural(len(weighing), 'difference')}, accepted ({', '.join(parts)})"
-    return plural(count, "difference") if count else diff.beyond or "not the same"
+    if not weighing:
+        return diff.beyond or "not the same"
+    return plural(len(weighing), "difference") + (f", {number(ignored)} of them ignored" if ignored else "")
 
 
-def _ignored(diff: Diff) -> Table:
+def _ignored(diff: Diff, all: bool) -> Table:
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in diff.entries:
         if entry.ignored is not None:
@@ -91,7 +94,7 @@ def _ignored(diff: Diff) -> Table:
         (
             Cell(status, "dim"),
             number(len(group)),
-            first_pattern(key for e in group for key in e.left or e.right),
+            first_pattern((key for e in group for key in e.left or e.right), all),
             reason,
         )
         for (status, reason), group in groups.items()
@@ -116,12 +119,15 @@ def _summary(diff: Diff) -> Table:
 
 
 def _causes(entries: Iterable[Entry]) -> Table:
-    """A row for each status and cause: how often, why, by which hook, and its keys, repeated layers on one line."""
+    """A row for each status and cause: how often, why, by which hook, and its keys, repeated layers on one line.
+
+    What is ignored has rows of its own: what fails stands in no row behind it.
+    """
     groups: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
         if entry.status != "same":
             hook = entry.hook and (entry.hook.function, entry.hook.file, entry.hook.line)
-            groups.setdefault((entry.status, entry.reason, hook), []).append(entry)
+            groups.setdefault((entry.status, entry.reason, hook, entry.ignored is None), []).append(entry)
     rows = [_cause(group) for group in groups.values()]
     columns = (
         Column("status"),
@@ -145,13 +151,16 @@ def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
     return (Cell(first.status, _ROLES.get(first.status, "bad")), number(len(group)), why, *sides)
 
 
-def _suggested(inferred: Inference) -> Table:
-    """A row for each kind of pair, with layer numbers as ranges, and what speaks for it; one for all with one name."""
+def _suggested(inferred: Inference, all: bool) -> Table:
+    """A row for each kind of pair, with layer numbers as ranges, and what speaks for it; one for all with one name.
+
+    With `all` each pair has its own.
+    """
     groups: dict[object, list[Pair]] = {}
     for pair in inferred.pairs:
         by_name = pair.evidence.startswith(SAME_NAME)  # which says all of the pair
         kind = "" if by_name else tuple(template(key)[0] for key in (*pair.left, *pair.right))
-        groups.setdefault((kind, pair.evidence, pair.transposed), []).append(pair)
+        groups.setdefault(pair if all else (kind, pair.evidence, pair.transposed), []).append(pair)
     rows = tuple(
         (_joined(pair.left for pair in group), _joined(pair.right for pair in group), _evidence(group[0]))
         for group in groups.values()
@@ -169,8 +178,10 @@ def _evidence(pair: Pair) -> str:
     return pair.evidence + (f"; stored transposed in {pair.transposed}" if pair.transposed else "")
 
 
-def _ambiguous(inferred: Inference) -> Table:
-    rows = tuple((first_pattern(one.left), first_pattern(one.right), one.reason) for one in inferred.ambiguous)
+def _ambiguous(inferred: Inference, all: bool) -> Table:
+    rows = tuple(
+        (first_pattern(one.left, all), first_pattern(one.right, all), one.reason) for one in inferred.ambiguous
+    )
     columns = (Column("left", "key"), Column("right", "key"), Column("why"))
     return Table("Not paired: could be each other in more than one way", columns, rows)
 
@@ -190,8 +201,8 @@ def _listed(entries: Iterable[Entry]) -> Table:
     rows = tuple(
         (
             Cell(entry.status, _ROLES.get(entry.status, "bad")),
-            " + ".join(entry.left) or "-",
-            " + ".join(entry.right) or "-",
+            first_pattern(entry.left, all=True),
+            first_pattern(entry.right, all=True),
             ": ".join(filter(None, (entry.reason, str(entry.hook or ""), entry.detail))),
         )
         for entry in entries

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
-from ckpttool.checkpoint import Section, TensorEntry
+from ckpttool.checkpoint import Section
 from ckpttool.keys import dotted
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection, names_in_file
@@ -17,7 +18,7 @@ from ckpttool.words import human_bytes, number, plural, shape_text
 
 _ROWS = 40
 _DIGITS = 12  # of a hash; JSON has all of them
-_VALUE_WIDTH = 200  # characters of a metadata value that are shown
+_VALUE_WIDTH = 200  # characters of a long text that are shown
 _ROOT = "(root)"
 
 
@@ -38,12 +39,12 @@ def document(
         shortened(_tensors(inspection, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
         shortened(_statistics(inspection), limit),
         shortened(_flat_parameters(inspection), limit),
-        _adapters(inspection),
+        _adapters(inspection, all),
         shortened(_parameters(inspection), limit),
         shortened(_aliases(inspection), limit),
         shortened(_extras(inspection), limit),
         shortened(_globals(inspection), limit),
-        shortened(_metadata(inspection), limit),
+        shortened(_metadata(inspection, all), limit),
     )
     notes = [Note(note, "warning") for note in inspection.notes]
     shown = [table for table in tables if table.rows]
@@ -80,14 +81,12 @@ def _tensors(inspection: Inspection, all: bool, by_bytes: bool) -> Table:
     many = len([section for section in sections if section.all_tensors()]) > 1
     counted = any(len(group.keys) > 1 for _, group in groups)
     columns = [Column("key", "key"), Column("dtype", "dtype"), Column("shape", "shape"), Column("size", "number")]
-    entries = {section.path: {entry.key: entry for entry in section.all_tensors()} for section in sections}
     if by_bytes:
-        groups.sort(key=lambda one: -entries[one[0].path][one[1].keys[0]].nbytes * len(one[1].keys))
+        groups.sort(key=lambda one: -_size(one[1]))
     rows: list[tuple[Inline, ...]] = []
     for section, group in groups:
-        first = entries[section.path][group.keys[0]]
-        size = human_bytes(first.nbytes * len(group.keys))
-        row: tuple[Inline, ...] = (group.pattern, first.dtype, _geometry(first), size)
+        like = group.likeness
+        row: tuple[Inline, ...] = (group.pattern, like.dtype, _geometry(like), human_bytes(_size(group)))
         count = (number(len(group.keys)),) if counted else ()
         rows.append((*((section.path or _ROOT,) if many else ()), *count, *row))
     columns = [*([Column("section")] if many else []), *([Column("tensors", "number")] if counted else []), *columns]
@@ -99,30 +98,43 @@ def _statistics(inspection: Inspection) -> Table:
     titles = ("min", "max", "mean", "zeros", "NaN", "inf")
     columns = (Column("key", "key"), *(Column(title, "number") for title in titles), Column("sha256", "dim"))
     rows: list[tuple[Inline, ...]] = []
-    for (section, key), own in (inspection.statistics or {}).items():
+    for found in inspection.tensors() if inspection.statistics else ():
+        own = found.stats
+        if own is None:
+            continue
         counts = [Cell("" if n is None else number(n), "bad" if n else "number") for n in (own.nan, own.inf)]
         values = ["" if value is None else f"{value:.4g}" for value in (own.minimum, own.maximum, own.mean)]
         zeros = "" if own.zeros is None else number(own.zeros)
-        name = dotted(section, key)
-        rows.append((name, *values, zeros, *counts, own.sha256[:_DIGITS]))
+        rows.append((found.name, *values, zeros, *counts, own.sha256[:_DIGITS]))
     return Table("Values", columns, tuple(rows))
 
 
-def _groups(section: Section, all: bool) -> list[Group]:
-    if all:
-        return [Group(entry.key, (entry.key,)) for entry in section.all_tensors()]
-    shown = ((entry.key, (entry.dtype, entry.shape, entry.layout, entry.nbytes)) for entry in section.all_tensors())
-    return collapse(shown)
+class _Likeness(NamedTuple):
+    """What tensors on one line have in common; `nbytes` are those of one of them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    nbytes: int
 
 
-def _geometry(entry: TensorEntry) -> str:
-    shape = shape_text(entry.shape)
-    return shape if entry.layout == "strided" else f"{shape} {entry.layout}"
+def _groups(section: Section, all: bool) -> list[Group[_Likeness]]:
+    shown = [(e.key, _Likeness(e.dtype, e.shape, e.layout, e.nbytes)) for e in section.all_tensors()]
+    return [Group(key, (key,), likeness) for key, likeness in shown] if all else collapse(shown)
+
+
+def _size(group: Group[_Likeness]) -> int:
+    return group.likeness.nbytes * len(group.keys)
+
+
+def _geometry(like: _Likeness) -> str:
+    shape = shape_text(like.shape)
+    return shape if like.layout == "strided" else f"{shape} {like.layout}"
 
 
 def _flat_parameters(inspection: Inspection) -> Table:
     rows: list[tuple[Inline, ...]] = [
-        (flat.key, Cell(flat.unit or _ROOT, "key"), number(flat.numel))
+        (dotted(section.path, flat.key), Cell(flat.unit or _ROOT, "key"), number(flat.numel))
         for section in inspection.checkpoint.sections
         for flat in flat_params(section)
     ]
@@ -130,14 +142,14 @@ def _flat_parameters(inspection: Inspection) -> Table:
     return Table("Flat parameters: all parameters of a module, end to end", columns, tuple(rows))
 
 
-def _adapters(inspection: Inspection) -> Table:
+def _adapters(inspection: Inspection, all: bool) -> Table:
     columns = (Column("section", "key"), Column("adapter"), Column("modules", "number"), Column("touches", "key"))
     rows: list[tuple[Inline, ...]] = []
     for path, adapter in inspection.adapters.items():
         touched = ", ".join(group.pattern for group in collapse((module, None) for module in adapter.modules))
         alone = "alone: no weights of its model" if adapter.alone else "beside its model"
         kinds = f"{' and '.join(adapter.kinds)}, {alone}"
-        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), touched[:_VALUE_WIDTH]))
+        rows.append((path or _ROOT, kinds, number(len(adapter.modules)), _cut(touched, all)))
     return Table("Adapters: what is added to a model's layers", columns, tuple(rows))
 
 
@@ -157,7 +169,9 @@ def _parameters(inspection: Inspection) -> Table:
 
 def _aliases(inspection: Inspection) -> Table:
     rows: list[tuple[Inline, ...]] = [
-        (key, Cell(first, "key")) for aliases in inspection.aliases.values() for key, first in aliases.items()
+        (dotted(path, key), Cell(dotted(path, first), "key"))
+        for path, aliases in inspection.aliases.items()
+        for key, first in aliases.items()
     ]
     return Table("Aliases: a second name of one tensor", (Column("key", "key"), Column("same tensor as")), tuple(rows))
 
@@ -173,6 +187,11 @@ def _globals(inspection: Inspection) -> Table:
     return Table("Foreign pickled classes and functions, never run", (Column("name", "key"),), rows)
 
 
-def _metadata(inspection: Inspection) -> Table:
-    rows = tuple((key, value[:_VALUE_WIDTH]) for key, value in inspection.checkpoint.metadata.items())
+def _cut(text: str, all: bool) -> str:
+    more = len(text) - _VALUE_WIDTH
+    return text if all or more <= 0 else f"{text[:_VALUE_WIDTH]} ... {plural(more, 'more character')} (--all)"
+
+
+def _metadata(inspection: Inspection, all: bool) -> Table:
+    rows = tuple((key, _cut(value, all)) for key, value in inspection.checkpoint.metadata.items())
     return Table("Metadata", (Column("key", "key"), Column("value")), rows)

@@ -33,12 +33,9 @@ def of_diff(diff: Diff) -> Iterator[Finding]:
 
 def of_inspection(inspection: Inspection) -> Iterator[Finding]:
     """Every tensor, below the path of its section."""
-    for section in inspection.checkpoint.sections:
-        aliases, prefix = inspection.aliases[section.path], f"{section.path}." if section.path else ""
-        for entry in section.all_tensors():
-            first = aliases.get(entry.key)
-            why = "" if first is None else f"a second name of {first}"
-            yield Finding("tensor", (replace(_outlined(entry.key, entry), key=prefix + entry.key),), why=why)
+    for found in inspection.tensors():
+        why = "" if found.alias_of is None else f"a second name of {found.alias_of}"
+        yield Finding("tensor", (replace(_outlined(found.entry.key, found.entry), key=found.name),), why=why)
 
 
 def _named(keys: Iterable[str], outlines: Outlines) -> tuple[Named, ...]:

@@ -41,21 +41,21 @@ def _changes(found: Since, all: bool) -> Table:
         (
             Cell(group[0].by, _ROLES[group[0].by]),
             number(len(group)),
-            first_pattern(key for point in group for key in point.base),
-            _side([point.left for point in group]),
-            _side([point.right for point in group]),
+            first_pattern((key for point in group for key in point.base), all),
+            _side([point.left for point in group], all),
+            _side([point.right for point in group], all),
         )
         for group in groups.values()
     )
     columns = (Column("by"), Column("changes", "number"), Column("base", "key"), Column("left"), Column("right"))
-    return Table("Changes since the base", columns, rows, is_listed=all)
+    return Table("Changes since the base", columns, rows)
 
 
-def _side(changes: list[Change | None]) -> str:
+def _side(changes: list[Change | None], all: bool) -> str:
     """What one side did: the status, the keys that it has now, and why."""
     first = changes[0]
     if first is None:
         return "-"
     keys = [key for change in changes if change is not None for key in change.keys]
-    named = f"{first.status} {first_pattern(keys)}" if keys else first.status
+    named = f"{first.status} {first_pattern(keys, all)}" if keys else first.status
     return f"{named}: {first.reason}" if first.reason else named

@@ -23,7 +23,7 @@ def document(found: Steps, *, all: bool = False) -> Document:
     more = (Column("before", "key"), Column("now", "key"), Column("why"))
     blocks: list[Block] = [
         *([Facts((("run", Cell(found.run, "key")),))] if found.run else []),
-        Table("Steps", (*columns, *more), tuple(_rows(found.steps, all)), is_listed=all),
+        Table("Steps", (*columns, *more), tuple(_rows(found.steps, all))),
         *(Note(note) for note in found.notes),
     ]
     return Document("diff", _verdict(found), found.passes, tuple(blocks))
@@ -65,21 +65,21 @@ def _of(step: Step, all: bool) -> Iterator[Row]:
         why = change.reason if all or not by_class else _OF_CLASS
         groups.setdefault((change.section, change.status, why, change if all else None), []).append(change)
     for (_, _, why, _), group in groups.items():
-        yield _cause(step.name, group, why)
-    likely: dict[str, list[Pair]] = {}
+        yield _cause(step.name, group, why, all)
+    likely: dict[str | Pair, list[Pair]] = {}
     for pair in step.likely:
-        likely.setdefault(pair.evidence, []).append(pair)
-    for evidence, pairs in likely.items():
-        before = first_pattern(key for pair in pairs for key in pair.right)
-        now = first_pattern(key for pair in pairs for key in pair.left)
-        yield (step.name, Cell("renamed?", "warn"), number(len(pairs)), before, now, evidence)
+        likely.setdefault(pair if all else pair.evidence, []).append(pair)
+    for pairs in likely.values():
+        before = first_pattern((key for pair in pairs for key in pair.right), all)
+        now = first_pattern((key for pair in pairs for key in pair.left), all)
+        yield (step.name, Cell("renamed?", "warn"), number(len(pairs)), before, now, pairs[0].evidence)
 
 
-def _cause(name: str, group: Sequence[Change], reason: str) -> Row:
+def _cause(name: str, group: Sequence[Change], reason: str, all: bool) -> Row:
     first = group[0]
     details = list(dict.fromkeys(change.detail for change in group if change.detail is not None))
     shown = ", ".join(details[:_FEW]) + (f", and {number(len(details) - _FEW)} more" if len(details) > _FEW else "")
     why = ": ".join(filter(None, (first.section, reason, shown)))
-    before = first_pattern(key for change in group for key in change.before)
-    now = first_pattern(key for change in group for key in change.after)
+    before = first_pattern((key for change in group for key in change.before), all)
+    now = first_pattern((key for change in group for key in change.after), all)
     return (name, Cell(first.status, _ROLES.get(first.status, "bad")), number(len(group)), before, now, why)

@@ -139,7 +139,7 @@ def _table(table: Table) -> list[str]:
         return [
             "<details>",
             f"<summary>{_escape(table.title)}</summary>",
-            *_rows(shortened(table, _LISTED)),
+            *_rows(shortened(table, _LISTED, "in the tree below")),
             "</details>",
         ]
     return [f"<h2>{_escape(table.title)}</h2>", *_rows(table)]

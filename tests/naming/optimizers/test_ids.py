@@ -133,14 +133,25 @@ OPTIONS: dict[str, Any] = {
     "equal tensor": torch.ones(2),
     "other tensor": torch.zeros(2),
     "bytes": torch.ones(2).view(torch.int32),
+    "dict": {"a": torch.ones(2), "b": {"c": 1}},
+    "equal dict": {"b": {"c": 1}, "a": torch.ones(2)},
+    "other dict": {"a": torch.ones(2), "b": {"c": 2}},
     "object": Namespace(x=1),
-    "other object": Namespace(x=1),
+    "equal object": Namespace(x=1),
+    "other object": Namespace(x=2),
 }
-ALIKE = ({"1", "1.0"}, {"list", "tuple"}, {"nested", "nested too"}, {"tensor", "equal tensor"})
+ALIKE = (
+    {"1", "1.0"},
+    {"list", "tuple"},
+    {"nested", "nested too"},
+    {"tensor", "equal tensor"},
+    {"dict", "equal dict"},
+    {"object", "equal object"},
+)
 
 
 def test_options_are_the_same_by_their_values(tmp_path: Path) -> None:
-    """True is not 1, and of two objects nobody knows. A flat state has one group for those that are the same."""
+    """True is not 1. A flat state has one group for those that are the same."""
     mapping = {f"param_groups.{n.replace('.', '_')}.lr": v for n, v in OPTIONS.items()}
     torch.save({"optimizer": mapping}, tmp_path / "o.pt")
     (found,) = open_checkpoint(str(tmp_path / "o.pt")).sections
@@ -165,6 +176,25 @@ def test_what_cannot_be_flattened_is_refused(own: Any, problem: str, tmp_path: P
     with pytest.raises(Refused) as refused:
         write(replace(read(found), form=FLAT), found)
     assert problem in str(refused.value.problems[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "key"),
+    [
+        ("b.m", "lr", "state.a.b.m"),  # torch would read it as the state `m` of the parameter `a.b`
+        ("b.c", "lr", "state.a.b.c"),
+        ("m", "b.lr", "param_groups.a.b.lr"),
+    ],
+)
+def test_what_would_be_another_parameters_when_flattened_is_refused(
+    name: str, option: str, key: str, tmp_path: Path
+) -> None:
+    state = {"a": {name: torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}
+    groups = [{"params": ["a"], option: 1}, {"params": ["a.b"], "lr": 2}]
+    found = section(tmp_path / "o.pt", {"state": state, "param_groups": groups})
+    with pytest.raises(Refused) as refused:
+        write(replace(read(found), form=FLAT), found)
+    assert key in [problem.key for problem in refused.value.problems]
 
 
 def test_an_optimizer_in_an_ordered_dict(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ import copy
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from ckpttool.cli.app import main
+from command import Run
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
 KEYS = (1, 2, "1", "a", "b", "a.b", "model", "state_dict", "rng", "c d", (1, 2), None, True, 1.5)
@@ -66,16 +69,63 @@ def same(left: dict[Way, torch.Tensor], right: dict[Way, torch.Tensor]) -> bool:
     )
 
 
+class Pair(NamedTuple):
+    """Two files, and whether torch reads the same tensors from both."""
+
+    paths: tuple[str, str]
+    equal: bool
+
+
+def saved(left: Any, draw: random.Random, folder: Path) -> Pair:
+    """The value in a file, and beside it, in one of three cases as it is, the value with another tensor."""
+    right = draw.choice([copy.deepcopy, partial(changed, draw=draw), partial(changed, draw=draw)])(left)
+    paths = str(folder / "left.pt"), str(folder / "right.pt")
+    for path, value in zip(paths, (left, right)):
+        torch.save(value, path)
+    return Pair(paths, same(dict(tensors(left)), dict(tensors(right))))
+
+
+def optimizer(draw: random.Random) -> dict[str, Any]:
+    """A state dict of an optimizer, with whatever a class of somebody's own keeps in it, under names that may clash."""
+    params = draw.choice([(0, 1), ("a", "a.b")])
+    own = {param: {name: container(draw, 2) for name in ("b.c", "c", "m")} for param in params}
+    beside = {draw.choice(("0", "b.c", "x")): container(draw, 2), "scaler": container(draw, 1)}
+    (name, state), *rest = beside.items()
+    return {"state": {**own, name: state}, "param_groups": [{"params": [*params], "lr": 0.1}], **dict(rest)}
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_the_same_only_where_all_tensors_are(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(seed)
-    left = container(draw)
-    right = changed(left, draw)
-    paths = [str(tmp_path / name) for name in ("left.pt", "right.pt")]
-    for path, value in zip(paths, (left, right)):
-        torch.save(value, path)
-    status = main(["diff", *paths, "--values"])
+    pair = saved(container(draw), draw, tmp_path)
+    status = main(["diff", *pair.paths, "--values"])
     said = capsys.readouterr()
     assert "internal error" not in said.err
-    equal = same(dict(tensors(left)), dict(tensors(right)))
-    assert status in ((0, 2) if equal else (1, 2)) or "not compared" in said.out, said.out
+    assert status in ((0, 2) if pair.equal else (1, 2)) or "not compared" in said.out, said.out
+
+
+@pytest.mark.parametrize("seed", range(SEEDS // 4))
+def test_optimizers_are_the_same_only_where_all_tensors_are(seed: int, tmp_path: Path, run: Run) -> None:
+    draw = random.Random(seed)
+    pair = saved(optimizer(draw), draw, tmp_path)
+    done = run("diff", *pair.paths, "--values")
+    assert done.status in ((0, 2) if pair.equal else (1, 2)), done.out
+
+
+@pytest.mark.parametrize("seed", range(SEEDS // 4))
+def test_a_file_fits_its_manifest_alone(seed: int, tmp_path: Path, run: Run) -> None:
+    draw = random.Random(seed)
+    left, right = (pair := saved(draw.choice([container, optimizer])(draw), draw, tmp_path)).paths
+    manifest = tmp_path / "m.json"
+    assert run("inspect", left, "--manifest", manifest).status == 0
+    assert run("diff", "--values", right, manifest).status == (0 if pair.equal else 1)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS // 4))
+def test_every_tensor_has_the_statistics_of_its_own_values(seed: int, tmp_path: Path, run: Run) -> None:
+    draw = random.Random(seed)
+    value = draw.choice([container, optimizer])(draw)
+    torch.save(value, tmp_path / "a.pt")
+    shown = run("inspect", tmp_path / "a.pt", "--stats", "--format", "json").data["tensors"]
+    want = sorted(sha256(tensor.numpy().tobytes()).hexdigest() for _, tensor in tensors(value))
+    assert sorted(one["stats"]["sha256"] for one in shown) == want

@@ -129,6 +129,26 @@ def test_nothing_beside_dense_tensors_is_taken_for_the_same(run: Run, tmp_path: 
     assert [(*entry["left"], *entry["right"])[0] for entry in differing] == [place]
 
 
+def test_two_tensors_may_have_one_name_when_dots_join_it(run: Run, tmp_path: Path) -> None:
+    for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+        torch.save({"e": {"a": {"b": torch.tensor(value)}, "a.b": torch.ones(2)}, "w": torch.ones(1)}, tmp_path / name)
+    manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
+    assert [run("diff", "--values", tmp_path / name, tmp_path / "m.json").status for name in ("a.pt", "b.pt")] == [0, 1]
+
+
+def test_what_is_no_tensor_is_on_both_sides_in_whatever_order(run: Run, tmp_path: Path) -> None:
+    model = {"model": {"w": torch.ones(2)}}
+    torch.save({"epoch": 3, "x": 1, **model}, tmp_path / "a.pt")
+    torch.save({"x": 1, **model, "epoch": 3}, tmp_path / "turned.pt")
+    torch.save({"x": 1, **model}, tmp_path / "less.pt")
+    manifest(run, str(tmp_path / "a.pt"), tmp_path / "m.json")
+    assert run("diff", "--values", tmp_path / "turned.pt", tmp_path / "m.json").status == 0
+    for accepted in ([], ["--fail-on", "missing"], ["--ignore", "missing epoch # not needed"]):
+        done = run("diff", "--values", tmp_path / "less.pt", tmp_path / "m.json", *accepted)
+        assert (done.status, done.out.splitlines()[1]) == (1, "only one side has some entry that is no tensor")
+        assert "beside the tensors only right has epoch" in done.err
+
+
 def test_an_output_is_written_with_its_manifest(run: Run, tmp_path: Path) -> None:
     torch.save(whole(), tmp_path / "a.pt")
     out, listed = tmp_path / "b.pt", tmp_path / "b.json"

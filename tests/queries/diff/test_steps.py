@@ -183,6 +183,13 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     changes = done.data["steps"][1]["changes"]
     assert {change["section"] for change in changes} == {"optimizer.pt"}
     assert changes[0]["after"] == ["SGD"]
+    assert "not compared, beside the steps: model.safetensors" in done.data["notes"]
+    for name in ("checkpoint-500", "logs"):
+        (tmp_path / name).rename(tmp_path / f".{name}")
+    save_file(model.state_dict(), tmp_path / "model-2.safetensors")
+    done = run("diff", tmp_path, "--format", "json")
+    assert [step["source"] for step in done.data["steps"]] == ["model-2.safetensors", "model.safetensors"]
+    assert "not compared, beside the steps: checkpoint-1000" in done.data["notes"]
 
 
 def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:

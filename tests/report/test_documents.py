@@ -1,0 +1,497 @@
+"""What is said of results with some of everything: each line of the text, since a wrong count or side is in a line."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpttool.checkpoint import Checkpoint
+from ckpttool.checks import Checked, Checks
+from ckpttool.edits.cost import Cost
+from ckpttool.edits.remap.optimizer import OptimizerRemap
+from ckpttool.edits.remap.result import Remap
+from ckpttool.errors import Problem
+from ckpttool.expression import LOADED, Op, Ref
+from ckpttool.names import Hook
+from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
+from ckpttool.plan import Dropped, ModelRun, Output, Plan
+from ckpttool.queries.diff import since, steps
+from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.report import render
+from ckpttool.report.document import Document
+from ckpttool.report.documents import check as of_check
+from ckpttool.report.documents import diff as of_diff
+from ckpttool.report.documents import remap as of_remap
+from ckpttool.report.documents import since as of_since
+from ckpttool.report.documents import steps as of_steps
+
+HOOK = Hook("rename", "model.py", 7, "layers.0")
+
+
+def both(status: str, key: str, reason: str = "", detail: str | None = None, ignored: str | None = None) -> Entry:
+    return Entry(status, (key,), (key,), reason, None, detail, None, ignored)
+
+
+def shapes(name: str, *details: str) -> list[Entry]:
+    return [both("shape", f"{name}.{at}", f"another shape of {name}", detail) for at, detail in enumerate(details)]
+
+
+ENTRIES = (
+    both("same", "w"),
+    both("alias", "tied", "a second name", "same as w"),
+    Entry("renamed", ("layers.0.a",), ("layers.0.b",), "state_dict hook", HOOK),
+    Entry("renamed", ("layers.1.a",), ("layers.1.b",), "state_dict hook", HOOK),
+    Entry("renamed", ("layers.2.a",), ("layers.2.b",), "state_dict hook", Hook("rename", "model.py", 9, "layers.2")),
+    *shapes("one", "[1] instead of [2]", "[1] instead of [2]"),
+    *shapes("two", "[1] instead of [2]", "[1] instead of [3]"),
+    *shapes("many", "[1]", "[2]", "[3]", "[4]"),
+    *(both("value", f"v.{at}", "other values", f"by {at}") for at in range(3)),
+    Entry("transformed", ("q", "k"), ("qk",), "computed: cat"),
+)
+PAIRS = (
+    Pair(("a.0.w",), ("b.0.w",), "the only one of its shape"),
+    Pair(("a.1.w",), ("b.1.w",), "the only one of its shape"),
+    Pair(("a.2.w",), ("b.2.w",), "the only one of its shape", "right"),
+    Pair(("q.0", "k.0"), ("qk.0",), "end to end"),
+    Pair(("x.y",), ("z.y",), "the same name but for a prefix"),
+    Pair(("x.u",), ("z.u",), "the same name but for a prefix"),
+)
+INFERRED = Inference(PAIRS, (Ambiguous(("m", "n"), ("o", "p"), "of one shape"),))
+DIFF = Diff("a.pt", "b.pt", False, ENTRIES, ("ckpttool remap",), ("a note",), INFERRED)
+
+
+def text(document: Document) -> str:
+    return render("text", document, {})
+
+
+CAUSES = """\
+diff
+15 differences
+
+left   a.pt
+right  b.pt
+
+Summary
+  status       entries  meaning
+  same               1  same key, dtype and shape
+  renamed            3  one tensor under two names
+  transformed        1  computed from other tensors
+  alias              1  a second name of one tensor
+  shape              8  another shape, or another kind of tensor
+  value              3  other values
+
+Differences, one line for each cause (--all lists every key)
+  status       entries  why                                                           left            right
+  alias              1  a second name: same as w                                      tied            tied
+  renamed            2  state_dict hook: rename (model.py:7)                          layers.{0-1}.a  layers.{0-1}.b
+  renamed            1  state_dict hook: rename (model.py:9)                          layers.2.a      layers.2.b
+  shape              2  another shape of one: [1] instead of [2]                      one.{0-1}       one.{0-1}
+  shape              2  another shape of two: [1] instead of [2], [1] instead of [3]  two.{0-1}       two.{0-1}
+  shape              4  another shape of many: [1], [2], and 2 more                   many.{0-3}      many.{0-3}
+  value              3  other values                                                  v.{0-2}         v.{0-2}
+  transformed        1  computed: cat                                                 q (+1 more)     qk
+
+Suggested: likely one tensor under two names; nothing above rests on it
+  left           right          evidence
+  a.{0-1}.w      b.{0-1}.w      the only one of its shape
+  a.2.w          b.2.w          the only one of its shape; stored transposed in right
+  q.0 + k.0      qk.0           end to end
+  x.y (+1 more)  z.y (+1 more)  the same name but for a prefix
+
+Not paired: could be each other in more than one way
+  left         right        why
+  m (+1 more)  o (+1 more)  of one shape
+
+warning: a note
+
+what mends it
+  ckpttool remap
+"""
+
+
+def test_the_causes_of_a_diff() -> None:
+    assert text(of_diff.document(DIFF)) == CAUSES
+
+
+EVERY_KEY = """\
+diff
+15 differences
+
+left   a.pt
+right  b.pt
+
+Summary
+  status       entries  meaning
+  same               1  same key, dtype and shape
+  renamed            3  one tensor under two names
+  transformed        1  computed from other tensors
+  alias              1  a second name of one tensor
+  shape              8  another shape, or another kind of tensor
+  value              3  other values
+
+Every key
+  status       left        right       why
+  same         w           w
+  alias        tied        tied        a second name: same as w
+  renamed      layers.0.a  layers.0.b  state_dict hook: rename (model.py:7) on module layers.0
+  renamed      layers.1.a  layers.1.b  state_dict hook: rename (model.py:7) on module layers.0
+  renamed      layers.2.a  layers.2.b  state_dict hook: rename (model.py:9) on module layers.2
+  shape        one.0       one.0       another shape of one: [1] instead of [2]
+  shape        one.1       one.1       another shape of one: [1] instead of [2]
+  shape        two.0       two.0       another shape of two: [1] instead of [2]
+  shape        two.1       two.1       another shape of two: [1] instead of [3]
+  shape        many.0      many.0      another shape of many: [1]
+  shape        many.1      many.1      another shape of many: [2]
+  shape        many.2      many.2      another shape of many: [3]
+  shape        many.3      many.3      another shape of many: [4]
+  value        v.0         v.0         other values: by 0
+  value        v.1         v.1         other values: by 1
+  value        v.2         v.2         other values: by 2
+  transformed  q + k       qk          computed: cat
+
+Suggested: likely one tensor under two names; nothing above rests on it
+  left       right  evidence
+  a.0.w      b.0.w  the only one of its shape
+  a.1.w      b.1.w  the only one of its shape
+  a.2.w      b.2.w  the only one of its shape; stored transposed in right
+  q.0 + k.0  qk.0   end to end
+  x.y        z.y    the same name but for a prefix
+  x.u        z.u    the same name but for a prefix
+
+Not paired: could be each other in more than one way
+  left   right  why
+  m + n  o + p  of one shape
+
+warning: a note
+
+what mends it
+  ckpttool remap
+"""
+
+
+def test_every_key_of_a_diff() -> None:
+    assert text(of_diff.document(DIFF, all=True)) == EVERY_KEY
+
+
+LETS_PASS = HARMLESS | {"dtype"}
+NOT = "not the same: "
+HALF = (both("dtype", "h", "float16 instead of float32"),)
+WEIGHS = (both("shape", "s"), both("missing", "m", ignored="new"), *HALF)
+
+
+@pytest.mark.parametrize(
+    ("diff", "verdict"),
+    [
+        (Diff("a", "b", True, ENTRIES[:2]), "the same"),
+        (
+            Diff("a", "b", True, HALF, harmless=LETS_PASS),
+            "fits, with 1 difference that loading takes care of",
+        ),
+        (Diff("a", "b", False, WEIGHS), "3 differences, 1 of them ignored"),
+        (Diff("a", "b", False, WEIGHS, accepted=False), "3 differences, 1 of them ignored"),
+        (
+            Diff("a", "b", False, WEIGHS, accepted=True),
+            f"{NOT}3 differences, accepted (1 ignored, 2 not in --fail-on)",
+        ),
+        (Diff("a", "b", False, WEIGHS[1:2], accepted=True), f"{NOT}1 difference, accepted (1 ignored)"),
+        (Diff("a", "b", False, WEIGHS[:1], accepted=True), f"{NOT}1 difference, accepted (1 not in --fail-on)"),
+        (Diff("a", "b", False, HALF, harmless=LETS_PASS, beyond="does not load"), "does not load"),
+        (Diff("a", "b", False, (), beyond="does not load"), "does not load"),
+        (Diff("a", "b", False, ()), "not the same"),
+    ],
+)
+def test_the_verdict_counts_what_weighs(diff: Diff, verdict: str) -> None:
+    shown = of_diff.document(diff)
+    assert (shown.verdict, shown.ok) == (verdict, diff.passes)
+
+
+def test_what_only_names_tell_apart_is_counted() -> None:
+    alike = ("layers.0.wq", "layers.1.wq", "x"), ("e", "f", "g")
+    said = text(of_diff.document(Diff("a", "b", False, (), exchangeable=alike)))
+    assert "\nwarning: 6 tensors could be exchanged with others of their layer" in said
+    assert ", as layers.{0-1}.wq, x: only their names tell them apart\n" in said
+
+
+IGNORED = """\
+diff
+5 differences, 4 of them ignored
+
+left   a.pt
+right  b.pt
+
+Summary
+  status      entries  meaning
+  missing           4  only right has it
+  unexpected        1  only left has it
+
+Differences, one line for each cause (--all lists every key)
+  status      entries  why                left  right
+  missing           3  only right has it  -     head.{0-1} (+1 more)
+  unexpected        1  only left has it   old   -
+  missing           1  only right has it  -     lost
+
+Ignored, and not the same
+  status      entries  key         why it is ignored
+  missing           2  head.{0-1}  new
+  unexpected        1  old         new
+  missing           1  tail        later
+
+warning: ignores nothing: shape x # y (f:1)
+"""
+
+
+def test_what_is_ignored_and_why() -> None:
+    entries = (
+        *(Entry("missing", (), (f"head.{at}",), "only right has it", ignored="new") for at in range(2)),
+        Entry("unexpected", ("old",), (), "only left has it", ignored="new"),
+        Entry("missing", (), ("tail",), "only right has it", ignored="later"),
+        Entry("missing", (), ("lost",), "only right has it"),
+    )
+    found = Diff("a.pt", "b.pt", False, entries, accepted=False, unused_ignores=("shape x # y (f:1)",))
+    assert text(of_diff.document(found)) == IGNORED
+    assert "missing           2  head.0 + head.1  new\n" in text(of_diff.document(found, all=True))
+
+
+def change(status: str, *keys: str, reason: str = "") -> since.Change:
+    return since.Change(status, keys, reason)
+
+
+POINTS = (
+    since.Point("left", ("a.0",), change("value", "a.0", reason="other values"), None),
+    since.Point("left", ("a.1",), change("value", "a.1", reason="other values"), None),
+    since.Point("right", ("b",), None, change("dropped")),
+    since.Point("both", (), change("added", "n"), change("added", "n")),
+    since.Point("conflict", ("c",), change("renamed", "d"), change("dtype", "c", reason="float16 instead of float32")),
+)
+
+
+SINCE = """\
+diff
+1 conflict
+
+base   base.pt
+left   left.pt
+right  right.pt
+
+Summary
+  by        changes  meaning
+  left            2  changed on the left only
+  right           1  changed on the right only
+  both            1  changed on both sides, and these agree
+  conflict        1  changed on both sides, and these do not agree
+
+Changes since the base
+  by        changes  base     left                         right
+  conflict        1  c        renamed d                    dtype c: float16 instead of float32
+  both            1  -        added n                      added n
+  right           1  b        -                            dropped
+  left            2  a.{0-1}  value a.{0-1}: other values  -
+
+warning: a note
+"""
+
+SINCE_ALL = """\
+diff
+1 conflict
+
+base   base.pt
+left   left.pt
+right  right.pt
+
+Summary
+  by        changes  meaning
+  left            2  changed on the left only
+  right           1  changed on the right only
+  both            1  changed on both sides, and these agree
+  conflict        1  changed on both sides, and these do not agree
+
+Changes since the base
+  by        changes  base  left                     right
+  conflict        1  c     renamed d                dtype c: float16 instead of float32
+  both            1  -     added n                  added n
+  right           1  b     -                        dropped
+  left            1  a.0   value a.0: other values  -
+  left            1  a.1   value a.1: other values  -
+
+warning: a note
+"""
+
+
+@pytest.mark.parametrize("all", [False, True])
+def test_changes_since_a_base(all: bool) -> None:
+    found = since.Since("base.pt", "left.pt", "right.pt", POINTS, ("a note",))
+    assert text(of_since.document(found, all=all)) == (SINCE_ALL if all else SINCE)
+
+
+def test_changes_since_a_base_that_agree() -> None:
+    for points, verdict in ((POINTS[:4], "no conflicts"), ((), "nothing changed"), (POINTS[4:] * 2, "2 conflicts")):
+        shown = of_since.document(since.Since("base.pt", "left.pt", "right.pt", points, ()))
+        assert (shown.verdict, shown.ok) == (verdict, verdict != "2 conflicts")
+
+
+def over_time(status: str, before: str, after: str, reason: str = "", detail: str | None = None) -> steps.Change:
+    return steps.Change("model", status, tuple(before.split()), tuple(after.split()), reason, detail)
+
+
+CLASS = steps.Change("o", "class", ("AdamW",), ("SGD",), "another class of optimizer")
+RUN = steps.Steps(
+    "run",
+    (
+        steps.Step("s1", tensors=1234),
+        steps.Step("s2", "s1"),
+        steps.Step("s3", "s2"),
+        steps.Step("s4", error="no such file (check the path)"),
+        steps.Step(
+            *("s5", "s3", None, 9),
+            (
+                *(over_time("shape", f"l.{at}", f"l.{at}", "another shape", f"[{at}]") for at in range(3)),
+                *(over_time("dtype", f"d.{at}", f"d.{at}", "another dtype", f"d{at}") for at in range(2)),
+                over_time("added", "", "new"),
+                CLASS,
+                steps.Change("o", "dropped", ("state.0.v",), (), "no `v`"),
+                steps.Change("o", "dropped", ("state.0.m",), (), "no `m`"),
+            ),
+            (Pair(("n.0",), ("o.0",), "of one shape"), Pair(("n.1",), ("o.1",), "of one shape")),
+        ),
+        steps.Step("s6", "s5"),
+    ),
+    ("a note",),
+)
+
+
+STEPS = """\
+diff
+1 of 6 steps changed something, 1 could not be read
+
+run  run
+
+Steps
+  step                 change      keys  before               now      why
+  s1                   the first  1,234
+  s2 ... s3 (2 steps)  nothing
+  s4                   not read                                        no such file (check the path)
+  s5                   shape          3  l.{0-2}              l.{0-2}  model: another shape: [0], [1], and 1 more
+  s5                   dtype          2  d.{0-1}              d.{0-1}  model: another dtype: d0, d1
+  s5                   added          1  -                    new      model
+  s5                   class          1  AdamW                SGD      o: another class of optimizer
+  s5                   dropped        2  state.0.v (+1 more)  -        o: what the one class has and the other has not
+  s5                   renamed?       2  o.{0-1}              n.{0-1}  of one shape
+  s6                   nothing
+
+a note
+"""
+
+STEPS_ALL = """\
+diff
+1 of 6 steps changed something, 1 could not be read
+
+run  run
+
+Steps
+  step  change      keys  before     now  why
+  s1    the first  1,234
+  s2    nothing
+  s3    nothing
+  s4    not read                          no such file (check the path)
+  s5    shape          1  l.0        l.0  model: another shape: [0]
+  s5    shape          1  l.1        l.1  model: another shape: [1]
+  s5    shape          1  l.2        l.2  model: another shape: [2]
+  s5    dtype          1  d.0        d.0  model: another dtype: d0
+  s5    dtype          1  d.1        d.1  model: another dtype: d1
+  s5    added          1  -          new  model
+  s5    class          1  AdamW      SGD  o: another class of optimizer
+  s5    dropped        1  state.0.v  -    o: no `v`
+  s5    dropped        1  state.0.m  -    o: no `m`
+  s5    renamed?       1  o.0        n.0  of one shape
+  s5    renamed?       1  o.1        n.1  of one shape
+  s6    nothing
+
+a note
+"""
+
+
+@pytest.mark.parametrize("all", [False, True])
+def test_steps_of_a_run(all: bool) -> None:
+    assert text(of_steps.document(RUN, all=all)) == (STEPS_ALL if all else STEPS)
+
+
+CHECK = """\
+check
+2 of 3 files with problems
+
+Files
+  file    taken for   found
+  a.json  names       2 problems
+  b.pt    checkpoint  1 problem
+  c.toml  rules       nothing wrong
+
+error: a.json: is missing @ $.x
+error: cannot be read @ a.json
+error: b.pt: another @ k
+
+hint: a.json: write it
+
+warning: c.toml: not compared
+"""
+
+
+def test_checked_files() -> None:
+    files = (
+        Checked("a.json", "names", (Problem("is missing", "$.x"), Problem("cannot be read", "a.json")), "write it"),
+        Checked("b.pt", "checkpoint", (Problem("another", "k"),)),
+        Checked("c.toml", "rules", notes=("not compared",)),
+    )
+    assert text(of_check.document(Checks(files))) == CHECK
+    assert of_check.document(Checks(files[2:])).verdict == "1 file, nothing wrong"
+
+
+REMAP = """\
+remap
+2 renamed, 2 transformed, 1 unchanged
+
+source               a.pt
+output               b.pt
+form                 runtime -> serialized
+one model            model, (root)
+computed             1 tensor by running model.py:build's own load_state_dict() on the values
+optimizer optimizer  id -> fqn, 2 parameters, known by param_names
+optimizer            id -> id, 1 parameter
+it takes             reads 1 byte, writes 2 bytes, holds no values
+
+Changes
+  from       to
+  old.{0-1}  new.{0-1}
+  q + k      qk
+  -          made
+
+dry run: nothing was written
+
+Left out: 3 keys
+  key      why
+  x.{0-1}  not wanted
+  ema.y    no place
+
+warning: a note
+"""
+
+
+def test_a_remap() -> None:
+    plan = Plan(
+        (
+            Output("", "same", Ref("same")),
+            *(Output("", f"new.{at}", Ref(f"old.{at}")) for at in range(2)),
+            Output("", "qk", Op("aten.cat.default", ((Ref("q"), Ref("k")), 0))),
+            Output("", "made", Op(LOADED, ("made",))),
+        ),
+        (Dropped("", "x.0", "not wanted"), Dropped("", "x.1", "not wanted"), Dropped("ema", "y", "no place")),
+        runs=(ModelRun("", LOADED, "model.py:build", {}, {"made": Ref("r")}),),
+    )
+    optimizers = (OptimizerRemap("optimizer", "id", "fqn", 2, "param_names"), OptimizerRemap("", "id", "id", 1))
+    done = Remap(
+        *(Checkpoint("a.pt", "torch_zip", 1, ()), plan, "runtime", "serialized", ("a note",), optimizers),
+        sections=("model", ""),
+        cost=Cost(1, 2, 0),
+        source="a.pt",
+        output="b.pt",
+        dry_run=True,
+    )
+    assert text(of_remap.document(done)) == REMAP
