@@ -61,6 +61,7 @@ def test_the_form_that_is_recorded_or_asked_for_is_believed(form: str) -> None:
     names = tables(lambda: Doubled(2, 2))
     assert read(names, section("weight", "bias")).ambiguous
     assert read(names, section("weight", "bias", form=form)).form == form
+    assert not read(names, section("weight", "bias"), form).ambiguous
     assert read(names, section("weight", "bias", form=RUNTIME), form).form == form
     assert read(names, section("weight", "bias"), form).form == form
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpttool import expression as ex
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression
 from ckpttool.names import Names
-from ckpttool.naming.optimizers.moves import arranged, grouped, placed
+from ckpttool.naming.optimizers.moves import arranged, grouped, identity, placed
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import ID, OptimizerState, ParamGroup
 
@@ -45,6 +46,17 @@ def new_groups(
     rank = {name: place for place, name in enumerate(parameters.shapes)}
     groups = placed(named, sources)
     return tuple(grouped(sorted(own.params, key=lambda name: rank[str(name)]), own.options) for own in groups)
+
+
+def renamed_groups(
+    named: OptimizerState, sources: Mapping[str, Expression], saved_by: Names | None, where: str
+) -> tuple[ParamGroup, ...] | None:
+    """The groups of who saved it, its parameters under new names; None where these are not one for each of the old."""
+    called = {ref: name for name, source in sources.items() for ref in ex.refs(source)}
+    if not len(called) == len(sources) == len(named.params):
+        return None
+    groups = new_groups(named, identity(named.params), saved_by, None, ID, where)
+    return tuple(grouped([called.get(str(p), p) for p in group.params], group.options) for group in groups)
 
 
 def _ordered_like(groups: tuple[ParamGroup, ...], wanted: Sequence[Sequence[str]]) -> tuple[ParamGroup, ...]:

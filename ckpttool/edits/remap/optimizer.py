@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.edits.remap.groups import new_groups
+from ckpttool.edits.remap.groups import new_groups, renamed_groups
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
@@ -120,7 +120,9 @@ def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[
     ruled = _by_rules_file(named, wanted, to, where)
     sources = _sources(named, wanted, to) if ruled is None else ruled
     placed_by = wanted if ruled is None else replace(wanted, names=None)
-    groups = new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
+    alone = to == ID and wanted.to_names is None
+    groups = renamed_groups(named, sources, wanted.names, where) if alone else None
+    groups = groups or new_groups(named, sources, placed_by.names, wanted.to_names, to, where)
     held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
     shapes = _shapes(named, wanted)
     move = move_of(section, state, to, groups, held, shapes)
@@ -269,20 +271,21 @@ def _leave_out(source: str, section: str) -> str:
 
 def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[str, Expression]:
     """What each new parameter is of the old ones."""
-    renamed = {str(param): _by_rules(str(param), wanted.rules) for param in named.params}
+    renamed = {str(param): by_rules(str(param), wanted.rules) for param in named.params}
     if wanted.to_names is not None and wanted.names is not None:
         return between(wanted.names, wanted.to_names, renamed)
     if wanted.form == SERIALIZED and wanted.names is not None and to != ID:
         found = to_serialized(wanted.names, named.params)
     else:
         found = identity(named.params)
-    made = {_by_rules(name, wanted.rules): source for name, source in found.items()}
+    made = {by_rules(name, wanted.rules): source for name, source in found.items()}
     if len(made) < len(found):
         raise Refused("the rules give several parameters of the optimizer one name", hint="`--dry-run` shows the names")
     return made
 
 
-def _by_rules(name: str, rules: Sequence[Renaming]) -> str:
+def by_rules(name: str, rules: Sequence[Renaming]) -> str:
+    """What the first of the rules that names it makes of a name."""
     return next((found for found in (rule.apply(name) for rule in rules) if found is not None), name)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain as in_turn
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -12,10 +12,12 @@ from ckpttool.edits.remap.adapter import of_adapter
 from ckpttool.edits.remap.by_model import recorded
 from ckpttool.edits.remap.draft import Draft, Step, carried
 from ckpttool.edits.remap.drop import drop, without
-from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRequest, by_rules, remap_optimizers
 from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps, Prefixed
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
+from ckpttool.edits.remap.ruled import Ruled
+from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.naming.model_form import Form
@@ -141,11 +143,19 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
     keeps = done.ruled is None or done.ruled.keeps_places
     target = wanted.to_names or (wanted.names if keeps else None)
     if target is not None and any(one.to == ID for one in optimizers):
-        ordered = (in_order_of(one, target) if one.kind == "state_dict" else one for one in result.sections)
+        called = None if wanted.to_names is not None else _called(done.ruled, wanted.rules)
+        ordered = (in_order_of(one, target, called) if one.kind == "state_dict" else one for one in result.sections)
         result = replace(result, sections=tuple(ordered))
     notes = [note for one in optimizers for note in one.notes]
     plan = _with_moves(done.plan, result, [one.move for one in optimizers if one.move is not None])
     return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
+
+
+def _called(ruled: Ruled | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:
+    """What names have become; None where they are what they were."""
+    if ruled is None:
+        return partial(by_rules, rules=rules) if rules else None
+    return lambda name: ruled.called.get(name, name)
 
 
 def _with_moves(plan: Plan, result: Checkpoint, moves: Sequence[OptimizerMove]) -> Plan:

@@ -29,6 +29,13 @@ class Ruled:
         """Whether every tensor stays one, of the same elements in the same order: ids stay what they are."""
         return not self.plan.dropped and all(_is_whole(output.source) for output in self.plan.outputs)
 
+    @cached_property
+    def called(self) -> dict[str, str]:
+        """What the name of each tensor that stays whole has become; wrappers' segments left aside."""
+        pairs = [(key, output.key) for output in self.plan.outputs for key in ex.refs(output.source)]
+        before, after = (chain.canonical_keys(keys) for keys in zip(*pairs)) if pairs else ({}, {})
+        return {before[key]: after[new] for key, new in pairs}
+
     def shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters of these names that are tensors of the model."""
         entries = self.section.by_key()

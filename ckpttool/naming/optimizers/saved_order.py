@@ -7,7 +7,7 @@ named registers its parameters as the one did that saved the file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ckpttool import expression as ex
@@ -17,6 +17,7 @@ from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.forms import read
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.values import dataclass
 
 
@@ -64,18 +65,24 @@ def _order(section: Section, names: Names, params: Collection[str]) -> SavedOrde
     return SavedOrder(tuple(here), tuple(name for name in parameters(own) if name in set(here)))
 
 
-def in_order_of(section: Section, names: Names) -> Section:
-    """The state dict with its keys as the model's own ``state_dict()`` has them; what it has not stands behind."""
+def in_order_of(section: Section, names: Names, called: Callable[[str], str] | None = None) -> Section:
+    """The state dict with its keys as the model's own ``state_dict()`` has them; what it has not stands behind.
+
+    `called` says what each of the model's names has become, where they are others by now.
+    """
     tables = NameTables(names)
-    reading = read(tables, section)
-    if not reading.match.names:
-        return section
-    order = tables.serialized_names if reading.form == SERIALIZED else tables.runtime_names
+    if called is None:
+        reading = read(tables, section)
+        name_of = reading.match.names
+        order: Iterable[str] = tables.serialized_names if reading.form == SERIALIZED else tables.runtime_names
+    else:
+        name_of = canonical_keys(section.keys)
+        forms = [list(map(called, own)) for own in (tables.serialized_names, tables.runtime_names)]
+        order = max(forms, key=lambda own: len({*own} & {*name_of.values()}))
     rank = {name: place for place, name in enumerate(order)}
-    return replace(
-        section,
-        tensors=tuple(sorted(section.tensors, key=lambda e: rank.get(reading.match.names.get(e.key, ""), len(rank)))),
-    )
+    places = [rank.get(name_of.get(entry.key, ""), len(rank)) for entry in section.tensors]
+    ordered = sorted(zip(places, section.tensors), key=lambda pair: pair[0])
+    return replace(section, tensors=tuple(entry for _, entry in ordered))
 
 
 def same_key_order(left: Iterable[Section], right: Iterable[Section]) -> bool | None:

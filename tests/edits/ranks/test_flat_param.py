@@ -664,6 +664,8 @@ def test_shard_sizes_are_those_of_torch_chunk(numel: int, world_size: int) -> No
 def test_padding_is_what_makes_a_multiple_of_the_ranks(names: Names) -> None:
     own = slots(names, {""})[""]
     total = own[-1].end
-    assert misfit(own, total, 4, padded=False) is None
-    assert misfit(own, -(-total // 4) * 4, 4, padded=True) is None
-    assert misfit(own, total + 4, 4, padded=True) is not None
+    for world_size in (2, 3, 4, 5):
+        for numel in range(total - 6, total + 7):
+            fits = {numel == total, numel % world_size == 0 and 0 <= numel - total < world_size}
+            assert (misfit(own, numel, world_size, padded=True) is None) == (True in fits)
+            assert (misfit(own, numel, world_size, padded=False) is None) == (numel == total)

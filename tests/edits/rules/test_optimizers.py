@@ -207,6 +207,18 @@ def test_a_parameter_that_is_dropped_takes_its_state_along(tmp_path: Path) -> No
     assert sorted(optimizer["state"]) == sorted(optimizer["param_groups"][0]["params"]) == names
 
 
+def test_what_is_no_parameter_is_none_after_the_rules(tmp_path: Path) -> None:
+    model, optimizer = trained(Fused, MAKERS["momentum"])
+    model.register_buffer("seen", torch.ones(3))
+    source = saved(tmp_path / "in.pt", "fqn", model, optimizer)
+    rules = [f"[[rule]]\n{one}" for one in ('constant = "made"\nvalue = 1\nshape = [2]', 'rename = "seen => been"')]
+    line = ["--rules", rules_in(tmp_path, "\n".join([*rules, '[[rule]]\nrename = "norm.{p} => ln.{p}"']))]
+    assert main(["remap", str(source), *line, "-o", str(tmp_path / "out.pt")]) == 0
+    found = torch.load(tmp_path / "out.pt")
+    assert {"made", "been"} < found["model"].keys()
+    assert sorted(found["optimizer"]["state"]) == ["c_attn", "c_bias", "experts", "ln.bias", "ln.weight", "scales"]
+
+
 def test_ids_of_which_nothing_says_whose_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = trained(Fused, MAKERS["momentum"])
     model.register_buffer("seen", torch.ones(3))
