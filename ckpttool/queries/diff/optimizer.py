@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.errors import Refused
+from ckpttool.errors import CkptError, Refused
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
@@ -59,12 +59,16 @@ def optimizer_alone(checkpoint: Checkpoint) -> Section | None:
 def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | None) -> tuple[str, ...]:
     """Notes on the optimizers that both checkpoints have, for a diff that is about their models."""
     notes = []
-    theirs = {section.path: section for section in right.optimizers if section.mapping}
+    theirs = {section.path: section for section in right.optimizers}
     for section in left.optimizers:
-        if section.path not in theirs or not section.mapping:
+        if section.path not in theirs:
             continue
         saved = SavedOptimizer.of(left, section), SavedOptimizer.of(right, theirs[section.path])
-        count = sum(entry.status not in HARMLESS for entry in compare_optimizers(*saved, names).entries)
+        try:
+            count = sum(entry.status not in HARMLESS for entry in compare_optimizers(*saved, names).entries)
+        except CkptError as error:  # the answer is about the models beside it
+            notes.append(f"not compared: {said(error)}")
+            continue
         if count:
             sides = " ".join(f"{one.source}::{section.path}" for one in (left, right))
             notes.append(f"{section.path}: {plural(count, 'difference')} (ckpttool diff {sides})")
@@ -150,7 +154,7 @@ def is_named(saved: SavedOptimizer) -> bool:
     return _side(saved, None, "", []).known
 
 
-def said(error: Refused) -> str:
+def said(error: CkptError) -> str:
     """A refusal as a note."""
     return f"{error.message}: {error.problems[0]}" if error.problems else f"{error.message} ({error.hint})"
 
