@@ -314,14 +314,16 @@ class Checkpoint:
     """The index of one checkpoint.
 
     `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
-    `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``).
+    `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``), and
+    `objects` what stands there, with the objects around sections and tensors (without these): each can be compared.
     `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
     `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
     tensor in `sections`, or one of `unreached`. `beside` are files of the folder that are a part of
     the checkpoint and are not looked into (Megatron's ``common.pt``). `readings` are set where the file could be read
-    in another way, and are about nothing but the `sections` that were read.
+    in another way, and are about nothing but the `sections` that were read. `files` are those of this machine that were
+    opened for the index, each as it was then (`io.sources.State`).
     """
 
     source: str
@@ -336,6 +338,8 @@ class Checkpoint:
     unreached: tuple[Unreached, ...] = ()
     beside: tuple[str, ...] = ()
     readings: Readings | None = field(default=None, compare=False)
+    objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
+    files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def state_dicts(self) -> tuple[Section, ...]:

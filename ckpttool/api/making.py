@@ -11,7 +11,8 @@ from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
-from ckpttool.io import work
+from ckpttool.io import sources, work
+from ckpttool.words import a
 
 if TYPE_CHECKING:
     from ckpttool.edits.remap.result import Remap
@@ -35,6 +36,7 @@ def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = Non
     many bytes are done. Raises `Refused`, all problems at once, where something would be lost, collide or have to be
     guessed, `CkptError` where something cannot be read or written.
     """
+    sources.begin_call()
     return remap_by(ckpt, RemapOptions(out=out, **options), progress)
 
 
@@ -60,7 +62,10 @@ def swap_weights(
     not fit.
     """
     if isinstance(program, str):
+        sources.begin_call()
         return swap_weights_by(program, new, SwapOptions(out=out, **options), progress)
+    if out is not None:
+        raise CkptError(f"{a(program)} is in memory: the swap writes no {out}", hint="leave OUT away, or name a file")
     from ckpttool.live import swap_weights as swap_in_memory
 
     return swap_in_memory(program, new, **options)  # type: ignore[arg-type]  # it says what is no state dict

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Union
 from ckpttool.api.takes import takes
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
+from ckpttool.io import sources
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.options import OptimizerOptions
+from ckpttool.words import a
 
 if TYPE_CHECKING:
     from ckpttool.names import Names
@@ -23,12 +25,15 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     """The index of a checkpoint: keys, dtypes, shapes, and where the bytes lie; no tensor is read.
 
     `ckpt` is a path, a URL, or ``PATH::SECTION``; a state dict in memory becomes an index of its memory. Raises
-    `CkptError` where it cannot be read, or has no such section.
+    `CkptError` where it cannot be read, or has no such section, and for an index of files that have changed since.
     """
     if isinstance(ckpt, Checkpoint):
+        sources.read_on(ckpt.files)
         return ckpt
     if isinstance(ckpt, str):
         return open_operand(ckpt)
+    if not isinstance(ckpt, Mapping):
+        raise CkptError(f"{a(ckpt)} is no checkpoint", hint="pass a path or a URL as text, or a state dict")
     from ckpttool.live.section import section_of
 
     return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))

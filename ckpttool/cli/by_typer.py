@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter, Signature
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from ckpttool.cli.defaults import Default
 from ckpttool.cli.fields import Loaded, Taken
 from ckpttool.errors import CkptError
 from ckpttool.options import Argument
+from ckpttool.words import shell
 
 # The headings of the help, and the options under each; what is under none is the command's own.
 _GROUPS = {
@@ -50,7 +52,7 @@ def run(commands: Commands, args: list[str], loaded: Loaded | None) -> int:
     except typer.Exit as stop:  # --help and --version have said what they say
         return stop.exit_code
     except UsageError as error:
-        raise _in_words(error) from None
+        raise _in_words(error, args) from None
     return int(result or 0)
 
 
@@ -164,12 +166,28 @@ def about() -> str:
     return _root.__doc__ or ""
 
 
-def _in_words(error: Any) -> CkptError:
+def _in_words(error: Any, args: Sequence[str]) -> CkptError:
     message = error.message if hasattr(error, "possibilities") else error.format_message()
     message = message[:1].lower() + message[1:].rstrip(".")
     context = error.ctx
     if context is None:
         return CkptError(message, hint="see ckpttool --help")
+    meant = _as_cp_is_called(context.command, message, args)
+    if meant:
+        return CkptError(message, hint=f"-o names the output: {shell('ckpttool', *meant)}")
     near = get_close_matches(getattr(error, "option_name", None) or "", getattr(error, "possibilities", None) or (), 1)
     hint = f"did you mean {near[0]}?" if near else "usage:" + " ".join(context.get_usage().split())[len("Usage:") :]
     return CkptError(message, hint=f"{hint} (more: {context.command_path} --help)")
+
+
+_EXTRA = re.compile(r"extra argument(?:\(s\))? \((.*)\)$", re.DOTALL)
+
+
+def _as_cp_is_called(command: Any, message: str, args: Sequence[str]) -> list[str]:
+    """The arguments with ``-o`` before the one that was too many, where a command that writes has no OUT yet."""
+    extra = "".join(_EXTRA.findall(message))
+    outs = {flag for param in command.params if param.name == "out" for flag in param.opts}
+    if not outs or not outs.isdisjoint(args) or args.count(extra) != 1:
+        return []
+    place = args.index(extra)
+    return [*args[:place], "-o", *args[place:]]

@@ -26,7 +26,7 @@ from ckpttool.formats.recognise_folder import locate
 from ckpttool.io.edit_in_place import Written, undo
 from ckpttool.io.files import is_dir, look_anew
 from ckpttool.io.together.job import only_first
-from ckpttool.names import RUNTIME, SERIALIZED, Names
+from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
@@ -57,7 +57,7 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
         dry_run=options.dry_run,
     )
     if options.to_ranks and model is not None:
-        return _write_ranks(source, options, writer, model.names(), done)
+        return _write_ranks(source, options, writer, model, done)
     return done if target is None else _write(source, options, writer, target, done, model)
 
 
@@ -70,7 +70,8 @@ def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -
     if options.in_place:
         check_in_place(source, target.format)
     if not options.dry_run:
-        writer.check(target)
+        like = options.like.source if isinstance(options.like, Checkpoint) else options.like
+        writer.check(target, *(split(name)[0] for name in (like,) if isinstance(name, str)))
     return target
 
 
@@ -220,7 +221,10 @@ def _is_about_optimizers(source: Checkpoint, options: RemapOptions, wanted: Opti
 
 def fitted(done: Remap, target: Target, options: RemapOptions, model: ModelOperand | None) -> Checkpoint:
     """What was made as the output can hold it. Raises `Refused`, all problems at once, where it cannot."""
-    _check_versions(done, target, options, _to_operand(options, model) or model)
+    loads = _to_operand(options, model) or model
+    own = isinstance(options.form, ModelForm) and options.form.names != SERIALIZED  # goes through no loading of a model
+    if loads is not None and not own and loses_versions(done.result, target.format):
+        _check_versions(loads, f"{target.format.title} has", "choose an output that ends in .pt")
     return fit(done.result, target.format, keep_aliases=options.keep_aliases)
 
 
@@ -251,18 +255,15 @@ def _write(
     return replace(done, written=written, notes=notes)
 
 
-def _check_versions(done: Remap, target: Target, options: RemapOptions, model: ModelOperand | None) -> None:
-    """Raises `Refused` where `model`, which is to load the output, asks for versions that this has no place for."""
-    own = isinstance(options.form, ModelForm) and options.form.names != SERIALIZED  # goes through no loading of a model
-    if own or model is None or not loses_versions(done.result, target.format):
-        return
+def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
+    """Raises `Refused` where `model`, which is to load the output, asks for versions, which `target` cannot hold."""
     versions = model.names().versions
     if versions is None:
         return
     raise Refused(
-        f"{model.title} loads other values where module versions (_metadata) are absent, and {target.format.title} has "
-        "no place for them",
-        hint="choose an output that ends in .pt",
+        f"{model.title} loads other values where module versions (_metadata) are absent, and {target} no place for "
+        "them",
+        hint=hint,
         problems=[Problem("saved with a version", path or "(root)") for path in versions],
     )
 
@@ -294,14 +295,23 @@ def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Check
     return writer.edit(target, target.lay_in_place(fitted))
 
 
-def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, names: Names, done: Remap) -> Remap:
+def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
     """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
     from ckpttool.edits.ranks.scatter import scatter
 
-    ranks = scatter(done.result, options.to or "", names, options.units or (), options.world_size or 0)
+    names, units, world_size = model.names(), options.units or (), options.world_size or 0
+    sections = of_one_model(done.result, options.sections, names)
+    versions = any(section.modules is not None for section in sections)
+    if versions:
+        _check_versions(model, "rank files have", "write one torch file: --to serialized -o OUT.pt")
+    models = [section.path for section in sections]
+    ranks = scatter(done.result, models, options.to or "", names, units, world_size)
     if options.out is not None and not options.dry_run:
         done = replace(done, verified=writer.ranks(ranks, options.out, _of_values(done)))
-    return replace(done, form=options.to, notes=(*source.notes, *done.notes))
+    alike = [section.title for section in done.result.state_dicts if section.path not in models]
+    notes = [f"not cut: every rank's file holds all of {', '.join(alike)}"] if alike else []
+    notes += ["the module versions in _metadata are left out: FSDP1 has others, by what it wraps"] if versions else []
+    return replace(done, form=options.to, notes=(*source.notes, *done.notes, *notes))
 
 
 def _like(options: RemapOptions, model: ModelOperand | None) -> Section | None:

@@ -48,14 +48,13 @@ class Writer:
     link: str = "copy"
     held: Held = field(default_factory=Held)
 
-    def check(self, target: Target) -> None:
-        """Raises `CkptError` where OUT cannot or must not be written."""
+    def check(self, target: Target, *others: str) -> None:
+        """Raises `CkptError` where OUT cannot or must not be written. `others` are read beside the source."""
         if target.folder is None:
-            self.check_file(target.path)
-        else:
-            write_folder.preflight(
-                target.folder, target.present(), self.source, force=self.force, in_place=self.in_place
-            )
+            self.check_file(target.path, *others)
+            return
+        for source in (self.source, *others):
+            write_folder.preflight(target.folder, target.present(), source, force=self.force, in_place=self.in_place)
 
     def check_file(self, out: str, *others: str) -> None:
         """Raises `CkptError` where the file cannot or must not be written. `others` are read beside the source."""
@@ -64,6 +63,8 @@ class Writer:
 
     def file(self, pieces: Pieces, out: str, decided: Decided | None = None) -> None:
         """Writes the file; `decided`, where it is known, is all that decides its values."""
+        if not self.in_place:
+            write_file.check_no_source(out, sources.files_read())  # now that all is open which the command reads
         job = self._job(out)
         if job is not None and is_url(out):
             self._send(job, {name_of(out): pieces}, parent(out), decided)

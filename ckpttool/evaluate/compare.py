@@ -16,7 +16,7 @@ from ckpttool.checkpoint import (
     Storage,
     TensorEntry,
 )
-from ckpttool.dtypes import itemsize
+from ckpttool.dtypes import PLAIN, itemsize
 from ckpttool.errors import Problem
 from ckpttool.evaluate import with_numpy
 from ckpttool.evaluate.with_numpy import Difference
@@ -131,7 +131,8 @@ def _in_order(entry: TensorEntry) -> Span | Lazy | None:
 def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) -> Difference | None:
     """How the values of two tensors of one dtype and shape differ, or None where they are the same.
 
-    Bitwise where both tolerances are 0, else ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
+    Bitwise where both tolerances are 0, and of a dtype without numbers (``bits8``, ``float4_e2m1fn_x2``); else
+    ``|left - right| <= atol + rtol * |right|`` as in ``torch.isclose``.
     """
     if same_values(left, right):
         return None
@@ -141,6 +142,8 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
         return Difference(f"{left.layout} tensors of other content, or not to be compared")
     if with_numpy.reader(left.dtype) is not None:
         return with_numpy.difference(left.dtype, elements(left), elements(right), rtol, atol)
+    if left.dtype not in PLAIN:
+        return with_numpy.other_bits(left.dtype, elements(left), elements(right))
     from ckpttool.evaluate import with_torch
 
     said = with_torch.difference(with_torch.load(left), with_torch.load(right), rtol, atol)

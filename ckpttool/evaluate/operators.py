@@ -178,11 +178,12 @@ def _overloads(names: str, overloads: str) -> list[str]:
 _SAME_ELEMENTS = _each(
     "alias detach clone contiguous _to_copy copy resolve_conj resolve_neg t numpy_T transpose.int permute movedim.int "
     "movedim.intlist swapaxes view _unsafe_view reshape view.dtype squeeze squeeze.dim squeeze.dims unsqueeze "
-    "flatten.using_ints unflatten.int view_as_real view_as_complex real imag _conj conj_physical flip roll rot90"
+    "flatten.using_ints unflatten.int view_as_real view_as_complex real imag _conj conj_physical flip roll rot90 "
+    "pixel_shuffle pixel_unshuffle channel_shuffle"
 )
 _FEWER_OR_MORE = _each(
     "select.int slice.Tensor narrow diagonal unfold expand repeat tile repeat_interleave.self_int cat stack tril triu "
-    "constant_pad_nd diag diag_embed slice_scatter select_scatter diagonal_scatter"
+    "constant_pad_nd diag diag_embed slice_scatter select_scatter diagonal_scatter block_diag"
 )
 _MADE_OF_NUMBERS = _each(
     "full zeros ones scalar_tensor eye eye.m arange arange.start arange.start_step linspace tril_indices triu_indices"
@@ -190,15 +191,19 @@ _MADE_OF_NUMBERS = _each(
 _OF_ONE = _each(
     "abs neg sign sqrt rsqrt square reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh "
     "cosh tanh asinh acosh atanh sigmoid erf erfc floor ceil round round.decimals trunc frac relu silu gelu softplus "
-    "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite bitwise_not logical_not signbit angle positive"
+    "leaky_relu elu nan_to_num isnan isinf isposinf isneginf isfinite bitwise_not logical_not signbit sgn angle "
+    "positive logit erfinv"
 )
 _OF_TWO = [
-    *_overloads("add sub rsub mul div eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor", "Tensor Scalar"),
+    *_overloads("add sub rsub mul div eq ne lt le gt ge", "Tensor Scalar"),
+    *_overloads("bitwise_and bitwise_or bitwise_xor", "Tensor Scalar Scalar_Tensor"),
     *_overloads("pow", "Tensor_Tensor Tensor_Scalar Scalar"),
-    *_overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar"),
+    *_overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar Scalar_Tensor"),
+    *_overloads("__lshift__ __rshift__", "Tensor Scalar"),
     *_overloads("lerp masked_fill", "Scalar Tensor"),
     *_overloads("where", "self ScalarSelf ScalarOther Scalar"),
     *_each("maximum minimum fmax fmin logical_and logical_or logical_xor atan2 hypot copysign.Tensor copysign.Scalar"),
+    *_each("complex polar ldexp.Tensor xlogy.Tensor logaddexp heaviside"),
     *_each("addcmul addcdiv clamp clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor"),
 ]
 _INTEGER_DIVISION = [
@@ -209,20 +214,22 @@ _INTEGER_DIVISION = [
 _REDUCTIONS = [
     *_overloads("any all", "default dim"),
     *_overloads("max min", "default dim"),
-    *_overloads("std var", "correction"),
+    *_overloads("std var std_mean var_mean", "correction"),
     *_each(
         "sum sum.dim_IntList mean mean.dim prod prod.dim_int amax amin argmax argmin norm.Scalar norm.ScalarOpt_dim"
     ),
     *_each("linalg_vector_norm logsumexp cumsum cumprod count_nonzero.dim_IntList _softmax _log_softmax"),
+    *_each("nansum aminmax trace"),
     *_each("sort sort.stable argsort argsort.stable topk"),
 ]
-_PRODUCTS = _each("mm bmm mv dot addmm baddbmm matmul outer")
+_PRODUCTS = _each("mm bmm mv dot vdot addmm addmv addr baddbmm matmul outer")
 _OF_LISTS = [
     *_overloads("_foreach_add _foreach_sub _foreach_mul _foreach_div", "Scalar List"),
     *_each("_foreach_neg _foreach_abs _foreach_sqrt"),
 ]
 _INTERPOLATIONS = [
     *_overloads("upsample_nearest1d upsample_nearest2d upsample_nearest3d", "default vec"),
+    *_overloads("_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d", "default vec"),
     *_overloads("upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d", "default vec"),
     *_overloads("_upsample_bilinear2d_aa _upsample_bicubic2d_aa", "default vec"),
 ]

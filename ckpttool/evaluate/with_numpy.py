@@ -183,6 +183,17 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
     return None if rtol or atol else Difference(EQUAL)
 
 
+def other_bits(dtype: str, left: Chunks, right: Chunks) -> Difference:
+    """How many elements of two tensors differ, of a dtype that neither `reader` nor torch makes numbers of."""
+    import numpy as np
+
+    size, count, total = itemsize(dtype), 0, 0
+    for mine, yours in in_step(left, right, size):
+        apart = np.frombuffer(mine, f"u{size}") != np.frombuffer(yours, f"u{size}")
+        count, total = count + int(np.count_nonzero(apart)), total + apart.size
+    return Difference(f"{count:,} of {total:,} elements differ")
+
+
 def _distance(left: Array, right: Array) -> Array:
     """How far whole numbers are apart: float64 has no room for all of them, but for that (modulo 2^64)."""
     import numpy as np

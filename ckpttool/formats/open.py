@@ -7,14 +7,16 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.formats.remarks import remarks
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import files, paths
+from ckpttool.io import files, paths, sources
 
 
 def open_checkpoint(path: str) -> Checkpoint:
     """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
     files.look_anew(path)
+    look = sources.begin_look()
     checkpoint = _open(path)
-    return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)))
+    opened = sources.opened_since(look)
+    return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)), files=opened)
 
 
 def _open(path: str) -> Checkpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
@@ -37,13 +37,15 @@ class _Noted:
 
     `streamed`: paths and URLs that tensors were read from since `note_anew`; `opened`: local files by their path, with
     the number of the look at it; `read`: local files that are no checkpoints (rules, plans, names, code). `looks` is
-    counted by `forget`: an index that is read anew may be that of another file.
+    counted by `forget`: an index that is read anew may be that of another file. What was opened before the look `begun`
+    earlier calls of the library have read.
     """
 
     streamed: set[str] = field(default_factory=set)
     opened: dict[str, tuple[int, State]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     looks: int = 0
+    begun: int = 0
 
 
 _noted = _Noted()
@@ -103,8 +105,8 @@ def others_read() -> list[str]:
 
 
 def files_read() -> list[str]:
-    """The paths of the local files that were opened."""
-    return [*_noted.opened, *_noted.read]
+    """The paths of the local files that the command, or call of the library, has opened."""
+    return [*(path for path, (look, _) in _noted.opened.items() if look >= _noted.begun), *_noted.read]
 
 
 def states() -> dict[str, list[int]]:
@@ -122,6 +124,35 @@ def forget(path: str) -> None:
     place = Path(os.path.abspath(path))
     for name in [name for name in _noted.opened if Path(name).is_relative_to(place)]:
         del _noted.opened[name]
+
+
+def begin_look() -> int:
+    """Files that are opened from now on are looked at anew; the number of the look."""
+    _noted.looks += 1
+    return _noted.looks
+
+
+def opened_since(look: int) -> dict[str, State]:
+    """How each local file was that was opened since that look."""
+    return {path: state for path, (at, state) in _noted.opened.items() if at >= look}
+
+
+def read_on(files: Mapping[str, object]) -> None:
+    """An index is used again for which these files were opened as they were then. Raises `CkptError` where one is not.
+
+    Of a path that holds another file now the bytes would be taken from the places that the old one had.
+    """
+    for path, state in files.items():
+        with suppress(OSError):
+            if isinstance(state, State) and _state(os.stat(path)) == state:
+                _noted.opened[path] = _noted.looks, state
+                continue
+        raise CkptError(f"{path} is no longer the file that was opened", hint="open the checkpoint again")
+
+
+def begin_call() -> None:
+    """A new call of the library begins: it may write over what earlier ones have read, not over what it reads."""
+    _noted.begun = begin_look()
 
 
 def forget_all() -> None:

@@ -41,10 +41,14 @@ class Counts:
 
 @dataclass(slots=True)
 class _Work:
-    """A piece of work: what is `done` by reading or writing; `room` is what a part of it may still count as."""
+    """A piece of work: what is `done` by reading or writing; `room` is what a part of it may still count as.
+
+    `before` are the bytes that were written before it.
+    """
 
     by: By
     advance: Callable[[int], object]
+    before: int
     room: int | None = None
 
     def take(self, nbytes: int) -> None:
@@ -88,7 +92,7 @@ def doing(title: str, total: int | None, by: By = "read") -> Iterator[None]:
         yield
         return
     with _show(title, total) as advance:
-        _at_hand = _Work(by, advance)
+        _at_hand = _Work(by, advance, counts.written)
         try:
             yield
         finally:
@@ -114,6 +118,11 @@ def advance(nbytes: int) -> None:
     """Bytes of the work at hand that are done, and that were not read or written here."""
     if _at_hand is not None and nbytes:
         _at_hand.advance(nbytes)
+
+
+def written() -> int:
+    """Bytes that the work at hand has written so far, such as those of a folder's other files."""
+    return 0 if _at_hand is None else counts.written - _at_hand.before
 
 
 def _is_done(nbytes: int, by: By) -> None:

@@ -76,18 +76,18 @@ def swap_attribute(
     """
     path, _, name = fqn.rpartition(".")
     holders = _holders(module, path, shared)
-    places = [(where, at) for holder, where in holders if (at := _place(holder, name, fqn)) is not None]
+    places = [(where, *at) for holder, where in holders if (at := _place(holder, name, fqn)) is not None]
     if not places:
         raise CkptError(f"{path or 'the module'} has no attribute {name!r}", hint="variants() lists submodules")
     old = places[0][1][name]
-    others = [where for where, at in places if not _same_value(at[name], old)]
+    others = [where for where, at, _ in places if not _same_value(at[name], old)]
     if others:
         problems = [Problem(f"not the value of {places[0][0]}.{name}", f"{where}.{name}") for where in others]
         raise Refused(f"the variants of {fqn} hold different values", hint="set them one by one", problems=problems)
-    fitted = _fitted(old, new(old) if _is_function(new) else new, fqn)
-    for _, at in places:
-        at[name] = fitted
-    return tuple(dict.fromkeys(f"{where}.{name}".lstrip(".") for where, _ in places if where is not None))
+    fitted = _fitted(old, new(old) if _is_function(new) else new, fqn, places[0][2])
+    for _, table, _ in places:
+        table[name] = fitted
+    return tuple(dict.fromkeys(f"{where}.{name}".lstrip(".") for where, _, _ in places if where is not None))
 
 
 # Which submodules are variants
@@ -221,12 +221,16 @@ def _holders(root: nn.Module, path: str, shared: bool) -> list[tuple[nn.Module, 
     return [(body, fqn) for home in homes for fqn, body in _bodies(home.fqn, home.module)]
 
 
-def _place(holder: nn.Module, name: str, fqn: str) -> dict[str, Any] | None:
-    """The dict of `holder` that has the attribute, or None where none has it."""
+def _place(holder: nn.Module, name: str, fqn: str) -> tuple[dict[str, Any], type] | None:
+    """The dict of `holder` that has the attribute, with the class of what is in it, or None where none has it."""
     if name in holder._modules:
         raise CkptError(f"{fqn} is a submodule", hint="swap_module changes it")
-    tables: tuple[Any, ...] = (holder._parameters, holder._buffers, holder.__dict__)
-    return next((table for table in tables if name in table), None)
+    tables: tuple[tuple[Any, type], ...] = (
+        (holder._parameters, nn.Parameter),
+        (holder._buffers, torch.Tensor),
+        (holder.__dict__, object),
+    )
+    return next(((table, kind) for table, kind in tables if name in table), None)
 
 
 def _is_function(new: Any) -> bool:
@@ -240,10 +244,12 @@ def _same_value(one: object, other: object) -> bool:
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
-def _fitted(old: object, new: object, fqn: str) -> object:
-    """`new` as it can stand for `old`."""
-    if old is None or new is None:
+def _fitted(old: object, new: object, fqn: str, kind: type) -> object:
+    """`new` as it can stand for `old`, or where that is None among objects of `kind`."""
+    if new is None or (old is None and isinstance(new, kind)):
         return new
+    if old is None:
+        raise Refused(f"{fqn} is a {kind.__name__} or None, the new value {a(new)}", hint=f"give it a {kind.__name__}")
     if not isinstance(old, torch.Tensor):
         if type(new) is not type(old):
             raise Refused(f"{fqn} is {a(old)}, the new value {a(new)}", hint="give it the same type")

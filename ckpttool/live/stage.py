@@ -17,7 +17,7 @@ from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Expression, Ref
 from ckpttool.live.section import context, layout_of
 from ckpttool.live.sharded import local_part, placed
-from ckpttool.tracing.recorder.identity import address, inside, token
+from ckpttool.tracing.recorder.identity import Token, address, inside, token
 from ckpttool.tracing.recorder.memory import geometry
 from ckpttool.values import dataclass
 from ckpttool.words import first_line, plural
@@ -52,7 +52,7 @@ def stage(
     It may be a tensor of `state` itself, unless that lies in memory that is to be written. Raises `Refused`, with all
     problems at once, where a value cannot be made, and where one tensor gets two.
     """
-    taken = _Ground(tensor for tensor in tensors.values() if layout_of(tensor) == "strided")
+    taken = _Ground(memory for memory in map(_memory, tensors.values()) if memory is not None)
     problems: list[Problem] = []
     made: dict[int, New] = {}
     for fqn, old in tensors.items():
@@ -62,7 +62,7 @@ def stage(
             new = _new(fqn, old, sources[fqn], state, taken)
             first = made.setdefault(id(old), new)
             if not _equal(first.value, new.value):
-                problems.append(Problem(f"tied to {first.fqn}, and its new value is another one", fqn))
+                problems.append(_tied(first, new))
         except (RuntimeError, TypeError, ValueError, NotImplementedError, CkptError) as error:
             problems.append(Problem(_reason(error), fqn))
     problems += _overlaps(list(made.values()))
@@ -73,6 +73,11 @@ def stage(
             problems=problems,
         )
     return list(made.values())
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a new value would be written into: of a DTensor this rank's part; None for what is no dense memory."""
+    return tensor if layout_of(tensor) == "strided" else local_part(tensor)
 
 
 class _Ground:
@@ -180,9 +185,16 @@ def _overlaps(news: list[New]) -> list[Problem]:
             by_memory[address(new.old)].append(new)
     problems = []
     for group in by_memory.values():
-        if len({token(new.old) for new in group}) > 1:
-            problems += _clashes(group)
+        first: dict[Token, New] = {}  # planning knows what one storage has twice, and not what numpy has given to two
+        for new in group:
+            if not _equal(first.setdefault(token(new.old), new).value, new.value):
+                problems.append(_tied(first[token(new.old)], new))
+        problems += _clashes(list(first.values())) if len(first) > 1 else []
     return problems
+
+
+def _tied(first: New, new: New) -> Problem:
+    return Problem(f"tied to {first.fqn}, and its new value is another one", new.fqn)
 
 
 def _clashes(group: list[New]) -> list[Problem]:

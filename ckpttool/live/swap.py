@@ -67,7 +67,8 @@ def swap_weights(
     the default there, since its tensors may still be those of the model that it was exported from).
 
     Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype, or
-    tied and different, and where a tensor cannot take it. Whatever is raised, the target is as it was.
+    tied and different, and where a tensor cannot take it. Whatever is raised, the target is as it was; Ctrl-C waits
+    while it is written in place.
     """
     if not isinstance(state_dict, Mapping):
         raise CkptError(f"{a(state_dict)} is no state dict", hint="pass model.state_dict()")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import Refused
+from ckpttool.io.interrupts import uninterrupted
 from ckpttool.live.stage import New, arranged
 from ckpttool.tracing.recorder.identity import address, token
 
@@ -18,9 +19,20 @@ def write(news: Sequence[New]) -> None:
     """Gives every old tensor its new value; every reference to it stays valid, and sees the new value.
 
     Tensor objects are swapped first, which torch may refuse (then those before are swapped back); the memory of all
-    others is written last, in one call, in which nothing is left to go wrong.
+    others is written last, in one call, in which nothing is left to go wrong: Ctrl-C waits for its end.
     """
-    plain = [new.memory for new in news if new.memory is not None and new.memory[0].numel()]
+    plain = [_as_it_lies(*new.memory) for new in news if new.memory is not None and new.memory[0].numel()]
+    with uninterrupted():
+        _write(news, plain)
+
+
+def _as_it_lies(old: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two without a lazy conjugation or negation of `old`, through which no call writes that takes many tensors."""
+    old, value = (old.conj(), value.conj()) if old.is_conj() else (old, value)
+    return (torch._neg_view(old), torch._neg_view(value)) if old.is_neg() else (old, value)
+
+
+def _write(news: Sequence[New], plain: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     done: list[New] = []
     try:
         for new in news:

@@ -47,6 +47,7 @@ def open_operand(operand: str) -> Checkpoint:
         container=None,
         unreached=unreached,
         beside=(),
+        objects=(),
     )
 
 

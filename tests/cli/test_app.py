@@ -96,6 +96,12 @@ def test_version() -> None:
         (["inspect", "x.pt", "--fromat", "json"], "no such option", "did you mean --format?"),
         (["inspect", "x.pt", "--format"], "option '--format' requires an argument", "see ckpttool --help"),
         (["inspect", "x.pt", "y.pt"], "got unexpected extra argument", "usage: ckpttool inspect [OPTIONS]"),
+        (
+            ["remap", "x.pt", "a b.pt", "-q"],
+            "got unexpected extra argument",
+            "-o names the output: ckpttool remap x.pt -o 'a b.pt' -q",
+        ),
+        (["remap", "x.pt", "y.pt", "-o", "z.pt"], "got unexpected extra argument", "usage: ckpttool remap [OPTIONS]"),
         (["inspect", "x.pt", "--format", "yaml"], "unknown format 'yaml'", "--format takes one of text, json,"),
         (["inspect", "x.pt", "--report", "r.pdf"], "the ending of report file 'r.pdf'", "end it with one of .txt,"),
     ],

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
 from ckpttool.cli.app import main
+from ckpttool.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import with_torch
 from ckpttool.evaluate.compare import (
     difference,
@@ -158,6 +159,20 @@ def test_two_entries_are_the_same_where_they_hold_the_same(tmp_path: Path) -> No
             told = difference(one, other, 0.0, 0.0) if comparable else None
             assert not comparable or (told is None) == alike
             assert told is None or "SHA-256" not in told.text
+
+
+@pytest.mark.parametrize("dtype", [name for name in BY_NAME if not name.startswith("q")])
+@pytest.mark.parametrize("tolerance", [0.0, 1e-9])
+def test_of_every_dtype_it_is_said_how_many_elements_differ(dtype: str, tolerance: float) -> None:
+    """Of bits and of halves of a byte too, which torch makes no numbers of."""
+    size = itemsize(dtype)
+    left, right = bytes(5 * size), bytes(2 * size) + bytes([1] * size) + bytes(size) + bytes([1] * size)
+    one, other = (in_row_major("w", dtype, (5,), Storage(lazy(data, [1, 3]))) for data in (left, right))
+    if hasattr(torch, dtype):
+        told = difference(one, other, tolerance, 0.0)
+        assert told is not None
+        assert told.text.startswith("2 of 5 elements differ")
+    assert difference(one, one, tolerance, 0.0) is None
 
 
 def test_of_a_digest_only_the_bytes_count(tmp_path: Path) -> None:

@@ -38,10 +38,12 @@ LEAVES = {
     "row": torch.ones(4),
     "line": torch.linspace(0, 1, 8).reshape(1, 1, 8),
     "image": torch.linspace(0, 1, 16).reshape(1, 1, 4, 4),
+    "channels": torch.linspace(0, 1, 16).reshape(1, 4, 2, 2),
     "volume": torch.linspace(0, 1, 64).reshape(1, 1, 4, 4, 4),
 }
 X, Y, INDEX, WHOLE, MASK = (Ref(name) for name in ("x", "y", "index", "whole", "mask"))
 FLOAT = Special("dtype", "float32")
+NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
 # Arguments for operators that a tensor alone, or two of one shape, do not suit: by overload first, then by packet.
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "transpose": (X, 0, 1), "permute": (X, (1, 0)), "movedim.int": (X, 0, 1), "movedim.intlist": (X, (0,), (1,)),
@@ -50,7 +52,11 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "unsqueeze": (X, 0), "flatten": (X, 0, 1), "unflatten": (X, 1, (2, 2)), "view_as_real": (Ref("complex"),),
     "imag": (Ref("complex"),),
     "_conj": (Ref("complex"),), "view_as_complex": (Ref("pairs"),), "flip": (X, (0,)), "roll": (X, (1,), (0,)),
-    "rot90": (X, 1, (0, 1)), "select": (X, 0, 1), "slice": (X, 1, 1, 3), "narrow": (X, 0, 1, 2),
+    "rot90": (X, 1, (0, 1)), "pixel_shuffle": (Ref("channels"), 2), "pixel_unshuffle": (Ref("image"), 2),
+    "channel_shuffle": (Ref("channels"), 2), "complex": (X, Y), "polar": (X, Y), "trace": (Ref("square"),),
+    "aminmax": (X,), "vdot": (Ref("vector"), Ref("vector")), "addmv": (Ref("vector"), X, Ref("row")),
+    "addr": (X, Ref("vector"), Ref("row")),
+    "select": (X, 0, 1), "slice": (X, 1, 1, 3), "narrow": (X, 0, 1, 2),
     "unfold": (X, 1, 2, 1), "expand": (Ref("row"), (3, 4)), "repeat": (X, (2, 1)), "tile": (X, (2,)),
     "repeat_interleave": (X, 2, 0), "cat": ((X, Y), 1), "stack": ((X, Y),), "constant_pad_nd": (X, (1, 1), 2.0),
     "slice_scatter": (X, Y), "select_scatter": (X, Ref("row"), 0, 1), "copy": (X, Y),
@@ -76,9 +82,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "index_fill": (X, 0, INDEX, 2.0), "index": (X, (INDEX, None)), "index_put": (X, (INDEX,), Y),
     "masked_select": (X, MASK), "round.decimals": (X,), "diagonal": (X,), "copysign.Scalar": (X, -1.0),
     "div.Tensor_mode": (X, Y), "div.Scalar_mode": (X, 2.0),
-    "upsample_nearest1d": (Ref("line"), (16,)), "upsample_nearest1d.vec": (Ref("line"), (16,), None),
-    "upsample_nearest2d": (Ref("image"), (8, 8)), "upsample_nearest2d.vec": (Ref("image"), None, (2.0, 2.0)),
-    "upsample_nearest3d": (Ref("volume"), (2, 2, 2)), "upsample_nearest3d.vec": (Ref("volume"), (2, 2, 2), None),
+    **{f"{nearest}1d": (Ref("line"), (16,)) for nearest in NEAREST},
+    **{f"{nearest}1d.vec": (Ref("line"), (16,), None) for nearest in NEAREST},
+    **{f"{nearest}2d": (Ref("image"), (8, 8)) for nearest in NEAREST},
+    **{f"{nearest}2d.vec": (Ref("image"), None, (2.0, 2.0)) for nearest in NEAREST},
+    **{f"{nearest}3d": (Ref("volume"), (2, 2, 2)) for nearest in NEAREST},
+    **{f"{nearest}3d.vec": (Ref("volume"), (2, 2, 2), None) for nearest in NEAREST},
     "upsample_linear1d": (Ref("line"), (16,), True), "upsample_linear1d.vec": (Ref("line"), (16,), True, None),
     "upsample_trilinear3d": (Ref("volume"), (8, 8, 8), True),
     "upsample_trilinear3d.vec": (Ref("volume"), (8, 8, 8), True, None),
@@ -92,7 +101,7 @@ KEYWORDS: dict[str, dict[str, Argument]] = {
     "div.Scalar_mode": {"rounding_mode": "trunc"}, "sort.stable": {"stable": True}, "argsort.stable": {"stable": True},
     "_to_copy": {"dtype": FLOAT}, "clone": {"memory_format": Special("memory_format", "contiguous_format")},
 }  # fmt: skip
-BITS = ("bitwise_",)
+BITS = ("bitwise_", "__")
 ATEN = sorted(name for name in OPERATORS if name != GETITEM)
 
 

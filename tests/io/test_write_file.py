@@ -79,19 +79,23 @@ def test_what_is_flushed_is_begun_to_be_written_back(
     assert 0 <= 120 * CHUNK - sum(length for _, length in asked) < FLUSHED
 
 
-def test_a_run_leaves_a_part_of_the_memory_in_the_page_cache(
+def test_an_output_leaves_a_part_of_the_memory_in_the_page_cache(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One file may be all of it, or several together; what is more is evicted once the disk has it."""
+    """One file may be all of it, or several together; what is more is evicted once the disk has it.
+
+    What the process has written before does not count, however long it lives.
+    """
     pieces = [Piece(Span(str(source), 0, 3 * CHUNK))] * 40
     nbytes = 120 * CHUNK
     monkeypatch.setattr(kernel, "write_back", lambda descriptor, *_: os.fsync(descriptor))  # the disk is quick
-    for memory, kept in ((8 * nbytes, [True, True, False]), (nbytes, [False, False, False])):
+    for memory, kept in ((nbytes, [False, False, False]), (8 * nbytes, [True, True, False])):
         monkeypatch.setattr(kernel, "memory", lambda memory=memory: memory)
-        work.begin()
-        for number, whole in enumerate(kept):
-            out = tmp_path / f"{memory}-{number}"
-            write(pieces, str(out))
+        with work.doing("a folder", len(kept) * nbytes, "written"):
+            outs = [tmp_path / f"{memory}-{number}" for number in range(len(kept))]
+            for out in outs:
+                write(pieces, str(out))
+        for out, whole in zip(outs, kept):
             found = resident(out)
             assert found == nbytes if whole else found <= 3 * FLUSHED
             with open(out, "rb") as file:

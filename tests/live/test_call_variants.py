@@ -175,6 +175,11 @@ def test_attributes_of_any_kind_are_set() -> None:
     assert module[0].training
     assert swap_attribute(module, "0.bias", None) == ("0.bias",)
     assert module[0].bias is None
+    for wrong, called in ((torch.ones(2), "a Tensor"), (1, "an int")):
+        with pytest.raises(Refused) as refused:
+            swap_attribute(module, "0.bias", wrong)
+        assert refused.value.message == f"0.bias is a Parameter or None, the new value {called}"
+    assert module[0].bias is None
     assert swap_attribute(module, "0.bias", nn.Parameter(torch.ones(2))) == ("0.bias",)
     assert torch.equal(module(torch.zeros(2)), module[1](torch.ones(2)))
     assert swap_attribute(module[0], "weight", torch.zeros(2, 2)) == ("weight",)

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharded_live
@@ -28,6 +32,22 @@ def test_sharded_modules_compute_with_the_new_weights_whatever_they_did_last(tmp
     results = [json.loads(path.read_text()) for path in tmp_path.glob("found-*.json")]
     assert [len(found) for found in results] == [52 if "CKPTTOOL_SEEDS" not in os.environ else 91] * 3
     assert [{what: text for what, text in found.items() if text} for found in results] == [{}] * 3
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_value_may_lie_in_the_shard_of_another_weight(order: str) -> None:
+    """Both get what the state dict had, whichever is written first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        shard = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        weights, live = {"a": torch.ones(4), "b": shard}, nn.Module()
+        for name in order:
+            live.register_parameter(name, nn.Parameter(weights[name]))
+        swap_weights(live, {"a": shard.to_local(), "b": torch.full((4,), 2.0)})
+        assert live.get_parameter("a").tolist() == [0] * 4
+        assert shard.to_local().tolist() == [2] * 4
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import sys
 import threading
 import weakref
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 import ckpttool
 from ckpttool.errors import CkptError, Refused
@@ -177,6 +178,7 @@ def lain(chance: random.Random, flat: npt.NDArray[Any]) -> torch.Tensor:
     flat = flat if chance.random() < 0.8 else flat + 100
     found = torch.from_numpy(flat[start:]) if chance.random() < 0.5 else torch.from_numpy(flat)[start:]
     found = found.as_strided((2, 2), stride)
+    found = torch._neg_view(found) if chance.random() < 0.2 else found
     return found.conj() if chance.random() < 0.2 else found
 
 
@@ -528,6 +530,22 @@ def test_a_swap_that_torch_refuses_halfway_is_taken_back() -> None:
         assert getattr(tensor, "data8", None) is data8
         assert isinstance(tensor, Weight8) or torch.equal(tensor, value)
     assert live["a"].bias.grad is not None
+
+
+def test_ctrl_c_waits_until_all_is_written() -> None:
+    class Interrupted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._foreach_copy_.default:
+                signal.raise_signal(signal.SIGINT)
+            return found
+
+    live, other = quantized(0), quantized(5)
+    with pytest.raises(KeyboardInterrupt), Interrupted():
+        swap_weights(live, other.state_dict())
+    for name in "abc":
+        assert torch.equal(live[name].bias, other[name].bias)
+        assert torch.equal(live[name].weight.data8, other[name].weight.data8)
 
 
 def test_a_weak_reference_to_a_subclass_weight_is_found_before() -> None:

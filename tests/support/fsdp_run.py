@@ -93,7 +93,7 @@ def by_first_layer(model: nn.Module) -> torch.optim.Optimizer:
     return _optimizer(model, GROUPS, "layers.0")
 
 
-def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def _full(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module) -> dict:
     """What FSDP itself makes of all ranks.
 
     Without offload: on the CPU it is a view of a buffer that is used again where parameters are original ones, so that
@@ -103,39 +103,34 @@ def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     kinds = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False))
-    with FSDP.state_dict_type(model, *kinds):
-        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    with FSDP.state_dict_type(model, *kinds), FSDP.state_dict_type(average, *kinds):
+        optimized = FSDP.optim_state_dict(model, optimizer)
+        return {"model": model.state_dict(), "optimizer": optimized, "ema": average.state_dict()}
 
 
-def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module, sharded: bool = False) -> dict:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import StateDictType
 
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import StateDictType
-
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    kind = StateDictType.SHARDED_STATE_DICT if sharded else StateDictType.LOCAL_STATE_DICT
+    with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(average, kind):
+        optimized = FSDP.optim_state_dict(model, optimizer) if sharded else optimizer.state_dict()
+        return {"model": model.state_dict(), "optimizer": optimized, "ema": average.state_dict()}
 
 
 def _train(rank: int, world_size: int, folder: str, original: bool, inside: str = "") -> None:
     """With `inside` the optimizer has no names."""
-    model = _wrapped(0, original)
+    model, average = _wrapped(0, original), _wrapped(2, original)
     optimizer = _optimizer(model, world_size, inside or "layers", named=not inside)
     for step in range(2):
         optimizer.zero_grad()
         model(torch.arange(4) + (rank + step) % 3).square().sum().backward()
         optimizer.step()
     kind = ("original" if original else "flat") + inside
-    torch.save(_saved(model, optimizer), f"{folder}/{kind}_rank_{rank}.pt")
+    torch.save(_saved(model, optimizer, average), f"{folder}/{kind}_rank_{rank}.pt")
     if not original and not inside:
-        torch.save(_sharded(model, optimizer), f"{folder}/sharded_rank_{rank}.pt")
-    full = _full(model, optimizer)
+        torch.save(_saved(model, optimizer, average, sharded=True), f"{folder}/sharded_rank_{rank}.pt")
+    full = _full(model, optimizer, average)
     if rank == 0:
         torch.save(full, f"{folder}/{kind}_full.pt")
 
@@ -150,16 +145,17 @@ def _load_again(rank: int, world_size: int, folder: str) -> None:
         _written(f"{folder}/original_rank_*.pt", "sharded", world_size, f"{folder}/again_sharded_{{rank}}.pt")
     dist.barrier()
     for name, original in (("again", False), ("again_sharded", True), ("again_sharded", False)):
-        model = _wrapped(1, original)
+        model, average = _wrapped(1, original), _wrapped(3, original)
         optimizer = _optimizer(model, world_size)
         saved = torch.load(f"{folder}/{name}_{rank}.pt", weights_only=False)
         kind = StateDictType.LOCAL_STATE_DICT if name == "again" else StateDictType.SHARDED_STATE_DICT
-        with FSDP.state_dict_type(model, kind):
+        with FSDP.state_dict_type(model, kind), FSDP.state_dict_type(average, kind):
             model.load_state_dict(saved["model"])
+            average.load_state_dict(saved["ema"])
             if name != "again":
                 saved["optimizer"] = FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"])
         optimizer.load_state_dict(saved["optimizer"])
-        full = _full(model, optimizer)
+        full = _full(model, optimizer, average)
         if rank == 0:
             torch.save(full, f"{folder}/{name}_{'original' if original else 'flat'}_full.pt")
 

@@ -417,6 +417,42 @@ def split_by_slices() -> nn.Module:
 
 
 @pattern
+def packs_four_bits() -> nn.Module:
+    """Two numbers in one byte, as quantised weights are stored; what is above 15 is lost."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("codes", torch.randint(0, 32, (3, 8), dtype=torch.int32))
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        codes = sd.pop(prefix + "codes")
+        sd[prefix + "packed"] = (codes[:, 0::2] & 15 | (codes[:, 1::2] << 4)).to(torch.uint8)
+
+    def restore(sd: dict, prefix: str, *args: object) -> None:
+        packed = sd.pop(prefix + "packed").to(torch.int32)
+        sd[prefix + "codes"] = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+    model._register_state_dict_hook(save)
+    model._register_load_state_dict_pre_hook(restore)
+    return model
+
+
+@pattern
+def saves_complex_numbers_in_parts() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("angles", torch.polar(torch.ones(3, 4), torch.randn(3, 4)))
+
+    def save(module: nn.Module, sd: dict, prefix: str, meta: dict) -> None:
+        angles = sd.pop(prefix + "angles")
+        sd[prefix + "cos"], sd[prefix + "sin"] = angles.real.clone(), angles.imag.clone()
+
+    def restore(sd: dict, prefix: str, *args: object) -> None:
+        sd[prefix + "angles"] = torch.complex(sd.pop(prefix + "cos"), sd.pop(prefix + "sin"))
+
+    model._register_state_dict_hook(save)
+    model._register_load_state_dict_pre_hook(restore)
+    return model
+
+
+@pattern
 def joins_experts() -> nn.Module:
     """Saves the experts stacked into one tensor; loads them by unbinding."""
     model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 3, bias=False) for _ in range(3))})

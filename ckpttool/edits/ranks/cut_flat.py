@@ -56,7 +56,7 @@ class FlatCut:
         shards = _model(section, self, problems)
         if problems:
             raise Refused(
-                f"the checkpoint cannot be flattened: {plural(len(problems), 'problem')}",
+                f"{section.path or 'the checkpoint'} cannot be flattened: {plural(len(problems), 'problem')}",
                 hint="`ckpttool trace MODEL` lists the model's parameters; --units names the modules that are wrapped",
                 problems=problems,
             )

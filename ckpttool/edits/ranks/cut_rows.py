@@ -16,7 +16,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.parts import concatenated, row_major, window
 from ckpttool.expression import Ref, refs
 from ckpttool.formats.ranks.sharded_tensor import sharded
-from ckpttool.names import Names
+from ckpttool.names import Names, RuntimeTensor
 from ckpttool.naming.flat_param import shard_sizes
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
@@ -36,12 +36,12 @@ class RowCut:
     def model(self, section: Section) -> list[Section]:
         """The model's section on each rank. Raises `Refused`, all problems at once, for what cannot be cut by rows."""
         tables = NameTables(self.names)
-        parameters = {t.canonical: tables.first[t.fqn] for t in self.names.runtime if t.kind == "parameter"}
+        parameters = {t.canonical: t for t in self.names.runtime if t.kind == "parameter"}
         problems = [problem for entry in section.tensors for problem in _problems(entry, tables, parameters)]
         problems += [Problem("not in the checkpoint", key) for key in parameters if key not in section.by_key()]
         if problems:
             raise Refused(
-                f"the checkpoint cannot be sharded: {plural(len(problems), 'problem')}",
+                f"{section.path or 'the checkpoint'} cannot be sharded: {plural(len(problems), 'problem')}",
                 hint="write a folder for torch.distributed.checkpoint, which shards while it loads: "
                 "--to serialized -o OUT.dcp",
                 problems=problems,
@@ -103,13 +103,17 @@ def _of(own: Mapping[Any, Any], rank: int) -> dict[Any, Any]:
     return {name: value.parts[rank] if isinstance(value, _Cut) else value for name, value in own.items()}
 
 
-def _problems(entry: TensorEntry, tables: NameTables, parameters: Mapping[str, str]) -> list[Problem]:
-    """What keeps the model's `entry` from being what FSDP1 loads; `parameters` are first FQNs by canonical name."""
-    source = tables.saved.get(entry.key)
-    if entry.key not in parameters or source != Ref(parameters[entry.key]):
-        read = set() if source is None else set(refs(source)) & set(parameters.values())
+def _problems(entry: TensorEntry, tables: NameTables, parameters: Mapping[str, RuntimeTensor]) -> list[Problem]:
+    """What keeps the model's `entry` from being what FSDP1 loads; `parameters` are by canonical name."""
+    source, own = tables.saved.get(entry.key), parameters.get(entry.key)
+    if own is None or source != Ref(tables.first[own.fqn]):
+        read = set() if source is None else set(refs(source)) & {tables.first[t.fqn] for t in parameters.values()}
         how = f"a hook makes it of {', '.join(sorted(read))}, and FSDP1 saves the parameters as they are"
         return [Problem(how, entry.key)] if read else []
     if entry.storage is None:
         return [Problem(f"{entry.layout}: only dense tensors can be sharded", entry.key)]
-    return [] if entry.shape else [Problem("FSDP1 shards no scalars", entry.key)]
+    if not entry.shape:
+        return [Problem("FSDP1 shards no scalars", entry.key)]
+    if own.shape not in (None, entry.shape):
+        return [Problem(f"{list(entry.shape)}, the model's is {list(own.shape or ())}", entry.key)]
+    return []

@@ -6,17 +6,17 @@ Nothing is read but the index: each original tensor is a storage that lies in th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from math import prod
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, in_row_major
 from ckpttool.edits.remap.result import Remap
-from ckpttool.errors import Problem, Refused
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.parts import across, concatenated
-from ckpttool.expression import Expression, Op, Ref, substitute
-from ckpttool.formats.ranks.parts import is_held_alike, is_of_ranks, is_whole, parts_of
+from ckpttool.expression import Expression, Op, Ref, refs, substitute
+from ckpttool.formats.ranks.parts import OF_ONE_STEP, is_held_alike, is_of_ranks, is_whole, parts_of
 from ckpttool.formats.ranks.sharded_tensor import is_sharded
-from ckpttool.keys import is_flat
+from ckpttool.keys import dotted, is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.flat_param import Slot, flat_params, misfit, named_units, slots, unit_paths
 from ckpttool.naming.forms import read
@@ -28,6 +28,7 @@ from ckpttool.plan import Dropped
 from ckpttool.values import dataclass
 from ckpttool.words import plural
 
+DIFFERS = "differs between the ranks"  # what every rank has whole
 _UNITS = "--units 'layers.*' checks which modules are units; is it the model, and the version of it, that was saved?"
 
 
@@ -46,27 +47,45 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """`checkpoint` has ordinary tensors only; `sources` are its model's keys as expressions over the files' keys.
+class Whole:
+    """A state dict with ordinary tensors only; `sources` are its keys as expressions over those of the files.
 
-    `units` are the flat parameters that were taken apart, by the path of the unit, in ``model.parameters()`` order.
+    `units` are the flat parameters that were taken apart, by the path of the unit, in ``model.parameters()`` order;
+    `problems` where files and model do not fit.
     """
 
-    checkpoint: Checkpoint
-    section: str
+    section: Section
     sources: Mapping[str, Expression]
-    units: Mapping[str, Unit] = field(default_factory=dict)
-    dropped: tuple[Dropped, ...] = ()
-    notes: tuple[str, ...] = ()
+    units: Mapping[str, Unit]
+    dropped: tuple[Dropped, ...]
+    notes: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """`checkpoint` has the model's state dicts whole; `sections` are these by path, `units` those of the first."""
+
+    checkpoint: Checkpoint
+    sections: Mapping[str, Whole]
+    units: Mapping[str, Unit]
+    notes: tuple[str, ...]
 
     def before(self, done: Remap) -> Remap:
-        """What was `done` to the gathered checkpoint, as done to the files it was gathered from."""
+        """What was `done` to the gathered checkpoint, as done to the files it was gathered from.
+
+        Raises `Refused`, all problems at once, for what ranks hold in their own ways and no model says how.
+        """
+        remarks = _remarks(done.result)
         outputs = tuple(
-            replace(o, source=substitute(o.source, self.sources.__getitem__)) if o.section == self.section else o
+            replace(o, source=substitute(o.source, self.sections[o.section].sources.__getitem__))
+            if o.section in self.sections
+            else o
             for o in done.plan.outputs
         )
-        plan = replace(done.plan, outputs=outputs, dropped=(*self.dropped, *done.plan.dropped))
-        return replace(done, plan=plan, notes=(*self.notes, *done.notes))
+        dropped = (gone for whole in self.sections.values() for gone in whole.dropped)
+        plan = replace(done.plan, outputs=outputs, dropped=(*dropped, *done.plan.dropped))
+        return replace(done, plan=plan, notes=(*self.notes, *done.notes, *remarks))
 
 
 def flat_entries(section: Section, names: Names | None = None) -> list[TensorEntry]:
@@ -77,7 +96,7 @@ def flat_entries(section: Section, names: Names | None = None) -> list[TensorEnt
 
 def without_model(source: Checkpoint) -> Refused:
     """The refusal to put rank files together without knowing the parameters."""
-    flat = [found for section in source.sections for found in flat_params(section)]
+    flat = [(section.path, found) for section in source.sections for found in flat_params(section)]
     if not flat:
         return Refused(
             f"{source.source} is {plural(_world_size(source), 'rank file')}: only the model's shapes tell a part of a "
@@ -89,8 +108,8 @@ def without_model(source: Checkpoint) -> Refused:
         "laid end to end without their names and shapes",
         hint="pass --model MODEL, the definition of the model before it was wrapped",
         problems=[
-            Problem(f"{found.numel:,} elements: the parameters of {found.unit or 'the root module'}", found.key)
-            for found in flat
+            Problem(f"{one.numel:,} elements: the parameters of {one.unit or 'the root module'}", dotted(path, one.key))
+            for path, one in flat
         ],
     )
 
@@ -101,13 +120,54 @@ def _world_size(source: Checkpoint) -> int:
 
 
 def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Gathered:
-    """`source` with its model section as an ordinary one, in runtime names where it held flat parameters.
+    """`source` with every state dict of the model as an ordinary one, in runtime names where it held flat parameters.
 
-    `patterns` name the modules that are units, to be checked. Optimizers are left to `gather_optimizer`. Raises
-    `Refused`, all problems at once, where the files and the model do not fit.
+    `patterns` name the modules that are units, to be checked. State dicts beside the model's that do not fit it stay
+    as they are, and optimizers are left to `gather_optimizer`. Raises `Refused`, all problems at once, where the files
+    and the model do not fit, and `CkptError` where a parameter differs that every rank has whole.
     """
-    section, tables = model_section(source), NameTables(names)
-    flat = flat_entries(section, names)
+    first = _whole(model_section(source), names, patterns)
+    if any(problem.problem == DIFFERS for problem in first.problems):
+        raise CkptError("the files are not of one step", hint=OF_ONE_STEP, problems=first.problems)
+    if first.problems:
+        raise Refused(
+            f"the files do not fit {names.model}: {plural(len(first.problems), 'problem')}",
+            hint=_UNITS,
+            problems=first.problems,
+        )
+    sections, notes = {first.section.path: first}, [*first.notes]
+    for section in source.state_dicts:
+        if section.path not in sections and _is_in_parts(section, names):
+            further = _whole(section, names)
+            if further.problems:
+                notes.append(f"{section.title} does not fit {names.model}, and stays as the ranks hold it")
+            else:
+                sections[section.path] = further
+                notes += (f"{section.path}: {note}" for note in further.notes)
+    made = tuple(sections[s.path].section if s.path in sections else s for s in source.sections)
+    return Gathered(replace(source, sections=made), sections, first.units, tuple(notes))
+
+
+def _remarks(made: Checkpoint) -> list[str]:
+    """What is rank 0's outside of state dicts. Raises `Refused` for what is in one, and no model says what it is."""
+    entries = ((section, e) for section in made.sections if section.kind != "optimizer" for e in section.tensors)
+    other = [(s, e) for s, e in entries if is_of_ranks(e) and not is_whole(e) and not is_held_alike(e)]
+    unknown = [dotted(section.path, entry.key) for section, entry in other if section.kind == "state_dict"]
+    if unknown:
+        raise Refused(
+            f"{plural(len(unknown), 'tensor')} of no place in the model: the ranks hold parts, or copies that differ",
+            hint="leave them out with --drop PATTERN; each model's section alone is PATTERN::SECTION",
+            problems=[Problem(DIFFERS, key) for key in unknown],
+        )
+    return [f"{dotted(section.path, entry.key)} {DIFFERS}: rank 0's is taken" for section, entry in other]
+
+
+def _is_in_parts(section: Section, names: Names) -> bool:
+    return bool(flat_entries(section, names)) or any(map(is_of_ranks, section.tensors))
+
+
+def _whole(section: Section, names: Names, patterns: Sequence[str] = ()) -> Whole:
+    tables, flat = NameTables(names), flat_entries(section, names)
     keys = {entry.key for entry in flat}
     rest = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in keys))
     work = _Work(tables, rest)
@@ -116,9 +176,7 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
     units = _units(flat, paths, slots(names, set(paths.values()), work.fqns), work.problems)
     problems += work.problems
     if problems:
-        raise Refused(
-            f"the files do not fit {names.model}: {plural(len(problems), 'problem')}", hint=_UNITS, problems=problems
-        )
+        return Whole(section, {}, {}, (), (), tuple(problems))
     made = [work.ordinary(entry, bool(units)) for entry in rest.tensors]
     made += [entry for unit in units.values() for entry in taken_apart(unit)]
     reason = "its parameters stand in the files under their own names"
@@ -128,8 +186,7 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
     sources.update((fqn, _cut_out(unit, slot)) for unit in units.values() for slot in unit.slots for fqn in slot.fqns)
     form = RUNTIME if units else section.form
     done = replace(section, tensors=tuple(made), form=form, modules=_modules(section))
-    sections = tuple(done if s.path == section.path else s for s in source.sections)
-    return Gathered(replace(source, sections=sections), section.path, sources, units, tuple(dropped), tuple(work.notes))
+    return Whole(done, sources, units, tuple(dropped), tuple(work.notes), ())
 
 
 class _Work:
@@ -147,6 +204,8 @@ class _Work:
 
     def _resolved(self, entry: TensorEntry) -> TensorEntry:
         shape = self.likeness.get(self.reading.match.names.get(entry.key, ""), ("", None))[1]
+        if shape is None and not is_whole(entry) and not is_held_alike(entry):
+            return entry  # a copy or a part: the model does not say it
         found = resolved(entry, shape)
         if found is None:
             held = sum(part.numel for part in parts_of(entry) if part is not None)
@@ -155,8 +214,17 @@ class _Work:
             )
             return entry
         if is_a_copy(found, entry) and not is_held_alike(entry):
-            self.notes.append(f"{entry.key} differs between the ranks: rank 0's is taken")
+            if self._is_parameter(entry.key):
+                self.problems.append(Problem(DIFFERS, entry.key))
+            else:
+                self.notes.append(f"{entry.key} {DIFFERS}: rank 0's is taken")
         return found
+
+    def _is_parameter(self, key: str) -> bool:
+        name = self.reading.match.names.get(key, "")
+        source = self.tables.saved.get(name) if self.reading.form == SERIALIZED else Ref(name)
+        tensors = [self.tables.tensors.get(fqn) for fqn in refs(source or ())]
+        return any(tensor is not None and tensor.kind == "parameter" for tensor in tensors)
 
     def key(self, key: str, runtime: bool) -> str:
         """The key that the entry gets; with `runtime` that of the model's runtime names."""

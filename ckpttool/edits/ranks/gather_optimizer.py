@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
-from ckpttool.edits.ranks.gather import Gathered, Unit, cut_out, is_a_copy, resolved
+from ckpttool.edits.ranks.gather import DIFFERS, Gathered, Unit, cut_out, is_a_copy, resolved
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import CkptError, Problem, Refused
@@ -24,7 +24,6 @@ from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param
 from ckpttool.words import plural
 
 _LEAVE_OUT = "leave it out with --drop SECTION"
-_DIFFERS = "differs between the ranks"
 
 
 def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> Remap:
@@ -54,7 +53,7 @@ def _gathered(section: Section, units: Mapping[str, Unit], names: Names) -> Sect
     problems: list[Problem] = []
     of_unit = _units_of(state, units, names, where) if units else {}
     made = _of_flat(state, of_unit, names, problems) if of_unit else _of_slices(state, names, where, problems)
-    if any(problem.problem == _DIFFERS for problem in problems):
+    if any(problem.problem == DIFFERS for problem in problems):
         raise CkptError(f"{where}: the files are not of one step", hint=OF_ONE_STEP, problems=problems)
     if problems:
         raise Refused(f"{where}: its state does not fit the parameters", hint=_LEAVE_OUT, problems=problems)
@@ -149,7 +148,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
         problems.append(Problem(f"is {shapes} on the ranks, {unit.key} is [{chunk}] on each", value.key))
         return [value] * len(unit.slots)
     if not is_held_alike(value):
-        problems.append(Problem(_DIFFERS, value.key))
+        problems.append(Problem(DIFFERS, value.key))
     return [in_own_storage(have[0]) for _ in unit.slots]  # a step counter: each parameter has one of its own
 
 
@@ -199,7 +198,7 @@ def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: lis
                     Problem(f"the ranks hold {held:,} elements, the parameter is {list(shape or ())}", value.key)
                 )
             elif is_a_copy(whole, value) and not is_held_alike(value):
-                problems.append(Problem(_DIFFERS, value.key))
+                problems.append(Problem(DIFFERS, value.key))
             else:
                 made[name] = whole
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,7 +12,6 @@ from ckpttool.edits.ranks.cut_rows import RowCut
 from ckpttool.edits.remap.optimizer import OptimizerRequest, remap_optimizers
 from ckpttool.errors import CkptError
 from ckpttool.names import FSDP_FLAT, Names
-from ckpttool.operands.checkpoint import model_section
 from ckpttool.optimizer_state import FQN
 
 _MOST_RANKS = 65_536
@@ -31,11 +30,13 @@ class Cut(Protocol):
         """Of an optimizer whose parameters are named by their FQNs."""
 
 
-def scatter(source: Checkpoint, form: str, names: Names, units: Sequence[str], world_size: int) -> list[Checkpoint]:
-    """The checkpoint of each rank, from rank 0 on, in `form`. `source` has the model's serialized keys.
+def scatter(
+    source: Checkpoint, models: Collection[str], form: str, names: Names, units: Sequence[str], world_size: int
+) -> list[Checkpoint]:
+    """The checkpoint of each rank, from rank 0 on, in `form`; other state dicts than the `models` are whole in each.
 
-    `units` name the modules with flat parameters of their own (``layers.*``); the root always has one. Raises
-    `Refused`, all problems at once, for what FSDP1 cannot shard.
+    The sections at these paths have the model's serialized keys. `units` name the modules with flat parameters of their
+    own (``layers.*``); the root always has one. Raises `Refused`, all problems at once, for what FSDP1 cannot shard.
     """
     if not 2 <= world_size <= _MOST_RANKS:
         raise CkptError(
@@ -43,12 +44,9 @@ def scatter(source: Checkpoint, form: str, names: Names, units: Sequence[str], w
             hint="for one process write an ordinary checkpoint: --to serialized",
         )
     cut: Cut = FlatCut.of(names, units, world_size) if form == FSDP_FLAT else RowCut(names, world_size)
-    section = model_section(source)
-    shards = cut.model(section)
-    has_optimizer = bool(source.optimizers)
-    named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if has_optimizer else source
+    named = remap_optimizers(source, OptimizerRequest(keys=FQN, names=names))[0] if source.optimizers else source
     columns = [
-        shards if own.path == section.path else cut.optimizer(own) if own.kind == "optimizer" else [own] * world_size
+        cut.model(own) if own.path in models else cut.optimizer(own) if own.kind == "optimizer" else [own] * world_size
         for own in named.sections
     ]
     return [replace(source, sections=tuple(rank), container=None) for rank in zip(*columns)]

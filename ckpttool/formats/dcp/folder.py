@@ -25,9 +25,10 @@ from ckpttool.formats.dcp.safetensors_shards import located, read_shards
 from ckpttool.formats.dcp.write_metadata import spelled
 from ckpttool.formats.recognise_folder import DCP_METADATA, HF_SHARD, beside
 from ckpttool.formats.torch import zip_file as torch_zip
+from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree, read_tree
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.files import exists, is_file, names_in, opened, size

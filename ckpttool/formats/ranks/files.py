@@ -78,6 +78,7 @@ def read(pattern: str) -> Checkpoint:
         sum(rank.nbytes for rank in ranks),
         sections,
         others=ranks[0].others,
+        objects=ranks[0].objects,
         container=ranks[0].container,
         globals=tuple(sorted({name for rank in ranks for name in rank.globals})),
         notes=(*notes, *merge.notes),

@@ -21,6 +21,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import MOST
 from ckpttool.keys import dotted, is_flat
+from ckpttool.words import some
 
 _COUNTER = re.compile(r"step|epoch|iter")  # in the name of what all ranks count alike
 _ABSENT = object()
@@ -68,9 +69,23 @@ class Merge:
         entries = [self._entry([entries.get(key) for entries in by_key], dotted(path, key)) for key in keys]
         return replace(
             first,
+            modules=self._modules(path, own),
             tensors=tuple(entry for entry in entries if isinstance(entry, TensorEntry)),
             extras=tuple(entry for entry in entries if isinstance(entry, ExtraEntry)),
         )
+
+    def _modules(self, path: str, own: Sequence[Section | None]) -> Mapping[str, object] | None:
+        """The versions of modules (``_metadata``): those of the first rank that has some."""
+        found = {rank: section.modules for rank, section in enumerate(own) if section is not None}
+        first = next((rank for rank, modules in found.items() if modules is not None), None)
+        taken = None if first is None else found[first]
+        other = [f"rank {rank}" for rank, modules in found.items() if modules != taken]
+        if other:
+            where = dotted(path, "_metadata")
+            self.notes.append(
+                f"{where} (module versions) is another or none on {some(other, 8)}: rank {first}'s is taken"
+            )
+        return taken
 
     def _value(self, values: Sequence[Any], found: list[TensorEntry], way: str) -> Any:
         """The value at `way` of an optimizer's state dict, of those of all ranks; its tensors are added to `found`."""

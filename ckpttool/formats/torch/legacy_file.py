@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
+from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, with_references
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
-from ckpttool.formats.torch.tree import Tree, read_tree
-from ckpttool.formats.torch.unreached import unreached
+from ckpttool.formats.torch.tree import Tree
+from ckpttool.formats.torch.unreached import unreached, ways
 from ckpttool.formats.torch.zip_file import Container, foreign, tree_to_write
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
@@ -256,13 +257,17 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     """The bytes of the checkpoint's file, storages moved as they are.
 
     Raises `Refused`, all problems at once, for storages that torch would not load from this format: untyped ones, among
-    them those of dtypes that came later, and those that tensors of several dtypes look at.
+    them those of dtypes that came later, and those that tensors of several dtypes look at; and for what needs values to
+    be made, as torch reads all storages at last.
     """
     root, protocol, rebuilder = tree_to_write(checkpoint)
     references: list[Persistent] = []
     dumps(Pickle(root, protocol), references)
     _know_all(checkpoint, references, rebuilder)
     widths, problems = _widths(checkpoint, references, rebuilder)
+    problems += [
+        Problem("torch would make it of values that come after it", path) for path in ways(root, _early).values()
+    ]
     if problems:
         raise Refused(
             "not every tensor fits into the format of torch.save before torch 1.6",
@@ -279,6 +284,18 @@ def layout(checkpoint: Checkpoint) -> Pieces:
     for key, numel in numels.items():
         pieces += [Piece(numel.to_bytes(_NUMEL, "little")), Piece(rebuilder.storages[key].data)]
     return pieces
+
+
+_EARLY = {
+    Global("torch._utils", "_rebuild_nested_tensor"),
+    Global("torch", "ScriptObject"),
+    Global("torch._C", "Generator"),
+}
+
+
+def _early(node: Any) -> int | None:
+    """The id of a node that reads the values of its tensors when it is made; None for any other."""
+    return id(node) if type(node) is Call and type(node.func) is Global and node.func in _EARLY else None
 
 
 def _know_all(checkpoint: Checkpoint, references: Sequence[Persistent], rebuilder: Rebuilder) -> None:

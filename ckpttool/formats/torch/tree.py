@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint, ExtraEntry, Readings, Section, TensorEntry, Unreached
+from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import ABSENT, Call
 from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.modules import SLOTS, class_of, is_module, slots_of
 from ckpttool.formats.torch.optimizer_mapping import mapping_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
 from ckpttool.keys import free
-from ckpttool.many import many_objects
 from ckpttool.optimizer_state import looks_flat
 from ckpttool.values import dataclass
 
@@ -24,6 +23,7 @@ _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked f
 
 Step = tuple[str, Any]  # ("item", key or index), ("arg", index) or ("state", None)
 Steps = tuple[Step, ...]
+Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,38 +38,30 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """What was found in the tree of a pickle: places by section path, and the steps to everything else by path."""
+    """What was found in the tree of a pickle: places by section path, and the steps to everything else by path.
+
+    `rings` are the places of what refers back to what it stands in: the steps there, and to what it refers to.
+    """
 
     storages: Storages
     places: dict[str, Place] = field(default_factory=dict)
+    rings: dict[str, tuple[Steps, Steps]] = field(default_factory=dict)
+    around: dict[int, Steps] = field(default_factory=dict)  # by id, the containers that are being walked
     others: dict[str, Steps] = field(default_factory=dict)
     loose: list[TensorEntry] = field(default_factory=list)
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
-    added: dict[int, tuple[Callable[..., None], int]] = field(default_factory=dict)  # by id of a section's node
-    again_left: int = 100_000  # entries of sections that stand at further places, in all
+    added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)  # by id of a section, or what holds some
+    again_left: int = 100_000  # entries of what stands at further places, in all
     listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
     of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
     barren: set[int] = field(default_factory=set)  # ids of containers inside which there is no tensor to be listed
     notes: list[str] = field(default_factory=list)
     unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
+    outer: dict[str, Any] = field(default_factory=dict)  # path -> a pickled object that has sections or tensors in it
     whole: Collection[str] = ()  # paths of dicts that are state dicts, whatever they look like
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
-
-
-@many_objects()
-def read_tree(
-    root: Any, storages: Storages, made: Callable[[Tree], Checkpoint], whole: Collection[str] = ()
-) -> Checkpoint:
-    """What `made` makes of the sections in the tree below `root`; the dicts at the paths `whole` are state dicts.
-
-    Raises `CkptError` on bad tensors.
-    """
-    tree = find_sections(root, storages, whole)
-    checkpoint = made(tree)
-    other = Readings(tree.dicts, checkpoint.sections, lambda paths: read_tree(root, storages, made, {*whole, *paths}))
-    return replace(checkpoint, readings=other if tree.dicts else None)
 
 
 def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) -> Tree:
@@ -96,20 +88,32 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     if id(node) in tree.seen:
         return _add_again(tree, node, path, steps, foreign)
     tree.seen.add(id(node))
+    before = len(tree.places)
     add = _recognised(tree, node, ".".join(path), foreign)
+    found = _add(tree, add, node, path, steps, foreign)
+    if len(tree.places) > before:
+        last = next(reversed(tree.places.values())).section
+        tree.added[id(node)] = add, max(1, len(last.entries), sum(1 for _ in _named_children(node, (), ())))
+    return found
+
+
+def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
+    """Adds the section that `node` is, by `add`, or what stands in it; False where there is nothing."""
     if add is not None:
         add(tree, node, path, steps)
-        section = next(reversed(tree.places.values())).section
-        tree.added[id(node)] = add, len(section.tensors) + len(section.extras)
         return True
     inside = foreign or (isinstance(node, Call) and pairs_of(node) is None)
     rest: list[tuple[tuple[str, ...], Steps]] = []
     found = False
+    tree.around[id(node)] = steps
     for child_path, child_steps, child in _named_children(node, path, steps):
         if _walk(tree, child, child_path, child_steps, inside):
             found = True
         elif not inside:
             rest.append((child_path, child_steps))
+    del tree.around[id(node)]
+    if found and inside and not foreign:
+        tree.outer[".".join(path)] = node
     if found:
         for child_path, child_steps in rest:
             tree.others[free(".".join(child_path), tree.others)] = child_steps
@@ -117,9 +121,12 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
 
 
 def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: bool) -> bool:
-    """What is a section at another place is one here too; False for all else, whose tensors are in the first."""
+    """What is or holds a section elsewhere does so here too; False for all else: its tensors are in the first place."""
+    if id(node) in tree.around:
+        tree.rings[free(".".join(path), tree.rings)] = steps, tree.around[id(node)]
+        return False
     add, count = tree.added.get(id(node), (None, 0))
-    if add is None or (foreign and metadata_of(node) is None):
+    if not count or (add is not None and foreign and metadata_of(node) is None):
         return False
     left = tree.again_left
     tree.again_left -= count
@@ -128,11 +135,10 @@ def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, forei
             note = f"from {'.'.join(path)} on, sections that stand at several places are looked at in one of them"
             tree.notes.append(note)
         return False
-    add(tree, node, path, steps)
-    return True
+    return _add(tree, add, node, path, steps, foreign)
 
 
-def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Callable[..., None] | None:
+def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
     """What adds the node to the tree where it is a section; None for what may hold some."""
     names = _names(node)
     if path in tree.whole and names is not None and not foreign:

@@ -22,7 +22,7 @@ def unreached(
     left = [key for key in keys if key not in storages.reached]
     if not left:
         return ()
-    places = _places(root, set(left))
+    places = ways(root, lambda node: storage_key(node) if type(node) is Persistent else None)
     found: dict[str, Unreached] = {}
     for key in left:
         path = places.get(key)
@@ -33,9 +33,9 @@ def unreached(
     return tuple(found.values())
 
 
-def _places(root: Any, wanted: set[str]) -> dict[str, str]:
-    """Storage key -> the dotted way to the first reference to it."""
-    found: dict[str, str] = {}
+def ways(root: Any, wanted: Callable[[Any], object]) -> dict[Any, str]:
+    """What `wanted` says of a node, other than None -> the dotted way to the first node of which it says so."""
+    found: dict[Any, str] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", root)]
     while todo:
@@ -43,10 +43,8 @@ def _places(root: Any, wanted: set[str]) -> dict[str, str]:
         if type(node) not in HOLDS or id(node) in seen:
             continue
         seen.add(id(node))
-        if type(node) is Persistent:
-            if (key := storage_key(node)) in wanted:
-                found.setdefault(key, path)
-            continue
+        if (key := wanted(node)) is not None:
+            found.setdefault(key, path)
         todo += [(dotted(path, name), part) for name, part in reversed(_parts(node))]
     return found
 

@@ -46,7 +46,21 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
     edits.update((steps, _REMOVE) for path, steps in tree.others.items() if path not in kept)
+    _check_rings(edits, tree)
     return _edited(root, edits) if edits else root
+
+
+def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
+    """Raises `Refused` where something is to be changed in what holds itself: that would hold what it was before."""
+    gone = {steps for steps, node in edits.items() if node is _REMOVE}
+    problems = [
+        Problem("refers back to what it stands in", path)
+        for path, (at, whole) in tree.rings.items()
+        if any(steps[: len(whole)] == whole != steps for steps in edits)
+        and not any(at[:length] in gone for length in range(len(at) + 1))
+    ]
+    if problems:
+        raise Refused("what holds itself cannot be changed where it is", hint=_HINT, problems=problems)
 
 
 def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
@@ -219,14 +233,14 @@ def _same_modules(now: Mapping[str, object] | None, was: Mapping[str, object] | 
 
 
 def _state_with(state: Any, modules: Mapping[str, object] | None, nodes: _Nodes) -> Any:
-    """The attributes of a state dict with other ``_metadata``."""
-    rest = {} if state is ABSENT else {name: value for name, value in state.items() if name != "_metadata"}
+    """The attributes of a state dict with other ``_metadata``, in their order."""
+    had = {} if state is ABSENT else state
     if modules is None:
-        return rest or ABSENT
-    was = None if state is ABSENT else state.get("_metadata")
+        return {name: value for name, value in had.items() if name != "_metadata"} or ABSENT
+    was = had.get("_metadata")
     made = _clone(was) if type(was) is Call else Call(nodes.ordered_dict, ())
     made.pairs = _modules(modules, nodes).pairs
-    return {**rest, "_metadata": made}
+    return {**had, "_metadata": made}
 
 
 def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> Sequence[TensorEntry | ExtraEntry]:
@@ -245,14 +259,15 @@ def _in_place_order(section: Section, place: Place, was: Mapping[str, Any]) -> S
 def _edited(root: Any, edits: Mapping[Steps, Any]) -> Any:
     """The tree with the node at each of the steps replaced, or taken out (`_REMOVE`)."""
     trie: dict[Any, Any] = {}
+    made: dict[int, _Edit] = {}
     for steps, node in edits.items():
         if not steps:
             return node
         level = trie
         for step in steps[:-1]:
             level = level.setdefault(step, {})
-        level[steps[-1]] = _Edit(node)
-    return _edit(root, trie)
+        level[steps[-1]] = made.setdefault(id(node), _Edit(node))
+    return _edit(root, trie, {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,12 +275,22 @@ class _Edit:
     node: Any
 
 
-def _edit(node: Any, trie: Mapping[Step, Any]) -> Any:
+_Done = dict[int, tuple[Mapping[Step, Any], Any]]  # by id of a node: the first edits of it, and what it became
+
+
+def _edit(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
+    """The node with the edits; what stands at several places stays one where they are the same at all of them."""
+    if id(node) not in done:
+        done[id(node)] = trie, _edited_node(node, trie, done)
+    return done[id(node)][1] if done[id(node)][0] == trie else _edited_node(node, trie, done)
+
+
+def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
     def changed(step: Step, child: Any) -> Any:
         edit = trie.get(step)
         if edit is None:
             return child
-        return edit.node if isinstance(edit, _Edit) else _edit(child, edit)
+        return edit.node if isinstance(edit, _Edit) else _edit(child, edit, done)
 
     def sequence(kind: str, children: Any) -> list[Any]:
         parts = [changed((kind, index), child) for index, child in enumerate(children)]

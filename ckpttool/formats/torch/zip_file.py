@@ -15,10 +15,11 @@ from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
 from ckpttool.formats.containers.zip_place import ALIGNMENT
+from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
 from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
-from ckpttool.formats.torch.tree import Tree, read_tree
+from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Edited, Pieces

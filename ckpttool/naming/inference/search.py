@@ -367,10 +367,8 @@ class _Search:
         """
         explained = len(self.pairs) > min(len(self.left), len(self.right))
         weak = set[int]() if explained else self.weak
-        pairs = tuple([pair for at, pair in enumerate(self.pairs) if at not in weak])
-        keys = (one.key for one in self.sides[0].tensors)
-        if not all(pair.left[0] in keys for pair in pairs):  # each looked for behind the one before it
-            pairs = tuple(sorted(pairs, key=lambda pair: self.orders[0].place[pair.left[0]]))
+        kept = [pair for at, pair in enumerate(self.pairs) if at not in weak]
+        pairs = tuple(sorted(kept, key=lambda pair: self.orders[0].place[pair.left[0]]))
         doubted = tuple(
             Ambiguous(
                 self.pairs[at].left, self.pairs[at].right, "only their shapes agree, and most keys have no partner"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.errors import CkptError, Refused
+from ckpttool.errors import Refused
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.classes import class_of
 from ckpttool.naming.optimizers.forms import read
@@ -22,7 +22,6 @@ from ckpttool.queries.diff.keys import Values
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries, tensors_of
 from ckpttool.queries.diff.result import HARMLESS, Entry, Outlines
 from ckpttool.values import dataclass
-from ckpttool.words import plural, shell
 
 
 class Found(NamedTuple):
@@ -54,35 +53,6 @@ def optimizer_section(checkpoint: Checkpoint) -> Section | None:
 def optimizer_alone(checkpoint: Checkpoint) -> Section | None:
     """The checkpoint's optimizer, if it is all that there is to compare."""
     return None if checkpoint.state_dicts else optimizer_section(checkpoint)
-
-
-def differing_optimizers(left: Checkpoint, right: Checkpoint, names: Names | None) -> tuple[str, ...]:
-    """Notes on the optimizers that both checkpoints have, for a diff that is about their models."""
-    notes = []
-    theirs = {section.path: section for section in right.optimizers}
-    for section in left.optimizers:
-        if section.path not in theirs:
-            continue
-        saved = SavedOptimizer.of(left, section), SavedOptimizer.of(right, theirs[section.path])
-        try:
-            count = sum(entry.status not in HARMLESS for entry in compare_optimizers(*saved, names).entries)
-        except CkptError as error:  # the answer is about the models beside it
-            notes.append(f"not compared: {said(error)}")
-            continue
-        if count:
-            sides = " ".join(f"{one.source}::{section.path}" for one in (left, right))
-            notes.append(f"{section.path}: {plural(count, 'difference')} (ckpttool diff {sides})")
-    return (*notes, *_not_compared(left, right))
-
-
-def _not_compared(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """A note on the optimizers that stand under a path of their own on each side."""
-    mine, theirs = ([s.path for s in one.optimizers] for one in (left, right))
-    here, there = [path for path in mine if path not in theirs], [path for path in theirs if path not in mine]
-    if not here or not there:
-        return []
-    words = shell("ckpttool", "diff", f"{left.source}::{here[0]}", f"{right.source}::{there[0]}")
-    return [f"the optimizers stand at {', '.join(here)} and at {', '.join(there)}: not compared ({words})"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +124,7 @@ def is_named(saved: SavedOptimizer) -> bool:
     return _side(saved, None, "", []).known
 
 
-def said(error: CkptError) -> str:
+def said(error: Refused) -> str:
     """A refusal as a note."""
     return f"{error.message}: {error.problems[0]}" if error.problems else f"{error.message} ({error.hint})"
 

@@ -1,16 +1,14 @@
-"""What two checkpoints hold beside their models: compared where both have it, and said where it was not looked at."""
+"""Tensors outside of state dicts, and storages that are not understood: compared as the models are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpttool.checkpoint import Checkpoint, Section, TensorEntry, Unreached
+from ckpttool.checkpoint import Checkpoint, TensorEntry, Unreached
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import content_of_storage
-from ckpttool.naming.versions import otherwise
 from ckpttool.queries.diff.keys import Values, compare_pair
 from ckpttool.queries.diff.result import NOT_UNDERSTOOD, ONLY_LEFT, ONLY_RIGHT, Entry, only_left, only_right
-from ckpttool.words import plural, some
 
 
 def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
@@ -23,29 +21,11 @@ def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) 
 
 def compare_loose(left: Checkpoint, right: Checkpoint, values: Values | None) -> list[Entry]:
     """Tensors outside of state dicts under one key on both sides."""
-    mine, theirs = _loose(left), _loose(right)
+    mine, theirs = loose(left), loose(right)
     return [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
 
 
-def not_compared(left: Checkpoint, right: Checkpoint, chosen: tuple[Section, Section]) -> tuple[str, ...]:
-    """Sentences on what the comparison of the models left out: state dicts, tensors that one side has, versions."""
-    notes = []
-    for side, checkpoint, model, other in (("left", left, chosen[0], right), ("right", right, chosen[1], left)):
-        more = [s.title for s in checkpoint.state_dicts if s.path != model.path]
-        if more:
-            notes.append(f"not compared: {some(more)} of {side} ({checkpoint.source}::{more[0]} is one)")
-        alone = [key for key in _loose(checkpoint) if key not in _loose(other)]
-        if alone:
-            what = plural(len(alone), "tensor")
-            notes.append(f"not compared: {what} outside of state dicts that only {side} has: {some(alone)}")
-    others = otherwise(*chosen)
-    if others:
-        what = f"{plural(len(others), 'module')} of other versions (_metadata), which loading may read otherwise"
-        notes.append(f"not compared: {what}: {some(others)}")
-    return tuple(notes)
-
-
-def _loose(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+def loose(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """The tensors outside of state dicts and optimizers, by the dotted way to them."""
     return {entry.key: entry for section in checkpoint.sections if section.kind == "other" for entry in section.tensors}
 

@@ -151,6 +151,7 @@ class Diff:
     their names tell apart: a tuple for each shape. `harmless` are the statuses whose entries do not stand against
     `identical`; `beyond` says what does that no entry shows. `accepted` says whether all that does is what a
     pipeline lives with, where it was said what that is; `unused_ignores` are lines of it that spoke of nothing.
+    `aside` is whether `notes` tell of what else is not the same, or was not compared, beside the two models.
     `outlines` are the tensors of each side by key, in its own order, as far as they are known.
     """
 
@@ -168,6 +169,7 @@ class Diff:
     accepted: bool | None = None
     unused_ignores: tuple[str, ...] = ()
     remedy: Remedy | None = None
+    aside: bool = False
     outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
 
     @property

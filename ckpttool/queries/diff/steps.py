@@ -205,7 +205,7 @@ def _shown(path: str) -> str:
 
 def _alone(checkpoint: Checkpoint, section: Section) -> Checkpoint:
     """The checkpoint as if it had no other section; what no tensor is understood of is other bytes at every step."""
-    return replace(checkpoint, sections=(section,), others=(), unreached=())
+    return replace(checkpoint, sections=(section,), others=(), unreached=(), objects=())
 
 
 def _optimizers(

@@ -15,6 +15,7 @@ from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
+from ckpttool.queries.diff.beside import Beside
 from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.elsewhere import explained
 from ckpttool.queries.diff.keys import Values, compare
@@ -22,11 +23,10 @@ from ckpttool.queries.diff.names import compare_through
 from ckpttool.queries.diff.optimizer import (
     SavedOptimizer,
     compare_optimizers,
-    differing_optimizers,
     is_named,
     optimizer_alone,
 )
-from ckpttool.queries.diff.outside import compare_loose, compare_outside, not_compared
+from ckpttool.queries.diff.outside import compare_loose, compare_outside
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Remedy, outlines
 from ckpttool.queries.diff.suggestions import suggestions
@@ -38,7 +38,9 @@ def ask(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values:
     if saved is not None:
         compare_optimizers(*saved, None if model is None else model.names(), values)
     else:
-        _by_key(*_read(left, right, model), values)
+        mine, theirs, names = _read(left, right, model)
+        _by_key(mine, theirs, names, values)
+        Beside(left, right, (mine, theirs), names, values).of_sections()
     compare_loose(left, right, values)
 
 
@@ -80,12 +82,12 @@ def checkpoints(
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
     adapters = adapter_notes(mine.keys, theirs.keys, ("left", "right"))
-    left_out = not_compared(left, right, (mine, theirs))
     ranks = (*one_rank(left), *one_rank(right))
-    notes = (*ranks, *hidden, *adapters, *differing_optimizers(left, right, names), *left_out)
+    beside = Beside(left, right, (mine, theirs), names, values).differences()
+    notes = (*ranks, *hidden, *adapters, *beside)
     inferred = suggestions(left, right, entries, values is not None) if infers and names is None else None
     shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
-    return replace(shown, outlines=(outlines(mine), outlines(theirs)))
+    return replace(shown, aside=bool(beside), outlines=(outlines(mine), outlines(theirs)))
 
 
 def _optimizers(

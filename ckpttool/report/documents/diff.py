@@ -71,8 +71,9 @@ def document(diff: Diff, *, all: bool = False) -> Document:
 
 def _verdict(diff: Diff) -> str:
     if diff.identical:
+        same = "the models are the same" if diff.aside else "the same"
         count = sum(entry.status not in HARMLESS for entry in diff.entries)
-        return "the same" if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
+        return same if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
     weighing = [entry for entry in diff.entries if diff.weighs(entry)]
     ignored = sum(entry.ignored is not None for entry in weighing)
     if diff.accepted:

@@ -92,6 +92,7 @@ def test_rank_files_become_what_fsdp_makes_of_them(
     assert status == 0, error
     made, expected = torch.load(out), torch.load(folder / f"{kind.replace('sharded', 'flat')}_full.pt")
     same(made["model"], expected["model"])
+    same(made["ema"], expected["ema"])
     same_optimizer(made["optimizer"], expected["optimizer"])
 
 
@@ -172,6 +173,7 @@ def test_fsdp_loads_the_rank_files_that_are_written(
     """Flat parameters, and parameters cut by rows, with `use_orig_params` and without."""
     again, expected = (torch.load(runs[world_size] / f"{kind}_full.pt") for kind in (written, source))
     same(again["model"], expected["model"])
+    same(again["ema"], expected["ema"])
     same_optimizer(again["optimizer"], expected["optimizer"])
 
 
@@ -268,7 +270,7 @@ def test_the_plan_cuts_each_parameter_out_of_its_flat_one(tmp_path: Path, names:
     saved = flattened(model, Block, True).state_dict()
     torch.save(saved, tmp_path / "flat.pt")
     gathered = gather(open_checkpoint(str(tmp_path / "flat.pt")), names)
-    made = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sources.items()}
+    made = {key: evaluate(source, saved.__getitem__) for key, source in gathered.sections[""].sources.items()}
     assert made.keys() >= dict(Net().named_parameters()).keys()
     same(made, {key: expected[key] for key in made})
 
@@ -301,7 +303,7 @@ def test_the_report_says_what_is_cut_out_of_a_flat_parameter(
     gathered = gather(open_checkpoint(str(tmp_path / "in.pt")), names)
     plan = Plan(tuple(Output(section, "head.bias", Ref("head.bias")) for section in ("model", average)))
     of_model, of_average = gathered.before(Remap(gathered.checkpoint, plan)).plan.outputs
-    assert of_model.source == gathered.sources["head.bias"] != Ref("head.bias") == of_average.source
+    assert of_model.source == gathered.sections["model"].sources["head.bias"] != Ref("head.bias") == of_average.source
 
 
 def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> None:
@@ -309,7 +311,12 @@ def test_inspect_names_the_flat_parameters(runs: dict[int, Path], run: Run) -> N
     assert status == 0
     flat = json.loads(out)["flat_parameters"]
     assert flat[0] == {"section": "model", "key": "_flat_param", "unit": "", "elements": 28}
-    assert [one["unit"] for one in flat[1:]] == ["layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp"]
+    assert [one["unit"] for one in flat[1:] if one["section"] == "model"] == [
+        "layers.0",
+        "layers.0.mlp",
+        "layers.1",
+        "layers.1.mlp",
+    ]
     _, one_rank, warned = run("inspect", runs[2] / "flat_rank_1.pt")
     assert "Flat parameters: all parameters of a module, end to end" in one_rank
     assert "is the part of one rank: name the files of all ranks at once" in warned
@@ -332,9 +339,9 @@ def test_the_mend_of_flat_keys_loads(runs: dict[int, Path], run: Run, tmp_path: 
 def test_without_a_model_the_units_are_named(runs: dict[int, Path], run: Run, tmp_path: Path) -> None:
     status, _, error = run("remap", runs[2] / "flat_rank_*.pt", "-o", tmp_path / "full.pt")
     assert status == 1
-    assert "holds 5 flat parameters: each is all parameters of one module (a unit)" in error
-    assert "28 elements: the parameters of the root module @ _flat_param" in error
-    assert "35 elements: the parameters of layers.0.mlp @ layers.0.mlp._flat_param" in error
+    assert "holds 10 flat parameters: each is all parameters of one module (a unit)" in error
+    assert "28 elements: the parameters of the root module @ model._flat_param" in error
+    assert "35 elements: the parameters of layers.0.mlp @ ema.layers.0.mlp._flat_param" in error
     assert "--model MODEL" in error
 
 

@@ -222,6 +222,21 @@ def test_subclass_weights_are_swapped_for_the_same_kind_only(tmp_path):
     assert "subclass" in caught.value.problems[0].problem
 
 
+@pytest.mark.parametrize("version", STATE)
+def test_constants_that_are_no_tensors_stay(version, tmp_path):
+    constants = {"table": torch.eye(6), "words": {"a": [1, 2]}, "more": torch.Size([3])}
+    old = rewritten(version, tmp_path / "old.pt2", CONSTANTS[version], saved(constants))
+    found = read(old)
+    assert [entry.key for entry in found.sections[1].tensors] == ["table"]
+    assert [entry.key for entry in found.sections[1].extras] == ["words", "more"]
+    out = records(write_pieces(layout(swap(found, new_weights(version)).program), tmp_path / "out.pt2"))
+    assert out[CONSTANTS[version]] == records(old)[CONSTANTS[version]]
+    assert out[STATE[version]] != records(old)[STATE[version]]
+    with pytest.raises(Refused) as caught:
+        layout(replace(found, sections=(found.sections[0], replace(found.sections[1], extras=()))))
+    assert [str(p) for p in caught.value.problems] == ["its objects that are no tensors cannot be changed @ constants"]
+
+
 # Hostile and damaged files
 
 

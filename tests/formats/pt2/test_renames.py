@@ -183,6 +183,50 @@ def test_names_that_no_module_can_have_are_refused(tmp_path: Path, run: Run) -> 
     assert not (tmp_path / "o.pt2").exists()
 
 
+@pytest.mark.parametrize(
+    ("new", "problem"),
+    [
+        ("x..y", "no name that a module of torch can have: an empty part"),
+        ("", "the program has a tensor or a module of that name"),
+        ("x.", "no name that a module of torch can have: an empty part"),
+        ("x.forward.y", "no name that a module of torch can have: forward"),
+        ("x.__slots__", "no name that a module of torch can have: __slots__"),
+        ("x.true_graph_0", "no name that a module of torch can have: true_graph_0"),
+        ("plain", "the program has a tensor or a module of that name"),
+        ("b", "the program has a tensor or a module of that name"),
+        ("b.1", "the program has a tensor or a module of that name"),  # has no tensors
+        ("unused.x", "unused is a tensor, and has nothing below it"),
+        ("a.lin.weight.x.y", "a.lin.weight is a tensor, and has nothing below it"),
+        ("__x", "no name that a module of torch can have: __x"),
+        ("_x", None),
+        ("b.1.x", None),
+        ("forward_", None),
+    ],
+)
+def test_a_name_is_refused_for_what_is_there(program: Path, tmp_path: Path, new: str, problem: str | None) -> None:
+    renamed = under(read(str(program)), {"w": new})
+    if problem is None:
+        check(write_pieces(layout(renamed), tmp_path / "out.pt2"), program, {"w": new})
+        return
+    with pytest.raises(Refused) as caught:
+        layout(renamed)
+    assert [str(found) for found in caught.value.problems] == [f"{problem} @ {new}"]
+
+
+def test_a_signature_of_a_kind_that_is_not_known_may_name_tensors(program: Path, tmp_path: Path) -> None:
+    """It keeps its names; new values do not need to know."""
+    with zipfile.ZipFile(program) as old, zipfile.ZipFile(tmp_path / "new.pt2", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            assert "models/" not in name or b'"tensor_constant"' in data
+            new.writestr(name, data.replace(b'"tensor_constant"', b'"another_constant"'))
+    source = read(str(tmp_path / "new.pt2"))
+    assert len(layout(source)) == 1
+    with pytest.raises(Refused) as caught:
+        layout(under(source, {"w": "v"}))
+    assert [problem.key for problem in caught.value.problems] == ["another_constant"]
+
+
 def test_two_tensors_that_change_names_do_not_change_places(program: Path, tmp_path: Path, run: Run) -> None:
     rules = ("--rule", "a.{x*} => b.0.{x*}", "--rule", "b.0.{x*} => a.{x*}")
     out = tmp_path / "out.pt2"

@@ -163,6 +163,23 @@ def test_what_torch_could_not_load_from_it_is_refused_by_name(tmp_path, run: Run
     assert not (tmp_path / "old.pt").exists()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_what_needs_its_values_to_be_made_is_refused_by_name(tmp_path, run: Run) -> None:
+    """Torch writes these files too, and makes other values of them: it reads all storages behind the pickle."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    module = torch.ao.nn.quantized.dynamic.Linear(3, 2)
+    state = {"model": {"w": torch.ones(1), "parts": nested}, "module": module, "list": [torch.Generator(), nested]}
+    torch.save(state, tmp_path / "in.pt")
+    done = run("remap", tmp_path / "in.pt", "-o", tmp_path / "old.pt", "--torch-format", "legacy")
+    assert done.status == 1
+    assert [line for line in done.err.splitlines() if " @ " in line] == [
+        "  torch would make it of values that come after it @ model.parts",
+        "  torch would make it of values that come after it @ module._modules._packed_params._packed_params",
+        "  torch would make it of values that come after it @ list.0",
+    ]
+    assert not (tmp_path / "old.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("out", "how", "says"),
     [

@@ -427,6 +427,54 @@ def test_an_optimizer_and_a_module_at_two_places_are_sections_at_each(tmp_path: 
     assert torch.equal(found["ema"].weight, model.weight)
 
 
+@pytest.mark.parametrize("kind", [dict, list, tuple, Foreign])
+def test_what_holds_state_dicts_holds_them_at_each_of_its_places(tmp_path: Path, run: Run, kind: Any) -> None:
+    """As ``best`` and ``last`` of a training that are one dict: it stays one where it is changed alike."""
+    parts = {"model": torch.nn.Linear(2, 1).state_dict(), "loose": [torch.ones(3)], "epoch": 3}
+    held = kind(**parts) if kind in (dict, Foreign) else kind(parts.values())
+    path = saved(tmp_path, {"last": held, "runs": [{"best": held}], "step": 1})
+    names = [section.path for section in read(path).sections if section.kind == "state_dict"]
+    name = "model" if kind in (dict, Foreign) else "0"
+    assert names == [f"last.{name}", f"runs.0.best.{name}"]
+    there, back = tmp_path / "there.pt", tmp_path / "back.pt"
+
+    def keys() -> list[list[str]]:
+        ends = load(str(there))["last"], load(str(there))["runs"][0]["best"]
+        return [list(end.model if kind is Foreign else end[name if kind is dict else 0]) for end in ends]
+
+    sections = ("--sections", ",".join(names), "--verify")
+    assert run("remap", path, "--rule", "{x} => a.{x}", *sections, "-o", there).status == 0
+    found = load(str(there))
+    assert found["last"] is found["runs"][0]["best"]
+    assert keys() == [["a.weight", "a.bias"]] * 2
+    assert run("remap", there, "--rule", "a.{x} => {x}", *sections, "-o", back).status == 0
+    assert back.read_bytes() == Path(path).read_bytes()
+    assert run("remap", path, "--drop", f"{names[0]}.bias", "-o", there, "--force", "--verify").status == 0
+    assert keys() == [["weight"], ["weight", "bias"]]
+
+
+def test_what_holds_itself_is_changed_where_nothing_is_left_of_it_as_it_was(tmp_path: Path, run: Run) -> None:
+    value: dict[str, Any] = {"model": {"w": torch.ones(2)}, "beside": {"w": torch.ones(3)}, "epoch": 3}
+    value["inner"] = {"ema": {"w": torch.ones(1)}, "around": [value], "self": [1]}
+    value["inner"]["self"].append(value["inner"])
+    path, out = saved(tmp_path, value), tmp_path / "out.pt"
+    assert [section.path for section in read(path).sections] == ["model", "beside", "inner.ema"]
+    status, said = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", "-o", out).said
+    assert status == 1
+    assert "refers back to what it stands in @ inner.around.0" in said
+    assert "inner.self" not in said
+    status, said = run("remap", path, "--rule", "{x} => a.{x}", "--sections", "inner.ema", "-o", out).said
+    assert status == 1
+    assert "@ inner.around.0" in said
+    assert "@ inner.self.1" in said
+    rest = ("--drop", "inner.around", "--drop", "inner.self", "-o", out, "--verify")
+    assert run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", *rest).status == 0
+    assert [list(load(str(out))[name]) for name in ("model", "beside")] == [["a.w"], ["w"]]
+    assert run("remap", path, "-o", out, "--force", "--verify").status == 0
+    found = load(str(out))
+    assert found["inner"]["around"][0] is found
+
+
 def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_path: Path) -> None:
     shared = {f"k{number}": torch.ones(1) for number in range(100)}
     checkpoint = read(saved(tmp_path, {"list": [shared] * 2000}))
@@ -626,6 +674,9 @@ def test_what_else_a_state_dict_says_of_itself_stays(tmp_path: Path, run: Run) -
     found = torch.load(tmp_path / "out.pt", weights_only=False)
     assert (list(found), found.note) == (["a.weight", "a.bias"], "own")
     assert list(found._metadata) == ["", "a"]
+    assert list(vars(found)) == list(vars(state)) == ["_metadata", "note"]
+    assert run("remap", tmp_path / "out.pt", "--rule", "a.{x} => 0.{x}", "-o", tmp_path / "back.pt").status == 0
+    assert (tmp_path / "back.pt").read_bytes() == Path(path).read_bytes()
 
 
 def test_another_storage_alignment(tmp_path: Path) -> None:

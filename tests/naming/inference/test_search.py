@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import pytest
 
 from ckpttool.naming.inference import words
 from ckpttool.naming.inference.search import infer
@@ -156,3 +158,36 @@ def test_names_that_say_nothing_are_paired_by_shape_and_order() -> None:
         keys = list(sides[0])
         if len(pairs) > len(truth) - len(pairs):
             assert pairs >= {pair for pair in truth if keys.index(pair[0][0]) // 2 in alone}, seed
+
+
+def test_a_segment_that_some_layers_alone_have() -> None:
+    """Others of their modules have one name on both sides, which says nothing against it."""
+    for seed in range(40):
+        chance = random.Random(seed)
+        modules, layers = chance.sample(["attn", "mlp", "norm", "conv"], chance.randint(1, 3)), chance.randint(1, 3)
+        tails = [f"{module}.{number}.weight" for module in modules for number in range(2)]
+        mine = [f"h.{layer}.{tail}" for layer in range(layers) for tail in tails]
+        theirs = [key.replace(".", ".inner.", chance.randint(0, 1)) for key in mine]
+        left, right = (Spelled({}, dict.fromkeys(keys, (4, 4))).side() for keys in (mine, theirs))
+        found = inferred(left, right)
+        assert {(pair.left, pair.right) for pair in found.pairs} == {
+            ((a,), (b,)) for a, b in zip(mine, theirs) if a != b
+        }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ("float32", (4, 8)),
+        ("bfloat16", (4, 8)),
+        ("aaa", (4, 8)),
+        ("float32", (4, 6)),
+        ("float32", (4, 9)),
+        ("float32", ()),
+    ],
+)
+def test_parts_of_one_tensor_have_its_dtype_and_its_columns(value: tuple[str, Shape]) -> None:
+    query, key, whole = (Tensor(f"{name}_proj.weight", "float32", (n, 8)) for name, n in zip("qkw", (8, 4, 16)))
+    parts = (query, key, Tensor("v_proj.weight", *value))
+    found = infer(Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {})
+    assert [pair.left for pair in found.pairs] == [tuple(p.key for p in parts)] * (value == ("float32", (4, 8)))

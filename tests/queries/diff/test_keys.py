@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, Unreached
 from ckpttool.evaluate.compare import difference
 from ckpttool.queries.diff.keys import compare
-from ckpttool.queries.diff.outside import compare_outside, not_compared
+from ckpttool.queries.diff.outside import compare_outside
 from ckpttool.queries.diff.result import Entry
 
 Entries = TensorEntry | ExtraEntry
@@ -135,24 +134,6 @@ def test_tensors_outside_of_state_dicts_are_compared_where_both_have_them() -> N
     assert [entry[:3] for entry in told(compare_outside(left, right, lambda a, b: difference(a, b, 0.0, 0.0)))] == [
         ("value", "b", "b")
     ]
-    assert not_compared(left, right, (model, model)) == (
-        "not compared: 1 tensor outside of state dicts that only left has: mine",
-        "not compared: ema of right (torch_zip.pt::ema is one)",
-    )
-
-
-def test_versions_of_modules_are_not_compared() -> None:
-    """What a model's loading makes of them is the model's to say."""
-    one, other = (
-        replace(section(tensor("w", 1)), modules={"": {"version": 1}, "bn": {"version": at}, f"own{at}": {}})
-        for at in (1, 2)
-    )
-    left, right = checkpoint(one), checkpoint(other)
-    assert not_compared(left, right, (one, other)) == (
-        "not compared: 1 module of other versions (_metadata), which loading may read otherwise: bn",
-    )
-    assert not not_compared(left, left, (one, one))
-    assert not not_compared(left, checkpoint(section(tensor("w", 1))), (one, section(tensor("w", 1))))
 
 
 def test_storages_that_are_not_understood_are_told_apart_by_their_bytes() -> None:

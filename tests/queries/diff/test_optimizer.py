@@ -141,24 +141,6 @@ def test_an_optimizer_that_is_not_compared_is_named(tmp_path: Path, run: Run) ->
     assert "another order, by which torch gives optimizers' state to them: train.adam is not compared" in done.out
 
 
-@pytest.mark.parametrize(
-    ("odd", "why"),
-    [
-        ({"param_groups": [{"params": [0.5]}]}, "has no list of ids or names @ param_groups.0.params"),
-        ({"param_groups": [{"params": [1]}]}, "no param group has this parameter @ state.0"),
-        ({(1, 2): 3}, "gives no access to an optimizer's hyperparameters"),
-    ],
-)
-def test_an_odd_optimizer_beside_two_models_is_said_and_decides_nothing(
-    odd: dict[object, object], why: str, tmp_path: Path, run: Run
-) -> None:
-    for name, width in (("a.pt", 2), ("b.pt", 3)):
-        optimizer = {"state": {0: {"m": torch.ones(width)}}, "param_groups": [{"params": [0]}], **odd}
-        torch.save({"model": {"w": torch.ones(1)}, "optimizer": optimizer}, tmp_path / name)
-    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt")
-    assert (done.status, "not compared: optimizer" in done.out, why in done.out) == (0, True, True)
-
-
 def test_which_parameters_are_in_another_group(tmp_path: Path) -> None:
     names = names_of("Net", "by_layer")
     left = saved(tmp_path / "a.pt", models.Net, models.named)

@@ -1,0 +1,120 @@
+"""What an OPTIMIZER operand says of a model: held against the real optimizer of the real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import CkptError
+from ckpttool.names import Names
+from ckpttool.operands.model import ModelOperand
+from optimizer_models import Net, decayed
+
+HUGE = 1 << 22  # squared, in float32: 64 TiB
+
+
+class Frozen(Net):
+    """Two names for one weight, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight = self.first.weight
+        self.embed.requires_grad_(False)
+
+
+def by_values(model: nn.Module) -> torch.optim.Optimizer:
+    """Its code reads values, which meta tensors have not."""
+    return torch.optim.SGD([p for p in model.parameters() if not p.isnan().any()], 0.5, momentum=0.5)
+
+
+def with_options(model: nn.Module) -> torch.optim.Optimizer:
+    group = {"params": list(model.parameters()), "note": ("a", [1, None]), "kept": torch.ones(1), "of": [object()]}
+    return torch.optim.Adam([group], torch.tensor(0.1), betas=(0.5, 0.25))
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "two groups": decayed,
+    "the class": torch.optim.AdamW,
+    "what Lightning takes": lambda model: {"optimizer": torch.optim.RMSprop(model.parameters()), "lr_scheduler": None},
+    "a list of one": lambda model: [torch.optim.Adagrad(model.parameters())],
+    "no state": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+    "values": by_values,
+    "a closure": torch.optim.LBFGS,
+    "options of all kinds": with_options,
+}
+
+
+def names_of(model: Callable[[], nn.Module], make: Any, **options: Any) -> Names:
+    return ModelOperand(model, optimizer=make, **options).names()
+
+
+def unpacked(made: Any) -> torch.optim.Optimizer:
+    made = made["optimizer"] if isinstance(made, dict) else made
+    return made[0] if isinstance(made, list) else made
+
+
+@pytest.mark.parametrize("materialize", [False, True])
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("model", [Net, Frozen])
+def test_ids_groups_and_the_first_step_are_the_real_ones(
+    model: Callable[[], nn.Module], kind: str, materialize: bool
+) -> None:
+    names, real = names_of(model, MAKERS[kind], materialize=materialize), model()
+    make = MAKERS[kind]
+    optimizer = unpacked(make(real.parameters() if isinstance(make, type) else real))
+    called = {id(parameter): name for name, parameter in real.named_parameters()}
+    pairs = [(called[id(p)], at) for at, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    assert [(one.id, one.fqn, one.group) for one in names.optimizer] == [(at, *one) for at, one in enumerate(pairs)]
+    assert names.optimizer_class == type(optimizer).__name__
+    for parameter in real.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    if kind != "a closure":
+        optimizer.step()
+    own = {called[id(parameter)]: tuple(state) for parameter, state in optimizer.state.items() if state}
+    assert {one.fqn: one.state for one in names.optimizer if one.state} == own
+    for told, group in zip(names.optimizer_groups, optimizer.param_groups, strict=True):
+        plain = {name: value for name, value in group.items() if isinstance(value, (int, float, str, type(None)))}
+        assert {name: value for name, value in told.items() if not isinstance(value, list)} == plain
+        lists = {name: value for name, value in told.items() if isinstance(value, list)}
+        if kind == "options of all kinds":
+            assert lists == {"betas": [0.5, 0.25], "note": ["a", [1, None]]}
+        else:
+            assert lists == {name: list(value) for name, value in group.items() if isinstance(value, tuple)}
+
+
+def test_a_model_without_end_costs_no_memory() -> None:
+    """Where the code reads values and there is no memory for them, the error is the code's own."""
+
+    def build() -> nn.Module:
+        return nn.Linear(HUGE, HUGE)
+
+    assert [one.state for one in names_of(build, torch.optim.AdamW).optimizer] == [
+        ("step", "exp_avg", "exp_avg_sq")
+    ] * 2
+    with pytest.raises(CkptError, match=r"by_values cannot be called with the model: .*meta"):
+        names_of(build, by_values)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (3, "3 is no function but an int"),
+        (lambda model: None, "gives a NoneType, not an optimizer"),
+        (lambda model: [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())], "gives a list"),
+        (lambda model: {"lr_scheduler": None}, "gives a NoneType"),
+        (lambda model: torch.optim.SGD(Net().parameters()), "has 9 parameters that the model has not"),
+    ],
+)
+def test_what_is_no_optimizer_of_the_model_is_an_error(make: Any, said: str) -> None:
+    with pytest.raises(CkptError) as raised:
+        names_of(Net, make)
+    assert said in raised.value.message
+    if "9" in said:
+        assert [(one.problem, one.key) for one in raised.value.problems][:2] == [
+            ("a parameter of shape [4, 3]", "param_groups.0"),
+            ("a parameter of shape [4]", "param_groups.0"),
+        ]
