@@ -241,11 +241,16 @@ def _no_values(path: str) -> NoReturn:
     raise CkptError(f"{path} holds digests, and no values", hint="name the checkpoint that it was written for")
 
 
-def other_files(manifest: Checkpoint, path: str) -> list[str]:
-    """The names of the manifest's files that are not there at `path` with the same bytes; reads them whole."""
+def other_files(manifest: Checkpoint, path: str) -> tuple[list[str], list[str]]:
+    """The names of the manifest's files that are not there at `path` with the same bytes, and of those that it has not.
+
+    Reads the first whole. The manifest may lie beside the files that it is of.
+    """
     subjects, have = manifest.container, _files(path)
     assert isinstance(subjects, dict)
     both = [name for name in subjects if name in have]
     asked = {name: Question(name, files.size(have[name]), partial(_of_file, have[name])) for name in both}
     digests = answers("hashing files", asked)
-    return [name for name, digest in subjects.items() if digests.get(name) != digest]
+    itself = os.path.realpath(manifest.source)
+    more = [name for name, file in have.items() if name not in subjects and os.path.realpath(file) != itself]
+    return [name for name, digest in subjects.items() if digests.get(name) != digest], more

@@ -45,3 +45,15 @@ def test_a_tensor_inside_an_entry_has_its_own_shape_and_is_no_second_name(tmp_pa
         ("fc.0", None, "fc"),
     ]
     assert run("inspect", tmp_path / "a.pt", "--format", "html").out.count("a second name of a") == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "inside"), [("fc", ["fc", "fc"]), ("fc.0", [None, "fc"]), ("fc.1", ["fc"]), ("w", [None])]
+)
+def test_a_filter_names_tensors_inside_an_entry_too(
+    pattern: str, inside: list[str | None], tmp_path: Path, run: Run
+) -> None:
+    torch.save({"w": torch.ones(1), "fc.0": torch.ones(2), "fc": [torch.ones(3), torch.ones(4)]}, tmp_path / "a.pt")
+    done = run("inspect", tmp_path / "a.pt", "--filter", pattern, "--format", "json")
+    assert [one.get("inside") for one in done.data["tensors"]] == inside
+    assert f"{len(inside)} of 4 tensors" in done.data["notes"][-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section
 from ckpttool.edits.rules.patterns import matches
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.keys import dotted
@@ -53,13 +53,13 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
 def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
     """The tensors and extra entries that the pattern names, and a note on how many it does not name.
 
-    Raises `CkptError` where it names none.
+    Of an extra entry that it does not name those tensors inside that it does. Raises `CkptError` where it names none.
     """
 
     def kept(section: Section) -> Section:
         tensors = tuple(entry for entry in section.tensors if _names(pattern, section.path, entry.key))
-        extras = tuple(entry for entry in section.extras if _names(pattern, section.path, entry.key))
-        return replace(section, tensors=tensors, extras=extras)
+        extras = tuple(_narrowed(pattern, section.path, extra) for extra in section.extras)
+        return replace(section, tensors=tensors, extras=tuple(extra for extra in extras if extra is not None))
 
     sections = tuple(kept(section) for section in checkpoint.sections)
     count, found = (sum(len(one.all_tensors()) for one in own) for own in (checkpoint.sections, sections))
@@ -68,6 +68,14 @@ def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
         raise CkptError(f"{pattern!r} names none of {plural(count, 'tensor')}", hint=hint)
     note = f"only what {pattern!r} names: {number(found)} of {plural(count, 'tensor')}"
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
+
+
+def _narrowed(pattern: str, section: str, extra: ExtraEntry) -> ExtraEntry | None:
+    if _names(pattern, section, extra.key):
+        return extra
+    inside = zip(extra.tensors, extra.inside())
+    tensors = tuple(own for own, whole in inside if _names(pattern, section, whole.key))
+    return replace(extra, tensors=tensors) if tensors else None
 
 
 def _names(pattern: str, section: str, key: str) -> bool:

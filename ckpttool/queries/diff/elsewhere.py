@@ -46,7 +46,8 @@ def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[
     if not differing:
         return entries
     mine, theirs = Digests(have), Digests(want)
-    homes = _homes(right, theirs, {_beginning(have[entry.left[0]]) for entry in differing})
+    placed = {key for entry in entries if entry.status == "same" for key in entry.right}
+    homes = _homes(right, placed, theirs, {_beginning(have[entry.left[0]]) for entry in differing})
     found: dict[Entry, Entry] = {}
     for entry in differing:
         old, new = have[entry.left[0]], want[entry.right[0]]
@@ -84,12 +85,17 @@ def _beginning(entry: object) -> tuple[Hashable, bytes]:
     return _likeness(entry), first[:_FIRST]
 
 
-def _homes(section: Section, digests: Digests, beginnings: Set[tuple[Hashable, bytes]]) -> dict[Hashable, list[str]]:
-    """Dtype, shape and hash -> the keys that have these values, of tensors that begin so."""
+def _homes(
+    section: Section, placed: Set[str], digests: Digests, beginnings: Set[tuple[Hashable, bytes]]
+) -> dict[Hashable, list[str]]:
+    """Dtype, shape and hash -> the keys that have these values, of tensors that begin so, and are not `placed`.
+
+    What is the same under one name on both sides has come from no other: many tensors hold nothing but ones.
+    """
     found: defaultdict[Hashable, list[str]] = defaultdict(list)
     aliases, likenesses = section.aliases(), {likeness for likeness, _ in beginnings}
     for entry in section.tensors:
-        if entry.storage is None or entry.key in aliases or _likeness(entry) not in likenesses:
+        if entry.storage is None or entry.key in aliases or entry.key in placed or _likeness(entry) not in likenesses:
             continue
         if _beginning(entry) in beginnings:
             found[_likeness(entry), digests(Ref(entry.key))].append(entry.key)

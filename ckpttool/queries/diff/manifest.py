@@ -23,6 +23,7 @@ from ckpttool.queries.diff.result import (
     only_left,
     only_right,
 )
+from ckpttool.words import some
 
 
 def is_about_manifest(left: Checkpoint, right: Checkpoint) -> bool:
@@ -80,12 +81,17 @@ def _storages(left: Checkpoint, right: Checkpoint) -> Iterator[Entry]:
 
 
 def _other_files(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """The files of the manifest that the checkpoint has not; of two manifests the digests of tensors tell."""
+    """In what the files are others than the manifest's; of two manifests the digests of tensors tell.
+
+    A file more may be one that is read in the place of another.
+    """
     manifest, other = (right, left) if right.format == MANIFEST.name else (left, right)
     whole = other.format not in (MANIFEST.name, "rank_files") and split(other.source)[1] is None
     if manifest.container is None or not whole:
         return ["the files were not compared"]
-    return [f"{name} is another file than the manifest's" for name in other_files(manifest, other.source)]
+    changed, more = other_files(manifest, other.source)
+    found = [f"{name} is another file than the manifest's" for name in changed]
+    return [*found, f"not among the manifest's files: {some(more)}"] if more else found
 
 
 def _notes(left: Checkpoint, right: Checkpoint, values: Values | None, other: list[str] | None) -> Iterator[str]:

@@ -145,7 +145,8 @@ def _flat(state: OptimizerState) -> dict[_Way, _Value]:
     taken: set[str] = set()
     for param, way, whole in _wholes(state):
         for at, value in _parts(whole, way):
-            found[at] = _Value(free(".".join(map(str, at)), taken), param, str(way[-1]), value)
+            words = [*map(str, at)]
+            found[at] = _Value(free(".".join(words), taken), param, ".".join(words[len(way) - 1 :]), value)
             taken.add(found[at].key)
     return found
 

@@ -47,6 +47,14 @@ def test_layers_that_changed_places() -> None:
     }
 
 
+def test_what_stayed_where_it_was_came_from_no_other_name() -> None:
+    """Norms hold ones: one that was trained since is none that was not."""
+    left = {"a.w": torch.ones(3), "b.w": torch.ones(3), "c.w": torch.ones(3) * 2}
+    assert reasons(left, {**left, "a.w": torch.rand(3)}) == {"a.w": "other values"}
+    moved = {**left, "a.w": torch.rand(3), "c.w": torch.ones(3)}
+    assert reasons(left, moved) == {"a.w": "other values: left `a` is right `c`", "c.w": "other values"}
+
+
 def test_norms_that_changed_places_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """torchtitan#1441: every name and shape fits, and the model speaks nonsense."""
     left = {"layers.0.attention_norm.weight": torch.rand(8), "layers.0.ffn_norm.weight": torch.rand(8)}
@@ -84,8 +92,9 @@ def test_other_orders_other_values_and_a_transposed_matrix() -> None:
     assert reasons({"w": w}, {"w": w.t().contiguous()}) == {"w": "other values: each is the other transposed"}
     assert reasons({"w": w}, {"w": w + 1}) == {"w": "other values"}
     two = {"a": w, "b": w.clone(), "c": w + 1}  # which of them it is cannot be said
-    assert reasons({"a": w + 1, "b": w, "c": w}, two) == {
+    assert reasons({"a": w + 1, "b": w + 2, "c": w}, two) == {
         "a": "other values: left `a` is right `c`",
+        "b": "other values",
         "c": "other values",
     }
 

@@ -233,6 +233,11 @@ def test_a_changed_file_below_a_folder_is_noticed(run: Run, tmp_path: Path) -> N
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "sub/x.safetensors"}}))
     manifest(run, str(tmp_path / "m"), tmp_path / "m.json")
     assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 0
+    (tmp_path / "m" / "own.json").write_bytes((tmp_path / "m.json").read_bytes())  # is none of the files that it is of
+    beside = run("diff", "--values", tmp_path / "m", tmp_path / "m" / "own.json", "--format", "json")
+    assert beside.data["notes"] == ["the files are those of the manifest, to the byte"]
+    more = run("diff", "--values", tmp_path / "m", tmp_path / "m.json", "--format", "json")
+    assert (more.status, more.data["notes"]) == (0, ["not among the manifest's files: own.json"])
     save_file({"a": torch.ones(2)}, tmp_path / "m" / "sub" / "x.safetensors")
     assert run("diff", "--values", tmp_path / "m", tmp_path / "m.json").status == 1
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckpttool.checkpoint import Section, Span, Storage, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry
 from ckpttool.naming.optimizers.forms import write
 from ckpttool.optimizer_state import FLAT, FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.queries.diff.optimizer import Found, SavedOptimizer, compare_optimizers, is_named
-from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries
+from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries, tensors_of
 from ckpttool.queries.diff.result import Entry
 
 Own = Mapping[Param, Mapping[str, Any]]
@@ -117,6 +117,44 @@ def test_state_is_compared_name_by_name() -> None:
         ("unexpected", "state.b.step", "right has no state for this parameter"),
         ("missing", "state.a.new", "left has no `new` in its state"),
         ("missing", "state.c.step", "left has no state for this parameter"),
+    ]
+
+
+def test_what_is_inside_of_state_and_belongs_to_no_parameter_is_compared() -> None:
+    """Dicts and lists part by part, but for lists of plain values; ways that are one in words have a key each."""
+    mine: Own = {
+        "a": {"d": {"m": moment(2), "n": 1}, "l": [moment(2)], "p": [1, 2], "e": {}, "b.c": 1},
+        "a.b": {"c": 1},
+    }
+    other: Own = {"a": {"d": {"m": moment(3)}, "l": [moment(2), 1], "p": [1, 3], "e": {}, "b.c": 1}, "a.b": {"c": 2}}
+    groups = (ParamGroup(("a", "a.b"), {}),)
+    left = OptimizerState(FQN, groups, mine, {"x": {"y": 1}}, {"scaler": {"scale": moment(1)}, "same": 1})
+    right = OptimizerState(FQN, groups, other, {}, {"scaler": {"scale": moment(1), "step": 1}, "same": 1})
+    found = state_entries(left, right, None)
+    assert told(found) == [
+        ("shape", "state.a.d.m state.a.d.m", "another shape: [2] instead of [3]"),
+        ("value", "state.a.p state.a.p", "another value"),
+        ("value", "state.a.b.c@1 state.a.b.c@1", "another value"),
+        ("unexpected", "state.a.d.n", "right has no `d.n` in its state"),
+        ("unexpected", "state.x.y", "only left has it"),
+        ("missing", "state.a.l.1", "left has no `l.1` in its state"),
+        ("missing", "scaler.step", "only right has it"),
+    ]
+    assert [one.left[0] for one in found if one.status == "same"] == [
+        *("state.a.l.0", "state.a.e", "state.a.b.c", "scaler.scale", "same")
+    ]
+    assert list(tensors_of(right)) == ["state.a.d.m", "state.a.l.0", "scaler.scale"]
+
+
+def test_an_object_is_compared_as_one_is_everywhere() -> None:
+    one, other = (ExtraEntry("", value=value) for value in ("x", "y"))
+    pairs = {"same": (one, one), "other": (one, other), "tensor": (one, moment(1)), "plain": (one, 1), "dict": ({}, 1)}
+    left, right = (optimizer("a", own={"a": {name: pair[at] for name, pair in pairs.items()}}) for at in (0, 1))
+    assert told(state_entries(left, right, lambda left, right: None)) == [
+        ("value", "state.a.other state.a.other", "no tensor, and another object"),
+        ("shape", "state.a.tensor state.a.tensor", "a tensor on one side only"),
+        ("value", "state.a.plain state.a.plain", "another value"),
+        ("value", "state.a.dict state.a.dict", "another value"),
     ]
 
 
