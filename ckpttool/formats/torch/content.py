@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Persistent, PickledSet
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.mappings import pairs_of
 
 _MAX_DEPTH = 200
@@ -40,6 +40,8 @@ class _Digests:
         self.known: dict[int, bytes | None] = {}
 
     def of(self, node: Any, depth: int) -> bytes:
+        if type(node) is Global and node.module in _MODULES:
+            node = Global(_MODULES[node.module], node.name)
         kind = type(node)
         if kind not in _INSIDE:
             return _hashed([kind.__name__.encode(), repr(node).encode("utf-8", "surrogatepass")])
@@ -57,9 +59,31 @@ class _Digests:
     def _made(self, node: Any, depth: int) -> bytes:
         if type(node) is Call:
             pairs_of(node)  # puts the items of a dict where all dicts have them
+            node = _later(node)
+            if type(node) is bytes:
+                return self.of(node, depth)
         name, parts = _INSIDE[type(node)](node)
         digests = [self.of(part, depth + 1) for part in parts]
         return _hashed([name, *(sorted(digests) if type(node) is PickledSet else digests)])
+
+
+_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # their names before protocol 3
+
+
+def _later(node: Call) -> Any:
+    """A set or bytes as later protocols have them, of which protocol 2 makes a call; any other call itself."""
+    kind, args = str(node.func).replace("__builtin__", "builtins"), node.args
+    if node.how != "REDUCE" or node.items or node.pairs or node.state is not ABSENT:
+        return node
+    if kind in ("builtins.set", "builtins.frozenset") and len(args) == 1 and type(args[0]) is list:
+        return PickledSet(args[0], kind == "builtins.frozenset")
+    if kind == "_codecs.encode" and len(args) == 2 and args[1] == "latin1" and _is_latin(args[0]):
+        return args[0].encode("latin1")
+    return b"" if kind == "builtins.bytes" and not args else node
+
+
+def _is_latin(text: Any) -> bool:
+    return type(text) is str and max(text, default="") <= "\xff"
 
 
 def _words(*parts: object) -> bytes:

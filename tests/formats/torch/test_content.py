@@ -93,13 +93,14 @@ VALUES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
-    """The digests of every value: from two files of different storages and order, the second with copies."""
+    """The digests of every value: from files of other order, protocols and formats, all but the first with copies."""
     found: dict[str, list[bytes]] = {name: [] for name in VALUES}
     folder = tmp_path_factory.mktemp("contents")
     again = {name: copy.deepcopy(VALUES[name]) for name in reversed(VALUES)}
-    for at, values in enumerate((VALUES, again)):
-        path = folder / f"{at}.pt"
-        torch.save({f"{name}_extra_state": value for name, value in values.items()} | {"w": torch.ones(1)}, path)
+    for protocol, values in ((2, VALUES), (3, again), (4, again), (5, VALUES)):
+        path = folder / f"{protocol}.pt"
+        state = {f"{name}_extra_state": value for name, value in values.items()} | {"w": torch.ones(1)}
+        torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=protocol != 5)
         for extra in open_checkpoint(str(path)).section("").extras:
             assert isinstance(extra.payload, Comparable)
             content = extra.payload.content()
@@ -109,7 +110,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]
 
 
 def test_equal_objects_have_one_digest(contents: dict[str, list[bytes]]) -> None:
-    assert [name for name, found in contents.items() if len(found) != 2 or len(set(found)) > 1] == []
+    assert [name for name, found in contents.items() if len(found) != 4 or len(set(found)) > 1] == []
 
 
 def test_other_objects_have_others(contents: dict[str, list[bytes]]) -> None:

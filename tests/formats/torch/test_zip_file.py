@@ -25,6 +25,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.torch.tensors import kind
 from ckpttool.formats.torch.zip_file import layout, read
 from command import Run
 from files import write_pieces
@@ -199,6 +200,7 @@ def test_every_kind_of_tensor(tmp_path: Path, name: str) -> None:
     entry = section.by_key()["w"]
     assert isinstance(entry, TensorEntry)
     assert entry.layout == LAYOUTS.get(name, "strided")
+    assert kind(entry) == ("torch.nested._internal.nested_tensor._rebuild_njt" if name == "jagged" else entry.layout)
     if name not in ("nested", "subclass", "jagged"):
         assert (f"torch.{entry.dtype}", entry.shape) == (str(tensor.dtype), tuple(tensor.shape))
     if entry.storage is not None:
