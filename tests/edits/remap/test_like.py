@@ -1,4 +1,4 @@
-"""`remap --like`: what of the other checkpoint's names is not in the output is said."""
+"""`remap --like`: what of the other checkpoint has no place is said, and what has one stays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import ckpttool
 from command import Run
 
 GATE = {"gate.weight": torch.ones(2), "head.weight": torch.zeros(3)}
@@ -37,3 +39,22 @@ def test_names_that_are_left_out(run: Run, tmp_path: Path, more: dict[str, Any],
     left = torch.load(theirs).keys() - torch.load(out).keys()
     assert all(key in done.err for key in left)
     assert json.loads(run("diff", out, theirs, "--format", "json").out)["identical"] == (not more)
+
+
+@pytest.mark.parametrize("way", ["like", "to", "neither"])
+def test_the_counter_of_an_average_stays_where_the_names_have_a_place_for_it(way: str, tmp_path: Path) -> None:
+    """Also where the names go through a model, which has none; one that is made anew would begin at 1."""
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    for _ in range(3):
+        averaged.update_parameters(nn.Linear(2, 2))
+    source, out = str(tmp_path / "averaged.pt"), str(tmp_path / "out.pt")
+    torch.save(averaged.state_dict(), source)
+    options: dict[str, Any] = {"like": {"like": source}, "to": {"to": "averaged"}, "neither": {"to": "serialized"}}[way]
+    done = ckpttool.remap(source, out, model=lambda: nn.Linear(2, 2), **options)
+    found = torch.load(out)
+    if way == "neither":
+        nn.Linear(2, 2).load_state_dict(found)
+        assert done.dropped == ["n_averaged"]
+    else:
+        torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)).load_state_dict(found)
+        assert (found["n_averaged"].item(), done.dropped) == (3, [])
