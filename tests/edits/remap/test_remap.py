@@ -65,7 +65,10 @@ def saved_by(name: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [name for name in ROUND if name != "fused_twice"])  # whose storages lie otherwise
+LIES_OTHERWISE = ("fused_twice", "saves_complex_numbers_in_parts")  # parts of one storage, which torch would copy
+
+
+@pytest.mark.parametrize("name", [name for name in ROUND if name not in LIES_OTHERWISE])
 def test_runtime_and_back_gives_the_same_torch_file(tmp_path: Path, name: str) -> None:
     source, there, back = saved_by(name, tmp_path), tmp_path / "there.pt", tmp_path / "back.pt"
     converted(source, there, name, "runtime")
