@@ -30,7 +30,8 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) ->
     `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()`` writes against the
     runtime names. With `model` and `left`: identical exactly where ``load_state_dict(strict=True)`` would succeed and
     convert no dtype (`ignore_dtype` leaves that out). `values` compares the bytes too, `rtol` and `atol` as in
-    ``torch.isclose``. Raises `CkptError` where something cannot be read, or there is nothing to compare.
+    ``torch.isclose``; with `whole` what stands beside the models counts too. Raises `CkptError` where something cannot
+    be read, or there is nothing to compare.
     """
     return diff_by(left, right, DiffOptions(**options))
 
@@ -39,7 +40,7 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     """`diff`, with its options as a value."""
     from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.operands.sections import read_for_model
-    from ckpttool.queries.diff.run import run
+    from ckpttool.queries.diff.run import BESIDE, run
 
     if options.comparison is None:
         only_first()
@@ -55,7 +56,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     first, second = (None if ckpt is None else read_for_model(ckpt, model) for ckpt in opened)
     with options.comparing(first, second):
         found = run(first, second, options, model)
-    if found.identical or any(side is not None and side.format == MANIFEST.name for side in (first, second)):
+    by_manifest = any(side is not None and side.format == MANIFEST.name for side in (first, second))
+    if found.identical or found.beyond == BESIDE or by_manifest:
         # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
         return _judged(found, options)
     from ckpttool.edits.mend.attempt import Question

@@ -128,8 +128,8 @@ def _run_of(operands: list[str], model: object, base: str | None) -> str | list[
 
 def _check_of_more(options: DiffOptions, of_two: bool, message: str) -> None:
     """Raises `CkptError` where options are only for a diff of two; `of_two`: one of the command's own is."""
-    if of_two or options.optimizer is not None or options.says_what_fails:
-        raise CkptError(message, hint="leave --suggest, --update, --optimizer, --fail-on and --ignore out")
+    if of_two or options.optimizer is not None or options.says_what_fails or options.whole:
+        raise CkptError(message, hint="leave --suggest, --update, --optimizer, --whole, --fail-on and --ignore out")
 
 
 def _steps(run: str | list[str], options: DiffOptions, of_two: bool) -> tuple[Steps, Callable[..., Document]]:

@@ -38,6 +38,7 @@ class DiffOptions(OptimizerOptions):
     rtol: Annotated[float, option("--rtol", least=0, help="Relative tolerance of --values.")] = 0.0
     atol: Annotated[float, option("--atol", least=0, help="Absolute tolerance of --values.")] = 0.0
     ignore_dtype: Annotated[bool, option("--ignore-dtype", help="Another dtype is no difference.")] = False
+    whole: Annotated[bool, option("--whole", help="What stands beside the models counts as well.")] = False
 
     fail_on: Annotated[
         str | None,

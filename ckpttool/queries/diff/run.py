@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.operands.model import ModelOperand, operand_of
@@ -11,6 +13,8 @@ from ckpttool.queries.diff.optimizer import optimizer_alone
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
 from ckpttool.queries.diff.two import checkpoints
+
+BESIDE = "the models are the same, and what stands beside them is not"
 
 
 def run(
@@ -32,12 +36,16 @@ def run(
     """
     model = operand_of(options) if model is None else model
     values, ignore_dtype = values or options.comparison, options.ignore_dtype
+    if options.whole and (left is None or right is None or is_about_manifest(left, right)):
+        raise CkptError("--whole compares two checkpoints", hint="ckpttool diff LEFT RIGHT --values --whole")
     if left is not None and right is not None and is_about_manifest(left, right):
         if model is not None:
             raise CkptError("a manifest is compared as it is, without a model", hint="leave --model out")
         return compare_manifest(left, right, values)
     if left is not None and right is not None:
-        return checkpoints(left, right, model, values, ignore_dtype, infers)
+        found = checkpoints(left, right, model, values, ignore_dtype, infers)
+        counts = options.whole and found.aside and found.identical
+        return replace(found, identical=False, beyond=BESIDE) if counts else found
     if model is None or right is not None or values is not None:
         raise CkptError("nothing to compare", hint="ckpttool diff LEFT RIGHT, or ckpttool diff --model MODEL [CKPT]")
     from ckpttool.queries.diff.against_model import load, names_alone, optimizer  # most runs compare two files

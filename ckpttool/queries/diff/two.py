@@ -103,8 +103,9 @@ def _optimizers(
     entries = (*found.entries, *compare_outside(left, right, values))
     identical = all(entry.status in HARMLESS for entry in entries)
     remedy = _alike(saved, model is not None, entries)
-    shown = Diff(left.source, right.source, identical, entries, (), found.notes, remedy=remedy)
-    return replace(shown, outlines=found.outlines)
+    beside = Beside(left, right, (saved[0].section, saved[1].section), names, values).differences()
+    shown = Diff(left.source, right.source, identical, entries, (), (*found.notes, *beside), remedy=remedy)
+    return replace(shown, aside=bool(beside), outlines=found.outlines)
 
 
 def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:

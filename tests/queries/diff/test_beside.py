@@ -22,6 +22,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.diff.run import BESIDE
 from command import Run
 
 
@@ -148,6 +149,27 @@ def test_the_verdict_speaks_of_the_models_alone_and_the_commands_show_the_rest(t
         told = run(*shlex.split(command)[1:])
         assert (told.status, told.out.splitlines()[1]) == (1, f"{count} difference{'s' * (count != '1')}")
     assert run("diff", tmp_path / "left.pt", tmp_path / "right.pt").out.splitlines()[1] == "the same"
+    done = run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "right.pt")
+    assert (done.status, done.out.splitlines()[1]) == (1, BESIDE)
+    assert run("diff", "--values", "--whole", tmp_path / "left.pt", tmp_path / "left.pt").status == 0
+
+
+@pytest.mark.parametrize("line", ["a.pt --model M", "a.pt", "a.pt a.json", "--base a.pt a.pt a.pt", "a.pt a.pt a.pt"])
+def test_whole_is_for_two_checkpoints(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2)}, "a.pt")
+    assert run("inspect", "a.pt", "--manifest", "a.json").status == 0
+    line = line.replace("M", f"{Path(__file__).parents[2] / 'support' / 'mend_models.py'}:Block")
+    done = run("diff", "--whole", *line.split())
+    assert done.status == 2
+    assert "--whole" in done.err or "no option of a diff of two" in done.err
+
+
+def test_beside_two_optimizers(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)
+    for epoch in (1, 2):
+        torch.save({"optimizer": optimizer.state_dict(), "epoch": epoch}, tmp_path / f"{epoch}.pt")
+    assert between(tmp_path / "1.pt", tmp_path / "2.pt").notes[-1] == "no tensor, and other values: epoch"
 
 
 EMPTY: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -184,6 +206,9 @@ def test_what_is_not_compared_is_said(tmp_path: Path, left: Any, right: Any, tol
     ]
     assert found.identical
     assert found.aside
+    whole = ckpttool.diff(str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), values=True, whole=True)
+    assert (whole.identical, whole.beyond, whole.fix) == (False, BESIDE, ())
+    assert whole.notes == found.notes
 
 
 def test_versions_of_modules_are_not_compared(tmp_path: Path) -> None:
