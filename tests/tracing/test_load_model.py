@@ -123,6 +123,14 @@ def test_a_file_does_not_take_the_place_of_a_module_that_is_loaded(source) -> No
     assert load(f"{source(path.read_text(), 'my-model.py')}:build").build().weight.shape == (1, 1)
 
 
+def test_a_class_of_a_file_has_the_name_that_its_pickles_have(source) -> None:
+    """As where the file is imported by those who saved with it."""
+    path = source(FACTORY)
+    assert type(load(f"{path}:Net").build()).__module__ == path.stem
+    odd = source(FACTORY, "my-net.py")
+    assert type(load(f"{odd}:Net").build()).__module__ == "_ckpttool_my-net"
+
+
 def test_what_fails_while_it_is_imported_is_no_matter_of_meta(source) -> None:
     assert fails(f"{source('raise RuntimeError(1)')}:build").hint == "fix it there: the same happens in plain Python"
 
