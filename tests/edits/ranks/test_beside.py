@@ -175,6 +175,14 @@ def test_ranks_with_other_module_versions_are_said(run: Run, tmp_path: Path, non
     assert "_metadata" not in run("remap", of_ranks(tmp_path, *states[2:], states[2]), *MODEL, "--dry-run").err
 
 
+def test_module_versions_lose_the_paths_of_wrappers(run: Run, tmp_path: Path) -> None:
+    state = torch.nn.DataParallel(Net()).state_dict()
+    assert {"", "module", "module.head"} < state._metadata.keys()  # type: ignore[attr-defined]
+    done = run("remap", of_ranks(tmp_path, state, state), *MODEL, "--to", "serialized", "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert torch.load(tmp_path / "out.pt")._metadata == Net().state_dict()._metadata  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", VERSIONED)
 def test_values_that_depend_on_module_versions_are_not_cut(run: Run, tmp_path: Path, name: str) -> None:
     """The files of ranks have no place for them, nor has safetensors."""
