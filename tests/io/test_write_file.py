@@ -148,6 +148,19 @@ def test_a_part_that_fails_leaves_the_next_ones_to_be_counted() -> None:
     assert seen == [4, 20, 0]
 
 
+def test_a_part_within_a_part_is_of_the_first_and_without_work_nothing_is_told() -> None:
+    seen: list[int] = []
+    with work.shown(lambda title, total: nullcontext(seen.append)):
+        with work.doing("all", 30):
+            with work.part(20), work.part(15):
+                work.has_read(12)
+            with work.part(10):
+                work.has_read(10)
+        with work.part(5):
+            work.has_read(5)
+    assert seen == [12, 8, 10, 0]
+
+
 def fails(kind: str, source: Path) -> list[Piece]:
     def broken() -> list[bytes]:
         raise {"computing": ValueError("no"), "interrupt": KeyboardInterrupt()}[kind]
