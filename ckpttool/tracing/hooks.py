@@ -174,12 +174,10 @@ def _mark(value: Any) -> Any:
 
 
 def described(function: Any, module: str) -> Hook:
-    """The code behind a hook: partials, bound methods, callable objects and torch's own wrapping looked through."""
+    """The code behind a hook: partials, bound methods, callable objects and wrappers (torch's too) looked through."""
     for _ in range(16):  # wrappers of wrappers; a cycle would be the user's joke
         if isinstance(function, functools.partial):
             function = function.func
-        elif type(function).__name__ == "_WrappedHook" and hasattr(function, "hook"):
-            function = function.hook
         elif isinstance(function, _Watched):
             function = function.function
         elif hasattr(function, "__wrapped__"):

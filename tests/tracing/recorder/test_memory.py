@@ -1,0 +1,23 @@
+"""Where the elements of tensors lie in a storage: the same elements have one geometry, whatever torch calls them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckpttool.tracing.recorder.memory import geometry
+
+
+@pytest.mark.parametrize("stride", [(2, 1), (2, 7), (2, 0)])
+def test_the_stride_of_a_dimension_of_one_element_is_no_difference(stride: tuple[int, int]) -> None:
+    x = torch.arange(6.0)
+    assert geometry(x.as_strided((3, 1), stride)) == geometry(x.view(3, 2)[:, :1])
+    assert geometry(x.as_strided((3, 1), stride)) != geometry(x.view(2, 3)[:, :1].expand(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"), [((3, 2), (2, 1)), ((3, 2), (0, 1)), ((2, 3), (1, 1)), ((2, 3), (1, 2)), ((1, 3), (0, 1))]
+)  # fmt: skip
+def test_whether_one_element_is_several(shape: tuple[int, int], stride: tuple[int, int]) -> None:
+    x = torch.arange(12).as_strided(shape, stride)
+    assert geometry(x).overlaps_itself == (x.unique().numel() < x.numel())
