@@ -296,6 +296,18 @@ def test_a_plan_names_every_operator_that_it_may_not_hold(tmp_path: Path) -> Non
     ]
 
 
+def test_a_plan_names_every_value_that_cannot_be_computed(tmp_path: Path) -> None:
+    own, secret = Ref("own"), Ref("secret")
+    sources: dict[str, Op | Ref] = {
+        "a": Op("aten.mm.default", (own, secret)),
+        "b": own,
+        "c": Op("aten.narrow.default", (own, 0, 3, 2)),
+    }
+    with pytest.raises(Refused, match="some values cannot be computed") as refused:
+        apply(Plan(tuple(Output("", key, source) for key, source in sources.items())), stored(tmp_path))
+    assert [problem.key for problem in refused.value.problems] == ["a", "c"]
+
+
 def test_a_view_does_not_see_the_neighbouring_bytes_of_the_file(tmp_path: Path) -> None:
     have = stored(tmp_path).section("").by_key()
     for args in (((8,), (1,), 0), ((4,), (1,), 4), ((2, 2), (4, 1), 0)):

@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sharded_live
 from ckpttool.errors import Refused
 from ckpttool.live import swap_weights
+from ckpttool.live.sharded import local_part
 from torch_version import needs_torch
 
 
@@ -46,6 +49,20 @@ def test_a_value_may_lie_in_the_shard_of_another_weight(order: str) -> None:
         swap_weights(live, {"a": shard.to_local(), "b": torch.full((4,), 2.0)})
         assert live.get_parameter("a").tolist() == [0] * 4
         assert shard.to_local().tolist() == [2] * 4
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_part_of_a_rank_is_memory_only_where_it_is_dense() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        dense = torch.ones(2, 2)
+        spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(dense.shape, dense.stride(), dense.dtype))
+        for local, is_memory in ((dense, True), (TwoTensor(dense, dense), False), (dense.to_sparse(), False)):
+            part = local_part(DTensor(local, spec, requires_grad=False))
+            assert (part is local) == is_memory
+            assert (part is None) != is_memory
     finally:
         dist.destroy_process_group()
 

@@ -164,6 +164,15 @@ def test_split_tensors_are_put_together() -> None:
     assert loaded["1.deep.columns"] == ex.Op("aten.cat.default", ((ex.Ref("1.deep.left"), ex.Ref("1.deep.right")), 1))
 
 
+def test_a_buffer_that_is_not_saved_is_so_at_each_of_its_modules_places() -> None:
+    inner = nn.BatchNorm1d(2)
+    inner.register_buffer("mask", torch.ones(2), persistent=False)
+    model = nn.Sequential(inner, nn.Sequential(inner))
+    found = trace(of_object(model)).runtime
+    assert {one.fqn for one in found if one.persistent} == set(model.state_dict())
+    assert {one.fqn for one in found if not one.persistent} == {"0.mask", "1.0.mask"}
+
+
 def test_two_tensors_sent_to_one_key() -> None:
     problems = [str(problem) for problem in traced("two_to_one_key").roundtrip_problems]
     assert problems[0].startswith("lost in saving: it and b.weight are sent to one key, x.weight, by save (")

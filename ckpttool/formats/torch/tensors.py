@@ -30,8 +30,7 @@ class Storages:
 
     `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
     `reached` are the keys of the storages that these tensors are made of. `dtypes` are those of the references to a
-    storage, and ``uint8`` of one without: torch takes the first one's for all, unless they stand in the code of a
-    program (`of_program`), and so writes no others.
+    storage, and ``uint8`` of one without: torch takes the first one's for all, and so writes no others.
     """
 
     find: Callable[[str, int], Storage]
@@ -39,7 +38,6 @@ class Storages:
     carried: dict[int, Carried] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
     parts_left: int = _MAX_PARTS
-    of_program: bool = False
     dtypes: dict[str, str] = field(default_factory=dict)
 
     def get(self, key: str, nbytes: int) -> Storage:
@@ -376,7 +374,7 @@ def typed_storage(node: Any, storages: Storages) -> tuple[str, Storage]:
     if kind != "UntypedStorage" and kind not in dtypes.BY_STORAGE:
         raise malformed(f"a storage of class {kind}")
     dtype = "uint8" if kind == "UntypedStorage" else dtypes.BY_STORAGE[kind].name
-    if storages.dtypes.setdefault(key, dtype) != dtype and not storages.of_program:
+    if storages.dtypes.setdefault(key, dtype) != dtype:
         raise malformed(f"storage {key} is one of {storages.dtypes[key]} and of {dtype}")
     storages.reached.add(key)
     return dtype, storages.get(key, numel * dtypes.itemsize(dtype))

@@ -39,7 +39,7 @@ def read(path: str) -> Checkpoint:
     folder = _folder(archive)
     check_byteorder(archive, folder)
     root = loads(read_record(archive, archive.by_name[folder + "data.pkl"], limits().pickle_bytes)).root
-    storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes), of_program=True)
+    storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
     reader = _Reader(_Code(archive, folder), storages)
     tensors = tuple(reader.tensors(root))
     constants = [record for record in archive.records if record.name.startswith(folder + "constants/")]

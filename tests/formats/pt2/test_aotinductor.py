@@ -20,6 +20,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.formats.recognise_file import sniff
+from ckpttool.limits import Limits, limited
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.trace import trace
@@ -102,6 +103,15 @@ def test_weights_beside_the_code_are_read(package):
     container: Any = checkpoint.container
     assert container.layout == "AOTInductor"
     assert "small ones" in checkpoint.notes[0]
+
+
+@needs_compiler
+def test_source_that_is_too_long_is_not_read(package):
+    """What stood in the code is a weight then, by all that the package says."""
+    with limited(Limits(json_bytes=20_000)):
+        section, *constants = read(package).sections
+    names = {entry.key for one in read(package).sections for entry in one.tensors}
+    assert ({entry.key for entry in section.tensors}, constants) == (names, [])
 
 
 @needs_compiler

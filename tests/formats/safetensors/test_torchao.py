@@ -122,6 +122,15 @@ def test_what_is_written_of_a_tensor_is_a_part_of_its_value(run: Run, tmp_path: 
     assert run("diff", "--values", GOLDEN, tmp_path / "m.json").status == 0
 
 
+@pytest.mark.parametrize("parts", ["qdata", ["qdata", 1], [["qdata"]], {"qdata": 1}], ids=str)
+def test_parts_that_are_no_names_are_none(run: Run, tmp_path: Path, parts: Any) -> None:
+    described = json.loads(content(GOLDEN)[1]["0.weight"])
+    (listed,) = (name for name, value in described.items() if isinstance(value, list))
+    other = saved(tmp_path / "other.safetensors", {"0.weight": json.dumps({**described, listed: parts})})
+    assert all("torchao" not in str(one) for one in run("inspect", other, "--format", "json").data["tensors"])
+    assert run("remap", other, *RULE, "-o", tmp_path / "out.safetensors").status == 0
+
+
 @pytest.mark.parametrize("names", ["", "{", "[1]", '["no.such"]', '"text"'])
 def test_metadata_that_only_looks_like_it(run: Run, tmp_path: Path, names: str) -> None:
     other = saved(tmp_path / "other.safetensors", {"tensor_names": names})

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate import with_torch
 from ckpttool.formats.fit import check_in_place
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.recognise_file import sniff
@@ -75,6 +76,18 @@ def test_keys_and_values_are_those_of_its_state_dict(tmp_path, traced):
     aliases = section.aliases()
     assert aliases["again.inner.weight"] == aliases["tied.weight"] == "blocks.0.inner.weight"
     assert "more tensors are plain attributes or constants of its code" in open_checkpoint(path).notes[0]
+
+
+def test_views_in_another_dtype_are_what_torch_makes_of_them(tmp_path):
+    """It writes the storage's first dtype for both."""
+    module = nn.Module()
+    module.register_buffer("bits", torch.arange(4, dtype=torch.int32))
+    module.register_buffer("floats", module.bits.view(torch.float32))
+    path = str(tmp_path / "model.pt")
+    torch.jit.save(torch.jit.script(module), path)
+    expected = torch.jit.load(path).state_dict()
+    for entry in open_checkpoint(path).section("").tensors:
+        assert torch.equal(with_torch.load(entry), expected[entry.key])
 
 
 def test_what_torch_2_5_wrote():
