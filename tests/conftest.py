@@ -45,9 +45,9 @@ def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
     return Wrapped(folder, names, failures)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _dynamo_begins_anew() -> None:
-    """Older releases of torch count how often a function was compiled over all modules of tests, and refuse at last."""
+    """Older releases of torch count how often a function was compiled over all tests, and refuse at last."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 

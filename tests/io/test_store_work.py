@@ -64,7 +64,7 @@ def as_shards(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
 
 def as_dcp(state: dict[str, torch.Tensor], folder: Path) -> tuple[str, int]:
     objects = {f"{i}": ["an object", i] for i in range(20)}
-    dcp.save({**state, **objects}, checkpoint_id=folder / "a.dcp", no_dist=True)
+    dcp.save({**state, **objects}, checkpoint_id=folder / "a.dcp")
     found = dcp.FileSystemReader(folder / "a.dcp").read_metadata().storage_data
     nbytes = sum(place.length for index, place in found.items() if index.fqn in objects)
     return "a.dcp", (folder / "a.dcp" / ".metadata").stat().st_size + nbytes

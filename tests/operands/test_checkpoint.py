@@ -21,7 +21,7 @@ def legacy(state: State, path: Path) -> None:
 
 
 def folder(state: State, path: Path) -> None:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    dcp.save(state, checkpoint_id=path)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("hf", "bin"):
         Path(name, "config.json").write_text("{}")
         Path(name, "notes.md").write_text("what it is")
-    dcp.save(state, checkpoint_id="saved.dcp", no_dist=True)
+    dcp.save(state, checkpoint_id="saved.dcp")
     shutil.copy("bin/pytorch_model.bin", "one.pt")
     ckpttool.remap("one.pt", "shards/", max_shard_size="40KB")
 

@@ -24,7 +24,7 @@ def legacy(state: State, path: Path) -> None:
 
 
 def folder(state: State, path: Path) -> None:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    dcp.save(state, checkpoint_id=path)
 
 
 SAVED: dict[str, Callable[[State, Path], None]] = {"zip.pt": torch.save, "legacy.pt": legacy, "folder.dcp": folder}

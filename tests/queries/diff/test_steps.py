@@ -197,7 +197,7 @@ def test_folders_of_distributed_checkpoints(tmp_path: Path, run: Run) -> None:
 
     for number in (8, 9, 10):
         state = network(3 if number < 10 else 4).state_dict()
-        dcp.save({"model": state}, checkpoint_id=tmp_path / f"step-{number}", no_dist=True)
+        dcp.save({"model": state}, checkpoint_id=tmp_path / f"step-{number}")
     data = run("diff", tmp_path, "--format", "json").data["steps"]
     assert [(step["source"], len(step["changes"])) for step in data] == [("step-8", 0), ("step-9", 0), ("step-10", 3)]
     assert {change["status"] for change in data[2]["changes"]} == {"shape"}
