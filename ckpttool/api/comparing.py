@@ -40,7 +40,7 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     """`diff`, with its options as a value."""
     from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.operands.sections import read_for_model
-    from ckpttool.queries.diff.run import BESIDE, run
+    from ckpttool.queries.diff.run import run
 
     if options.comparison is None:
         only_first()
@@ -57,7 +57,8 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     with options.comparing(first, second):
         found = run(first, second, options, model)
     by_manifest = any(side is not None and side.format == MANIFEST.name for side in (first, second))
-    if found.identical or found.beyond == BESIDE or by_manifest:
+    only_beside = options.whole and not any(map(found.weighs, found.entries))
+    if found.identical or only_beside or by_manifest:
         # Nothing to mend, or no values to mend it with: what could is a third of the program, and is not loaded.
         return _judged(found, options)
     from ckpttool.edits.mend.attempt import Question

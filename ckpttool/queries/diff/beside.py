@@ -70,15 +70,18 @@ class Beside:
 
     def _one_sided(self) -> Iterator[str]:
         mine, theirs = self._sections()
-        for side, checkpoint, own, others in (("left", self.left, mine, theirs), ("right", self.right, theirs, mine)):
+        left, right = loose(self.left), loose(self.right)
+        for side, source, own, others, tensors, known in (
+            ("left", self.left.source, mine, theirs, left, right),
+            ("right", self.right.source, theirs, mine, right, left),
+        ):
             alone = [section.title for path, section in own.items() if path not in others]
             if alone:
-                yield f"not compared: {some(alone)} of {side} ({checkpoint.source}::{alone[0]} is one)"
-            (known,) = (loose(one) for one in (self.left, self.right) if one is not checkpoint)
-            tensors = [key for key in loose(checkpoint) if key not in known]
-            if tensors:
-                what = plural(len(tensors), "tensor")
-                yield f"not compared: {what} outside of state dicts that only {side} has: {some(tensors)}"
+                yield f"not compared: {some(alone)} of {side} ({source}::{alone[0]} is one)"
+            further = [key for key in tensors if key not in known]
+            if further:
+                what = plural(len(further), "tensor")
+                yield f"not compared: {what} outside of state dicts that only {side} has: {some(further)}"
 
     def _versions(self) -> Iterator[str]:
         others = otherwise(*self.models)
