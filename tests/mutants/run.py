@@ -205,7 +205,7 @@ def reach(tests: Sequence[str], jobs: int) -> Reach:
 def _measured(copy: Path, tests: Sequence[str], jobs: int) -> list[object]:
     """Seconds, names of tests, and for each line of each module the numbers of those that reach it."""
     print(f"which tests of {' '.join(tests)} reach which lines …", flush=True)
-    files = sorted(str(path) for test in tests for path in (copy / test).rglob("test_*.py") or [copy / test])
+    files = sorted(str(path) for test in tests for path in [*(copy / test).rglob("test_*.py")] or [copy / test])
     shares = [(copy / f"reached-{at}", copy / f"seconds-{at}.json", files[at::jobs]) for at in range(jobs)]
     running = [subprocess.Popen(**_under_coverage(copy, *share), stdout=subprocess.DEVNULL) for share in shares]
     for process in running:
