@@ -199,9 +199,9 @@ def _of_one_run(files: Sequence[File], keys: Sequence[str], inside: str | None =
 def zero_stage(file: File) -> int:
     """1, 2 or 3, as the optimizer's file says."""
     stage = plain(mapping(file.items, "optimizer_state_dict").get("zero_stage"))
-    if type(stage) is not int or stage not in (1, 2, 3):
+    if stage not in (1, 2, 3):
         raise malformed(f"{file.path}: ZeRO stage {stage!r}")
-    return stage
+    return int(stage)
 
 
 def partition_count(file: File) -> int:
@@ -246,7 +246,7 @@ def plain(node: Any) -> Any:
 
 
 def is_plain(node: Any) -> bool:
-    """Whether `plain` gives all of it."""
+    """Whether `plain` gives all of it, as it is."""
     if type(node) in (list, tuple):
         return all(map(is_plain, node))
-    return node is None or plain(node) is not None
+    return node is None or (type(node) is not Call and plain(node) is not None)
