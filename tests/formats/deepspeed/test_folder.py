@@ -10,7 +10,7 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -373,10 +373,14 @@ def test_what_the_module_holds_beside_tensors_is_carried(saved: Path, run: Run, 
     assert "n differs" not in done.err
 
 
+def nested_lists(depth: int) -> list[Any]:
+    return reduce(lambda inner, _: [inner], range(depth), list[Any]())
+
+
 def test_an_option_that_is_not_carried_is_said(saved: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
     lost = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "foreach": {}, "fused": torch.device("cpu")}
-    lost |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])]}
+    lost |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])], "amsgrad": nested_lists(400)}
     options = lost | {"own": None, "pair": [1, [2.0]]}
     for rank, _ in enumerate(step.glob("*optim_states.pt")):
         _rank(rank, lambda own: _base(own)["param_groups"][0].update(options))(step)
@@ -389,7 +393,9 @@ def test_an_option_that_is_not_carried_is_said(saved: Path, run: Run, tmp_path: 
 
 def test_a_state_that_is_a_number_is_each_parameters(saved: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
-    _all(lambda own: [_set(state, step=2) for state in _base(own)["state"].values()])(step)
+    _all(
+        lambda own: _base(own)["state"].update({at: {**state, "step": 2} for at, state in _base(own)["state"].items()})
+    )(step)
     assert run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt").status == 0
     state = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
     assert [(type(own["step"]), own["step"]) for own in state.values()] == [(int, 2)] * 7
@@ -500,9 +506,11 @@ def _file(content: object) -> Callable[[Path], None]:
 
 
 def _shapes(shapes: object) -> Callable[[Path], None]:
-    return lambda zero: [
-        edited(path, lambda own: own.update(param_shapes=shapes)) for path in zero.parent.glob("*model_states.pt")
-    ].clear()
+    def damage(zero: Path) -> None:
+        for path in zero.parent.glob("*model_states.pt"):
+            edited(path, lambda own: own.update(param_shapes=shapes))
+
+    return damage
 
 
 def _no_parameter(zero: Path) -> None:
