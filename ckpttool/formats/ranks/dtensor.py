@@ -49,7 +49,7 @@ def is_dtensor(entry: TensorEntry | ExtraEntry) -> bool:
 
 def _state(entry: TensorEntry | ExtraEntry) -> Any:
     node = bare(entry.payload.node) if isinstance(entry.payload, Carried) else None
-    args = node.args if type(node) is Call and type(node.args) is tuple else ()
+    args: tuple[Any, ...] = node.args if type(node) is Call else ()
     is_one = len(args) == 4 and type(args[1]) is Global and args[1].name == _CLASS
     return args[3] if is_one else None
 
@@ -57,7 +57,7 @@ def _state(entry: TensorEntry | ExtraEntry) -> Any:
 def rank_and_world_size(entry: TensorEntry | ExtraEntry) -> tuple[int, int]:
     """The rank that saved a ``DTensor``, and how many ranks its mesh is a part of. `CkptError` where it is damaged."""
     with checked(f"the DTensor {entry.key}"):
-        mesh = attributes_of(attributes_of(_inside(_state(entry))["_spec"])["mesh"])
+        mesh = attributes_of(attributes_of(_state(entry)[1]["_spec"])["mesh"])
         rank, ranks = _rank(mesh, _mesh_shape(mesh), counts_of(mesh["_coordinate_on_dim"]))
         return rank, max(ranks) + 1
 
@@ -73,7 +73,7 @@ def local_box(entry: TensorEntry | ExtraEntry) -> LocalBox:
 
 
 def _local_box(key: str, state: Any, storages: Storages) -> LocalBox:
-    attributes = _inside(state)
+    attributes = state[1]  # of a class with slots the state is a pair
     spec = attributes_of(attributes["_spec"])
     mesh = attributes_of(spec["mesh"])
     if not is_tensor(attributes["_local_tensor"]):
@@ -91,11 +91,6 @@ def _local_box(key: str, state: Any, storages: Storages) -> LocalBox:
     if local.shape != sizes and (local.numel or prod(sizes)):
         raise Unplaced(f"its part has the shape {list(local.shape)}, where its placements give {list(sizes)}")
     return LocalBox(shape, local.dtype, (mesh_shape, placements, order), offsets, local)
-
-
-def _inside(state: Any) -> Any:
-    """The attributes of the tensor itself; the state of one whose class has slots is a pair."""
-    return state[1] if type(state) is tuple else state
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
@@ -124,18 +119,14 @@ def _rank(mesh: Mapping[str, Any], shape: tuple[int, ...], at: tuple[int, ...]) 
 
 def _placement(node: Any) -> tuple[str, int, int]:
     """``("Replicate", -1, 1)``, ``("Shard", dimension, 1)`` or ``("_StridedShard", dimension, split factor)``."""
-    if type(node) is not Call or type(node.func) is not Global:
-        raise ValueError("no placement")
     name, state = node.func.name, attributes_of(node) if type(node.state) in (dict, tuple) else {}
-    args = node.args if type(node.args) is tuple else ()
     if name == "Replicate":
         return name, -1, 1
     if name not in ("Shard", "_StridedShard"):
         raise Unplaced(f"is {name.lstrip('_')}: a part of a sum over ranks, not of a tensor")
-    dim = state.get("dim", args[0] if args else None)
-    factor = state.get("split_factor", args[1] if len(args) > 1 else 1)
-    if type(dim) is not int or type(factor) is not int or factor < 1:
-        raise ValueError(f"no dimension of {name}")
+    dim, factor, *_ = (*node.args, 1, 1) if node.args else (state["dim"], state.get("split_factor", 1))
+    if factor < 1:
+        raise ValueError(f"{factor} pieces")
     return name, dim, factor
 
 
@@ -151,7 +142,7 @@ def _orders(
     strided: dict[int, int] = {}
     for index, (name, dim, factor) in enumerate(placements):
         if name == "_StridedShard" and factor > 1:
-            after = [i for i, (kind, d, _) in enumerate(placements) if i > index and d == dim and kind == "Shard"]
+            after = [i for i, (_, d, _) in enumerate(placements) if i > index and d == dim]
             if dim in strided or prod(mesh_shape[i] for i in after) != factor:
                 raise Unplaced(f"is cut in strides ({factor} pieces) that the mesh does not explain")
             strided[dim] = index

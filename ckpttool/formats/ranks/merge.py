@@ -154,8 +154,8 @@ def _told(value: Any) -> str:
 
 def _plain_values(file: Checkpoint) -> dict[str, object]:
     """Numbers and words that stand beside the state dicts at the top of a rank's file."""
-    root = file.container.pickle.root if isinstance(file.container, torch_zip.Container) else None
-    pairs = pairs_of(root) or {}
+    assert isinstance(file.container, torch_zip.Container)
+    pairs = pairs_of(file.container.pickle.root) or {}
     return {key: value for key, value in pairs.items() if type(key) is str and type(value) in (bool, int, float, str)}
 
 

@@ -6,27 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckpttool.formats.containers.pickle_tree import Call
 from ckpttool.formats.torch.tensors import MOST, malformed
 
 
-def attributes_of(node: Any) -> dict[str, Any]:
-    """The attributes of an object; one with slots has them as the second of two states.
-
-    Raises `ValueError` for what is none.
-    """
-    found = node.state[1] if type(node.state) is tuple else node.state
-    if type(found) is not dict:
-        raise ValueError("an object without attributes")
-    return found
+def attributes_of(node: Any) -> Any:
+    """The attributes of an object; one with slots has them as the second of two states."""
+    return node.state[1] if type(node.state) is tuple else node.state
 
 
 def counts_of(node: Any) -> tuple[int, ...]:
-    """The numbers of a ``torch.Size``, a list or a tuple, however many. Raises `ValueError` for anything else."""
-    counts = node.args[0] if type(node) is Call else node
-    if type(counts) not in (list, tuple) or not all(type(count) is int and 0 <= count < MOST for count in counts):
+    """The numbers of a list or a tuple, however many. Raises `ValueError` or `TypeError` for anything else."""
+    if not all(type(count) is int and 0 <= count < MOST for count in node):
         raise ValueError("no counts")
-    return tuple(counts)
+    return tuple(node)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from ckpttool import dtypes
 from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent
 from ckpttool.formats.ranks.nodes import attributes_of, checked, counts_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor, malformed, sizes_of, unnamed
 from ckpttool.values import dataclass
@@ -47,11 +47,11 @@ def is_sharded(entry: TensorEntry | ExtraEntry) -> bool:
 def _state(entry: TensorEntry | ExtraEntry) -> Any:
     """The state of a ``ShardedTensor``: as a tensor subclass (torch 2.0 and later), or as the plain object it was."""
     node = entry.payload.node if isinstance(entry.payload, Carried) else None
-    if type(node) is not Call or type(node.args) is not tuple:
+    if type(node) is not Call:
         return None
     if type(node.func) is Global and node.func.name == "_rebuild_from_type_v2" and len(node.args) == 4:
         return node.args[3] if node.args[1] == _CLASS else None
-    return node.state if node.func == _CLASS and node.state is not ABSENT else None
+    return node.state if node.func == _CLASS else None
 
 
 def local_part(entry: TensorEntry | ExtraEntry) -> LocalPart:
@@ -63,9 +63,9 @@ def local_part(entry: TensorEntry | ExtraEntry) -> LocalPart:
 
 def _local_part(key: str, state: Any, storages: Storages) -> LocalPart:
     shards, metadata, group = state[0], attributes_of(state[1]), attributes_of(state[2])
-    shape, dtype = sizes_of(metadata["size"]), str(_properties(metadata["tensor_properties"]))
-    if dtype not in dtypes.BY_NAME or type(shards) is not list:
-        raise ValueError("no dtype or no list of shards")
+    shape, dtype = sizes_of(metadata["size"]), str(metadata["tensor_properties"].state[0].name)  # of a tuple
+    if dtype not in dtypes.BY_NAME:
+        raise ValueError("no dtype")
     rank, world_size = counts_of((group["local_rank"], group["local_world_size"]))
     if rank >= world_size:
         raise ValueError("no rank of a process group")
@@ -83,14 +83,7 @@ def _local_part(key: str, state: Any, storages: Storages) -> LocalPart:
     offsets = sizes_of(attributes_of(shard["metadata"])["shard_offsets"])
     in_rows = len(offsets) == len(shape) > 0 and not any(offsets[1:]) and local.shape[1:] == shape[1:]
     inside = in_rows and offsets[0] + local.shape[0] <= shape[0] and local.dtype == dtype
-    row = local.numel // local.shape[0] if inside and local.shape[0] else 0
-    return LocalPart(shape, dtype, rank, world_size, local, offsets[0] * row if inside else None)
-
-
-def _properties(node: Any) -> str:
-    """The dtype in ``TensorProperties``, whose state is a tuple."""
-    dtype = node.state[0] if type(node.state) is tuple else node.state["dtype"]
-    return str(dtype.name)
+    return LocalPart(shape, dtype, rank, world_size, local, offsets[0] * prod(shape[1:]) if inside else None)
 
 
 # Writing

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 import os
 import random
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckpttool.formats.containers.pickle_tree import Call, Global, dumps, loads
 from ckpttool.formats.ranks.files import _numbers
 from command import Run
 from places import DATA
@@ -96,6 +102,15 @@ def test_parts_that_are_not_what_the_placements_give_are_refused(run: Run, tmp_p
     ("attribute", "value", "says"),
     [
         ("_coordinate_on_dim", (0,), None),
+        ("_coordinate_on_dim", (0,), "its parts hold 2 of 4 elements @ w"),
+        ("_coordinate_on_dim", (0, 0), "no place in the mesh"),
+        ("_coordinate_on_dim", (-1,), "no counts"),
+        ("_coordinate_on_dim", (0.0,), "no counts"),
+        ("_coordinate_on_dim", ("0",), "no counts"),
+        ("_flatten_rank_map", (0, 1 << 63), "no counts"),
+        ("_layout", SimpleNamespace(shape=(2,), stride=(1,)), None),  # as torch had it before
+        ("_layout", SimpleNamespace(shape=((1, 2),), stride=((2, 1),)), None),
+        ("_layout", 5, "the DTensor w"),
         ("_coordinate_on_dim", (2,), "no place in the mesh"),
         ("_coordinate_on_dim", (), "no place in the mesh"),
         ("_coordinate_on_dim", None, "the DTensor w"),
@@ -116,15 +131,171 @@ def test_a_mesh_that_lies_is_refused(run: Run, tmp_path: Path, attribute: str, v
     assert (done.status, (says or "") in done.err) == (2 if says else 0, True), done.err
 
 
-class Odd:
-    """Pickled as a tensor of a class that is none."""
+class Made:
+    """Pickled as a call, and a state."""
+
+    def __init__(self, function: Any, args: Any, state: Any = None) -> None:
+        self.made = (function, args) if state is None else (function, args, state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return torch._tensor._rebuild_from_type_v2, (print, 5, (), {"_spec": None})
+        return self.made
 
 
-def test_a_tensor_of_no_class_is_no_dtensor(run: Run, tmp_path: Path) -> None:
-    assert run("inspect", saved(tmp_path, *[{"w": Odd(), "a": ONES}] * 2)).status == 0
+@pytest.mark.parametrize("kind", [5, AssertionError, ValueError])
+def test_a_tensor_of_another_class_is_no_dtensor(run: Run, tmp_path: Path, kind: Any) -> None:
+    odd = Made(torch._tensor._rebuild_from_type_v2, (print, kind, (), {"_spec": None}))
+    assert run("inspect", saved(tmp_path, *[{"w": odd, "a": ONES}] * 2)).status == 0
+
+
+@pytest.mark.parametrize("node", [Call(Call(Global("a", "B"), ()), ()), Call(Global("a", "B"), (), "NEWOBJ")])
+def test_an_object_of_any_call_is_no_part(run: Run, tmp_path: Path, node: Call) -> None:
+    """Also of one that Python cannot make."""
+    pattern = saved(tmp_path, *[{"a": ONES, "x": 1}] * 2)
+    for path in tmp_path.iterdir():
+        with zipfile.ZipFile(path) as source:
+            records = {name: source.read(name) for name in source.namelist()}
+        with zipfile.ZipFile(path, "w") as out:
+            for name, data in records.items():
+                if name.endswith("data.pkl"):
+                    pickle = loads(data)
+                    pickle.root["x"] = node
+                    data = dumps(pickle)
+                out.writestr(name, data)
+    done = run("inspect", pattern)
+    assert (done.status, "internal" in done.err) == (0, False), done.err
+
+
+def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Any, local: torch.Tensor) -> DTensor:
+    """What `local` is of `whole`, as its mesh and placements say."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+@pytest.mark.parametrize(
+    ("placements", "said"),
+    [
+        ([_StridedShard(0, split_factor=2), Shard(0), Shard(1)], None),
+        ([_StridedShard(0, split_factor=2), Replicate(), Shard(0)], None),
+        ([_StridedShard(0, split_factor=4), Shard(0), Shard(0)], None),
+        ([_StridedShard(0, split_factor=1), Replicate(), Shard(1)], None),
+        ([_StridedShard(0, split_factor=3), Shard(0), Shard(1)], "is cut in strides (3 pieces) that the mesh does not"),
+        ([_StridedShard(0, split_factor=2), Shard(1), Shard(1)], "is cut in strides (2 pieces) that the mesh does not"),
+        (
+            [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)],
+            "is cut in strides (2 pieces) that the mesh does not",
+        ),
+        ([Shard(0), _StridedShard(0, split_factor=2), Shard(0)], "is cut in strides after other cuts"),
+        ([Shard(0), Replicate(), Partial()], "is Partial: a part of a sum over ranks"),
+    ],
+)
+def test_strided_cuts(run: Run, tmp_path: Path, placements: Any, said: str | None) -> None:
+    """A strided shard cuts after the cuts that stand behind it."""
+    whole = torch.arange(32.0).reshape(8, 4)
+    for rank in range(8):
+        with of_rank(rank, 8):
+            mesh = init_device_mesh("cpu", (2, 2, 2))
+            local = whole
+            for dim in (1, 2, 0):
+                if isinstance(placements[dim], (Shard, _StridedShard)):
+                    local = local.chunk(2, placements[dim].dim)[mesh.get_coordinate()[dim]]
+            torch.save({"w": cut(whole, mesh, placements, local.clone())}, tmp_path / f"rank_{rank}.pt")
+    done = run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt")
+    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
+    assert said or torch.equal(torch.load(tmp_path / "out.pt")["w"], whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda part: setattr(part, "_local_tensor", 5), "no local tensor"),
+        (lambda part: setattr(part, "_local_tensor", ONES.to_sparse()), "its part is a sparse_coo tensor @ w"),
+        (lambda part: setattr(part, "_local_tensor", torch.ones(3)), "its part has the shape [3], where its placem"),
+        (lambda part: setattr(part._spec, "placements", (5,)), "the DTensor w"),
+        (lambda part: setattr(part._spec, "placements", (Made(Shard, (0,)),)), None),
+        (lambda part: setattr(part._spec, "placements", (Made(_StridedShard, (0, 1)),)), None),
+        (
+            lambda part: setattr(part._spec, "placements", (Made(_StridedShard, (0, 2)),)),
+            "is cut in strides (2 pieces)",
+        ),
+        (lambda part: setattr(part._spec, "placements", (Made(_StridedShard, (0, 0)),)), "0 pieces"),
+        (lambda part: setattr(part._spec, "placements", (Made(Shard, (1,)),)), "cut along dimension 1 of 1"),
+        (lambda part: setattr(part._spec, "placements", (Made(Shard, (-1,)),)), "cut along dimension -1 of 1"),
+        (lambda part: setattr(part._spec, "placements", (Made(Shard, ("0",)),)), "the DTensor w"),
+        (
+            lambda part: vars(part._spec).update(shard_order=((0, (1,)),)),
+            "an order of shards that is not that of the",
+        ),
+    ],
+)
+def test_a_dtensor_that_lies_is_refused(
+    run: Run, tmp_path: Path, change: Callable[[Any], None], said: str | None
+) -> None:
+    needs_torch("2.13", "DTensors with these attributes")
+    for rank in (0, 1):
+        with of_rank(rank, 2):
+            part = DTensor.from_local(ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+            change(part)
+            torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
+    done = run("inspect", tmp_path / "rank_*.pt")
+    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+def test_parts_that_are_views_of_others(run: Run, tmp_path: Path, placement: Any) -> None:
+    whole = torch.arange(12.0).reshape(4, 3).t()
+    for rank in (0, 1):
+        with of_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            local = whole if isinstance(placement, Replicate) else whole.chunk(2, placement.dim)[rank]
+            part = cut(whole, mesh, [placement], local.clone())
+            part._local_tensor = local
+            torch.save({"w": part, "s": torch.eye(2).to_sparse()}, tmp_path / f"rank_{rank}.pt")
+    assert run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt", "--verify").status == 0
+    made = torch.load(tmp_path / "out.pt")
+    assert torch.equal(made["w"], whole)
+    assert torch.equal(made["s"].to_dense(), torch.eye(2))
+
+
+def test_a_rank_without_elements_may_have_any_shape_of_none(run: Run, tmp_path: Path) -> None:
+    whole = torch.arange(3.0).reshape(1, 3)
+    for rank, local in enumerate((whole, torch.empty(0))):
+        with of_rank(rank, 2):
+            part = cut(whole, init_device_mesh("cpu", (2,)), [Shard(0)], whole)
+            part._local_tensor = local
+            torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
+    assert run("remap", tmp_path / "rank_*.pt", "-o", tmp_path / "out.pt").status == 0
+    assert torch.equal(torch.load(tmp_path / "out.pt")["w"], whole)
+
+
+@pytest.mark.parametrize("other", [{}, {"w": ONES}])
+def test_a_dtensor_on_some_ranks_is_refused(run: Run, tmp_path: Path, other: Any) -> None:
+    for rank in (0, 1):
+        with of_rank(rank, 2):
+            part = DTensor.from_local(ONES, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+            torch.save({"v": part, **(other if rank else {"w": part})}, tmp_path / f"rank_{rank}.pt")
+    done = run("inspect", tmp_path / "rank_*.pt")
+    assert (done.status, "a DTensor on some ranks, and not on all @ w" in done.err) == (2, True), done.err
+
+
+def test_files_of_runs_of_other_sizes_and_of_no_ranks(run: Run, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with of_rank(rank, rank + 2):
+            part = DTensor.from_local(ONES, init_device_mesh("cpu", (rank + 2,)), [Shard(0)], run_check=False)
+            torch.save({"w": part}, tmp_path / f"rank_{rank}.pt")
+    torch.save({"w": ONES}, tmp_path / "rank_2.pt")
+    done = run("inspect", tmp_path / "rank_*.pt")
+    assert done.status == 2
+    assert [line for line in done.err.splitlines() if line.startswith("  ")] == [
+        f"  does not say its rank, other files do @ {tmp_path}/rank_2.pt",
+        f"  is of a run of 2 ranks @ {tmp_path}/rank_0.pt",
+        f"  is of a run of 3 ranks @ {tmp_path}/rank_1.pt",
+    ]
+
+
+def test_files_of_another_format_are_no_ranks(run: Run, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        save_file({"w": ONES}, tmp_path / f"rank_{rank}.safetensors")
+    done = run("inspect", tmp_path / "rank_*.safetensors")
+    assert (done.status, "rank_0.safetensors is no file of torch.save, and a glob names" in done.err) == (2, True)
 
 
 # What ranks hold otherwise than others
@@ -144,6 +315,17 @@ def optimizer(**own: Any) -> dict[str, Any]:
         (optimizer(m=ONES), optimizer(m={"a": ONES}), "is a tensor on rank 0, and a dict on rank 1"),
         (optimizer(m=ONES, n=[1]), optimizer(m=ONES, n=[1, 2]), "a list of 1 on rank 0, and a list of 2 on rank 1"),
         (optimizer(m=ONES, n=LONG), optimizer(m=ONES, n=LONG), None),
+        (optimizer(n=1 << 63), optimizer(n=0), "is 0x8000000000000000 on rank 0, and 0 on rank 1"),
+        (optimizer(m=ONES, n=slice(1)), optimizer(m=ONES, n=slice(1)), None),
+        (optimizer(m=ONES, n=[1, ONES]), optimizer(m=ONES), None),
+        (optimizer(m=ONES, n=[1, ONES]), optimizer(m=ONES, n=[2, ONES]), "is 1 on rank 0, and 2 on rank 1"),
+        ({"m": {"a": ONES}}, {"m": {"a": ONES}, "ema": {"a": ONES}}, None),
+        ({"m": {"a": ONES}}, optimizer(m=ONES) | {"m": {"a": ONES}}, None),
+        ([{"a": ONES}], [{"a": ONES}], None),
+        ({"m": {"a": ONES}, 5: 1, "epoch": 2}, {"m": {"a": ONES}, 5: 2, "epoch": 2}, None),
+        ({"flat_param": ONES, "b": ONES}, {"flat_param": ONES.double(), "b": ONES}, "not of one dtype @ flat_param"),
+        ({"flat_param": ONES, "b": ONES}, {"flat_param": torch.eye(2), "b": ONES}, "not one-dimensional or not of one"),
+        ({"flat_param": ONES, "b": ONES}, {"b": ONES}, None),
         (optimizer(m=ONES, n=LONG), optimizer(m=ONES, n=-LONG), "is 0x1000"),
         (optimizer(m=ONES, n=1), optimizer(m=ONES, n=True), "is 1 on rank 0, and True on rank 1"),
         ({"a": ONES, "b": None}, {"a": ONES, "b": ONES}, "differs between the ranks, and no parts make it @ b"),
@@ -228,16 +410,20 @@ def test_files_that_do_not_say_their_rank_are_not_put_in_an_order(run: Run, tmp_
         ([ONES, ONES * 2], [ONES, ONES * 3], 1),
         ([ONES, ONES, ONES], [ONES, ONES], 0),
         ([ONES, ONES, ONES * 2], [ONES, ONES], 1),
+        ([ONES, None], [ONES, None], 0),
+        ([ONES, None], [ONES, ONES], 1),
+        ([None, ONES], [ONES, None], 1),
     ],
 )
 def test_what_other_ranks_hold_is_compared_too(
     run: Run, tmp_path: Path, left: list[Any], right: list[Any], status: int
 ) -> None:
     sides = [
-        saved(tmp_path, *({"a": t} for t in own), name=f"{side}_{{}}.pt") for side, own in (("l", left), ("r", right))
+        saved(tmp_path, *({"b": ONES} if t is None else {"a": t, "b": ONES} for t in own), name=f"{side}_{{}}.pt")
+        for side, own in (("l", left), ("r", right))
     ]
     assert run("diff", *sides, "--values").status == status
-    assert run("diff", *sides).status == 0
+    assert run("diff", *sides).status == (status if None in left else 0)
 
 
 @pytest.mark.parametrize("values", [[], ["--values"]])
@@ -282,6 +468,9 @@ NOT_IN_ROWS = "is not cut along its first dimension, rank by rank @ w"
         (holding(torch.ones(2, 3).double()), NOT_IN_ROWS),
         (holding(torch.ones(3, 3)), NOT_IN_ROWS),
         (holding(torch.ones(2, 2)), NOT_IN_ROWS),
+        (holding(torch.ones(2, 3).bfloat16()), NOT_IN_ROWS),
+        (holding(torch.ones(0, 3)), "its parts hold 6 of 12 elements @ w"),
+        (lambda sharded, shard: setattr(sharded._metadata.tensor_properties, "dtype", print), "ValueError('no dtype')"),
         (holding(torch.ones(1, 3)), "its parts hold 9 of 12 elements @ w"),
         (holding(torch.ones(3, 2).t()), "a part of it is a strided view @ w"),
         (lambda sharded, shard: sharded._local_shards.clear(), "its parts hold 6 of 12 elements @ w"),
@@ -311,6 +500,57 @@ def test_parts_of_a_sharded_tensor_that_are_not_its_rows_in_order_are_refused(
     assert (said or "") in done.err
 
 
+def plain(state: Any) -> None:
+    """As torch before 2.0 wrote it."""
+    state["w"] = Made(ShardedTensor, (), state["w"].__getstate__())
+
+
+def of_rank_2(state: Any) -> None:
+    shards, metadata, group, *rest = state["w"].__getstate__()
+    group.local_rank = 2
+    state["w"] = Made(ShardedTensor, (), (shards, metadata, group, *rest))
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (plain, None),
+        (of_rank_2, "no rank of a process group"),
+        (lambda state: state.update(w=Made(ShardedTensor, ())), "the sharded tensor w"),
+        (lambda state: state.update(v=ONES), "a sharded tensor on some ranks, and not on all @ v"),
+        (lambda state: state.pop("v"), "a sharded tensor on some ranks, and not on all @ v"),
+    ],
+)
+def test_sharded_tensors_of_other_torch_and_on_some_ranks(
+    run: Run, tmp_path: Path, change: Callable[[Any], None], said: str | None
+) -> None:
+    torch.save({"w": torch.arange(12.0).reshape(4, 3), "v": torch.ones(4)}, tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Two", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    with of_rank(1, 2):
+        state = torch.load(tmp_path / "rank_1.pt", weights_only=False)
+        change(state)
+        torch.save(state, tmp_path / "rank_1.pt")
+    done = run("inspect", tmp_path / "rank_*.pt")
+    assert (done.status, (said or "") in done.err) == (2 if said else 0, True), done.err
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+def test_dtypes_that_storages_have_no_class_for(run: Run, tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3).to(torch.float8_e4m3fn)
+    torch.save({"w": whole}, tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Small", "-o", tmp_path / "rank_{rank}.pt"]
+    assert run(*asked, "--to", "fsdp-sharded", "--world-size", 2).status == 0
+    with of_rank(1, 2):
+        (shard,) = torch.load(tmp_path / "rank_1.pt", weights_only=False)["w"].local_shards()
+        assert torch.equal(shard.tensor.float(), whole[2:].float())
+    assert run("remap", tmp_path / "rank_*.pt", *asked[2:4], "-o", tmp_path / "out.pt").status == 0
+    back = torch.load(tmp_path / "out.pt")["w"]
+    assert back.dtype == whole.dtype
+    assert torch.equal(back.float(), whole.float())
+
+
 def test_a_sharded_tensor_on_some_ranks_is_refused(run: Run, tmp_path: Path) -> None:
     torch.save({"w": torch.arange(12.0).reshape(4, 3)}, tmp_path / "in.pt")
     asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Rows", "-o", tmp_path / "rank_{rank}.pt"]
@@ -325,3 +565,15 @@ class Rows(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.ones(4, 3))
+
+
+class Two(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = torch.nn.Parameter(torch.ones(4))
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4, 3).to(torch.float8_e4m3fn), requires_grad=False)
