@@ -48,7 +48,7 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
             problems=apart,
         )
     fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
-    fitted = write_form(fitted, tensors_only=target.tensors_only)
+    fitted = write_form(fitted, in_metadata=target.tensors_only and not target.aliases)  # of safetensors
     same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
     return fitted if same else replace(fitted, container=None)
 

@@ -36,12 +36,12 @@ def _known(form: object) -> str | None:
     return next((known for known in (SERIALIZED, RUNTIME) if known == form), None)
 
 
-def write_form(checkpoint: Checkpoint, *, tensors_only: bool) -> Checkpoint:
-    """`checkpoint` with each section's form where its file will keep it; `tensors_only`: in ``__metadata__``."""
+def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
+    """`checkpoint` with each section's form where its file will keep it; `in_metadata`: in ``__metadata__``."""
     forms = {section.path: section.form for section in checkpoint.sections if section.form is not None}
     if not forms:
         return checkpoint
-    if tensors_only:
+    if in_metadata:
         return replace(checkpoint, metadata={**checkpoint.metadata, MARK: str(next(iter(forms.values())))})
     sections = tuple(
         replace(s, modules={**(s.modules or {}), MARK: {"form": s.form}}) if s.path in forms else s

@@ -81,7 +81,7 @@ def read(path: str) -> Checkpoint:
         path,
         _KINDS[next(iter(shards.values())).format],
         len(text.encode()) + sum(shard.nbytes for shard in shards.values()),
-        (Section("", "state_dict", tensors, extras),),
+        (Section("", "state_dict", tensors, extras, _modules(shards.values())),),
         globals=tuple(sorted({name for shard in shards.values() for name in shard.globals})),
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
@@ -119,9 +119,9 @@ def _read_shard(folder: str, name: str) -> Checkpoint | list[Problem]:
         return [Problem(problem.problem, f"{name}: {problem.key}") for problem in error.problems] or [
             Problem(error.message.removeprefix(f"{path}: "), name)
         ]
-    if shard is None or [section.path for section in shard.sections] not in ([""], []) or shard.others:
+    if shard is None or [(section.path, section.kind) for section in shard.sections] != [("", "state_dict")]:
         return [Problem("holds something else than one state dict", name)]
-    return shard if shard.sections else replace(shard, sections=(Section("", "state_dict", ()),))
+    return shard
 
 
 def _disagreements(weight_map: Mapping[str, str], shards: Mapping[str, Checkpoint]) -> list[Problem]:
@@ -167,6 +167,12 @@ def _common(metadatas: Sequence[Mapping[str, str]]) -> dict[str, str]:
         for name, value in metadata.items():
             values.setdefault(name, set()).add(value)
     return {name: value.pop() for name, value in values.items() if len(value) == 1}
+
+
+def _modules(shards: Iterable[Checkpoint]) -> dict[str, object] | None:
+    """The versions of modules (``_metadata``) of all shards that have some; None where none has."""
+    found = [shard.sections[0].modules for shard in shards if shard.sections[0].modules is not None]
+    return {path: own for modules in found for path, own in modules.items()} if found else None
 
 
 # Writing
@@ -223,52 +229,50 @@ def _settled(checkpoint: Checkpoint, source: Shards | None) -> tuple[Checkpoint,
 
 
 def _index_of(checkpoint: Checkpoint, shards: Mapping[str, Checkpoint], source: Shards | None) -> bytes:
-    weight_map = {key: shard for shard, content in shards.items() for key in content.sections[0].by_key()}
-    ordered = {key: weight_map[key] for key in checkpoint.sections[0].by_key()}
+    weight_map = {key: shard for shard, content in shards.items() for key in content.sections[0].keys}
+    ordered = {key: weight_map[key] for key in checkpoint.sections[0].keys}
     return _index(ordered, _total_size(checkpoint.sections[0].tensors), source)
 
 
 def _kept(checkpoint: Checkpoint, source: Shards) -> dict[str, Checkpoint]:
     """The shards with the entries that lay in them; what was computed lies with the entry before it."""
-    home = {_origin(e): name for name, shard in source.shards.items() for e in shard.sections[0].by_key().values()}
-    content: dict[str, list[TensorEntry | ExtraEntry]] = {name: [] for name in source.shards}
+    home = {_origin(entry): name for name, shard in source.shards.items() for entry in shard.sections[0].tensors}
+    content: dict[str, list[TensorEntry]] = {name: [] for name in source.shards}
     name = next(iter(content))
-    for entry in checkpoint.sections[0].by_key().values():
+    for entry in checkpoint.sections[0].tensors:
         name = home.get(_origin(entry), name)
         content[name].append(entry)
     common = _common([shard.metadata for shard in source.shards.values()])
     new = {key: value for key, value in checkpoint.metadata.items() if key not in common}
-    return {
-        name: replace(_shard(source.shards[name], entries), metadata={**source.shards[name].metadata, **new})
-        for name, entries in content.items()
-        if entries
-    }
+    gone, modules = common.keys() - checkpoint.metadata.keys(), checkpoint.sections[0].modules
+    kept: dict[str, Checkpoint] = {}
+    for name, entries in content.items():
+        if entries:
+            own = source.shards[name].metadata
+            said = {key: checkpoint.metadata[key] if key in common else own[key] for key in own if key not in gone}
+            kept[name] = replace(_shard(source.shards[name], entries, modules), metadata=said | new)
+    return kept
 
 
-def _origin(entry: TensorEntry | ExtraEntry) -> int:
-    storage = entry.storage if isinstance(entry, TensorEntry) else None
-    return id(entry.payload if storage is None else storage)
+def _origin(entry: TensorEntry) -> int:
+    return id(entry.payload if entry.storage is None else entry.storage)
 
 
-def _shard(whole: Checkpoint, entries: Iterable[TensorEntry | ExtraEntry]) -> Checkpoint:
+def _shard(whole: Checkpoint, entries: Iterable[TensorEntry], modules: Mapping[str, object] | None) -> Checkpoint:
     """`whole` with these entries only, as a file of its own."""
-    entries = list(entries)
-    tensors = tuple(entry for entry in entries if isinstance(entry, TensorEntry))
-    extras = tuple(entry for entry in entries if isinstance(entry, ExtraEntry))
-    return replace(whole, sections=(replace(whole.sections[0], tensors=tensors, extras=extras),))
+    return replace(whole, sections=(replace(whole.sections[0], tensors=tuple(entries), extras=(), modules=modules),))
 
 
 def _afresh(checkpoint: Checkpoint, stem: str, ending: str, limit: int, indexed: bool) -> dict[str, Checkpoint]:
-    have = checkpoint.sections[0].by_key()
-    items = [
-        Item(key, entry.nbytes if isinstance(entry, TensorEntry) else 0, _origin(entry)) for key, entry in have.items()
-    ]
+    have = {entry.key: entry for entry in checkpoint.sections[0].tensors}
+    items = [Item(key, entry.nbytes, _origin(entry)) for key, entry in have.items()]
     plan = plan_shards(items, limit)
     names = shard_names(stem, ending, len(plan)) if len(plan) > 1 or indexed else [stem + ending]
     # transformers takes __metadata__ without a format for another framework's
     metadata = {"format": "pt", **checkpoint.metadata} if ending == ".safetensors" else checkpoint.metadata
     whole = replace(checkpoint, container=None, metadata=metadata)
-    return {name: _shard(whole, (have[key] for key in keys)) for name, keys in zip(names, plan)}
+    modules = checkpoint.sections[0].modules
+    return {name: _shard(whole, (have[key] for key in keys), modules) for name, keys in zip(names, plan)}
 
 
 def _index(weight_map: dict[str, str], total_size: int, source: Shards | None) -> bytes:

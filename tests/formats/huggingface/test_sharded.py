@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,17 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import real_models
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
-from ckpttool.formats.huggingface.sharded import Shards
+from ckpttool.formats.huggingface.sharded import Shards, layout_files
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
+from ckpttool.limits import Limits, limited
+from files import write_pieces
 
 INDEX = "model.safetensors.index.json"
 RULE = "model.{x*} => trunk.{x*}"
@@ -333,3 +338,154 @@ def test_nothing_is_overwritten_unasked(llama: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
         "README.md", "config.json", "generation_config.json", "model.safetensors"
     ]  # fmt: skip
+
+
+class Doubled(nn.Linear):
+    """Saves its weight as twice of what it is, under the same key."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_state_dict_post_hook(self._out)
+        self.register_load_state_dict_pre_hook(self._back)
+
+    @staticmethod
+    def _out(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+    @staticmethod
+    def _back(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+@pytest.mark.parametrize("way", ["kept", "afresh", "in place"])
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_shards_say_the_form_that_they_are_in(tmp_path: Path, ending: str, way: str) -> None:
+    """Keys, shapes and dtypes fit both: only what the shards say tells them apart, after any number of remaps."""
+    torch.manual_seed(0)
+    model = Doubled()
+    state, runtime = dict(model.state_dict()), dict(model.named_parameters())
+    path = write(tmp_path / "m", {f"{key}.{ending}": {key: value} for key, value in state.items()})
+    name = "pytorch_model.bin.index.json" if ending == "bin" else INDEX
+    path.rename(path.with_name(name))
+    at = tmp_path / "m"
+    for number, form in enumerate(("runtime", "serialized", "runtime", "runtime", "serialized")):
+        words = ("--model", f"{__file__}:Doubled", "--to", form)
+        if way == "in place":
+            remap(at, *words, "--in-place")
+        else:
+            sizes = ("--max-shard-size", "36") if way == "afresh" else ()
+            remap(at, *words, *sizes, "-o", tmp_path / str(number) / name)
+            at = tmp_path / str(number)
+        remap(at, "-o", tmp_path / f"{number}.safetensors")
+        have = load_file(tmp_path / f"{number}.safetensors")
+        want = runtime if form == "runtime" else state
+        assert all(torch.equal(have[key], value) for key, value in want.items()), (number, form)
+
+
+def test_what_is_no_tensor_goes_along(tmp_path: Path) -> None:
+    shards: dict[str, dict[str, Any]] = {
+        "a.bin": {"x": torch.ones(2), "x._extra_state": {"n": 1}},
+        "b.bin": {"y": torch.zeros(2)},
+    }
+    path = tmp_path / "m" / "pytorch_model.bin.index.json"
+    path.parent.mkdir()
+    for name, content in shards.items():
+        torch.save(content, tmp_path / "m" / name)
+    weight_map = {key: name for name, content in shards.items() for key in content}
+    path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert [extra.key for extra in open_checkpoint(str(path)).sections[0].extras] == ["x._extra_state"]
+    remap(path, "-o", tmp_path / "other" / path.name, status=1)
+    remap(path, "-o", tmp_path / "out.pt")
+    made = torch.load(tmp_path / "out.pt")
+    assert (made["x"].tolist(), made["x._extra_state"], made["y"].tolist()) == ([1, 1], {"n": 1}, [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda folder: (
+                (folder / "a.safetensors").rename(folder / "c.safetensors")
+                and (folder / "b.safetensors").rename(folder / "a.safetensors")
+                and (folder / "c.safetensors").rename(folder / "b.safetensors")
+            ),
+            [
+                "not in a.safetensors, where the index looks for it @ a",
+                "not in b.safetensors, where the index looks for it @ b",
+                "in a.safetensors, which the index does not know @ b",
+                "in b.safetensors, which the index does not know @ a",
+            ],
+        ),
+        (
+            lambda folder: (folder / "a.safetensors").write_bytes(bytes([10, *[0] * 7]) + b'{"a":null}'),
+            ["not an object with dtype, shape and data_offsets @ a.safetensors: a"],
+        ),
+        (
+            lambda folder: torch.save([torch.ones(2)], folder / "a.safetensors"),
+            ["holds something else than one state dict @ a.safetensors"],
+        ),
+        (
+            lambda folder: torch.save({}, folder / "a.safetensors"),
+            ["holds something else than one state dict @ a.safetensors"],
+        ),
+        (
+            lambda folder: save_file({}, folder / "a.safetensors"),
+            ["not in a.safetensors, where the index looks for it @ a"],
+        ),
+    ],
+)
+def test_shards_that_are_not_what_the_index_says(tmp_path: Path, change: Any, said: list[str]) -> None:
+    path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}, "b.safetensors": {"b": torch.ones(2)}})
+    change(tmp_path / "m")
+    with pytest.raises(CkptError, match="disagree") as caught:
+        open_checkpoint(str(path))
+    assert list(map(str, caught.value.problems)) == said
+
+
+def test_an_index_is_read_up_to_a_size(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"a.safetensors": {"a": torch.ones(2)}})
+    nbytes = path.stat().st_size
+    with limited(Limits(json_bytes=nbytes)):
+        open_checkpoint(str(path))
+    with limited(Limits(json_bytes=nbytes - 1)), pytest.raises(CkptError, match="it is longer"):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(("drop", "left"), [("y", ["x", "z"]), ("x", ["y", "z"])])
+def test_in_place_what_is_dropped_is_left_out_of_its_shard(tmp_path: Path, drop: str, left: list[str]) -> None:
+    shards = {"a.safetensors": {"x": torch.ones(2), "z": torch.ones(1)}, "b.safetensors": {"y": torch.ones(3)}}
+    path = write(tmp_path / "m", shards)
+    remap(path, "--in-place", "--drop", drop)
+    checkpoint = open_checkpoint(str(path))
+    assert {entry.key for entry in checkpoint.sections[0].tensors} == set(left)
+
+
+def test_each_shard_gets_what_is_new_in_the_metadata(tmp_path: Path) -> None:
+    """What only one of them said stays there, with its new value; what is gone is gone from all."""
+    path = write(tmp_path / "m", {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.ones(2)}})
+    for key, own in (("x", {"one": "1"}), ("y", {})):
+        name = "a.safetensors" if key == "x" else "b.safetensors"
+        save_file({key: torch.ones(2)}, tmp_path / "m" / name, {"format": "pt", "old": "o", "part": key, **own})
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.metadata == {"format": "pt", "old": "o", "one": "1"}
+    changed = replace(checkpoint, metadata={"format": "tf", "one": "2", "new": "n"})
+    files: Any = layout_files(changed, "sharded")
+    said = {}
+    for name in ("a.safetensors", "b.safetensors"):
+        with safe_open(write_pieces(files[name], tmp_path / name), "pt") as shard:
+            said[name] = shard.metadata()
+    assert said == {
+        "a.safetensors": {"format": "tf", "part": "x", "one": "2", "new": "n"},
+        "b.safetensors": {"format": "tf", "part": "y", "new": "n"},
+    }
+
+
+def test_elements_smaller_than_a_byte_stay_in_their_shards(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {f"{key}.safetensors": {key: torch.ones(2)} for key in "ab"})
+    for number, key in enumerate("ab"):
+        raw = json.dumps({key: {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+        (tmp_path / "m" / f"{key}.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes([number] * 3))
+    remap(path, "-o", f"{tmp_path}/out/", "--rule", "b => z")
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["weight_map"] == {"a": "a.safetensors", "z": "b.safetensors"}
+    assert [(tmp_path / "out" / f"{key}.safetensors").read_bytes()[-3:] for key in "ab"] == [bytes(3), b"\1\1\1"]

@@ -40,13 +40,15 @@ def written(way: str, run: Run, folder: Path) -> Path:
     elif way == "a copy":
         assert run("remap", GOLDEN, *RULE, "-o", out).status == 0
     else:
-        size = ["--max-shard-size", "1KB"] if way == "over shards" else []
-        assert run("remap", GOLDEN, *RULE, *size, "-o", f"{folder}/shards/").status == 0
-        assert run("remap", folder / "shards", "-o", out).status == 0
+        size = ["--max-shard-size", "1KB"] if "shards" in way else []
+        first, second = ([], RULE) if way == "from shards" else (RULE, [])
+        assert run("remap", GOLDEN, *first, *size, "-o", f"{folder}/shards/").status == 0
+        assert run("remap", folder / "shards", *second, "-o", f"{folder}/again/").status == 0
+        assert run("remap", folder / "again", "-o", out).status == 0
     return out
 
 
-WAYS = ["a copy", "in place", "over shards", "to a folder"]
+WAYS = ["a copy", "in place", "over shards", "from shards", "to a folder"]
 
 
 @pytest.mark.parametrize("way", WAYS)
