@@ -168,7 +168,7 @@ def _files(source: str) -> dict[str, str]:
     if os.path.isdir(source):
         within = (os.path.join(home, name) for home, _, names in os.walk(source) for name in names)
         return {os.path.relpath(path, source): path for path in sorted(within) if files.is_file(path)}
-    return {paths.name(path): path for path in sorted(files.files_of(source)) if files.is_file(path)}
+    return {paths.name(path): path for path in sorted(files.files_of(source))}
 
 
 def _below(folder: str, way: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -179,7 +179,7 @@ def _below(folder: str, way: str = "", depth: int = 0) -> Iterator[tuple[str, st
         path = paths.join(folder, name)
         if files.is_dir(path):
             yield from _below(path, f"{way}{name}/", depth + 1)
-        elif files.is_file(path):
+        else:
             yield f"{way}{name}", path
 
 

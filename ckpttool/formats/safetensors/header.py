@@ -130,7 +130,7 @@ def _read_text(path: str) -> tuple[str, Span, Span]:
         if 8 + length > nbytes:
             raise _invalid(path, f"the file is truncated: the header alone needs {8 + length} bytes, it has {nbytes}")
         raw = file.read(length)
-    if len(raw) < length or not raw.startswith(b"{"):
+    if not raw.startswith(b"{"):
         raise _invalid(path, "its header does not begin with '{'")
     raw = raw.rstrip(b" \t\n\r")
     try:
@@ -203,8 +203,7 @@ def _entry(path: str, data_start: int, key: str, info: Mapping[str, Any]) -> Ten
     code, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
     span = Span(path, data_start + begin, end - begin)
     if code in _SUB_BYTE:
-        halves = code == PAIRS_IN_A_BYTE and shape and shape[-1] % 2 == 0
-        if not halves:
+        if code != PAIRS_IN_A_BYTE or shape[-1] % 2:
             name = _SUB_BYTE[code][0]
             return TensorEntry(key, name, shape, (), 0, None, PACKED, span.length, Packed(code, shape, span))
         shape = (*shape[:-1], shape[-1] // 2)

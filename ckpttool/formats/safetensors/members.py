@@ -63,8 +63,7 @@ def tensors(text: str, at: int, data: Span, alike: Callable[[str], Alike | None]
 def _is_covered(tensors: Iterable[TensorEntry], data: Span) -> bool:
     """Whether the tensors, in some order, lie one behind the other from the begin of `data` to its end."""
     reach = data.offset
-    spans = [entry.storage.data for entry in tensors if entry.storage is not None]
-    for offset, length in sorted((span.offset, span.length) for span in spans if isinstance(span, Span)):
+    for offset, length in sorted((span.offset, span.length) for entry in tensors if (span := entry.span)):
         if offset != reach:
             return False
         reach += length

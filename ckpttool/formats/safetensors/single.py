@@ -9,6 +9,7 @@ writer's files do). Everything else is laid out afresh, as the reference writer 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 from typing import Any
@@ -111,14 +112,11 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     section = checkpoint.sections[0]
     found = [Problem("not a tensor", extra.key) for extra in section.extras]
     found += [Problem(problem, entry.key) for entry in section.tensors if (problem := tensor_problem(entry))]
-    found += [Problem("the name stands twice", key) for key in _repeated(entry.key for entry in section.tensors)]
+    found += [
+        Problem("the name stands twice", key) for key, n in Counter(e.key for e in section.tensors).items() if n > 1
+    ]
     found += [Problem(f"shares its bytes with {other}", key) for key, other in overlapping(section.tensors).items()]
     return found
-
-
-def _repeated(names: Iterable[str]) -> list[str]:
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
 def tensor_problem(entry: TensorEntry) -> str | None:
@@ -127,10 +125,10 @@ def tensor_problem(entry: TensorEntry) -> str | None:
         return "the name is taken by the format"
     if isinstance(entry.payload, Packed):
         return None
-    if entry.storage is None or entry.layout != "strided":
+    if entry.storage is None:
         lost = f": {entry.payload.lost(entry)} would be lost" if isinstance(entry.payload, Composite) else ""
         return f"a {entry.layout} tensor has no place in the format{lost}"
-    if entry.dtype not in BY_NAME or BY_NAME[entry.dtype].safetensors is None:
+    if BY_NAME[entry.dtype].safetensors is None:
         return f"the format has no dtype {entry.dtype}"
     if entry.dtype == "float4_e2m1fn_x2" and not entry.shape:
         return f"the format has no {entry.dtype} without dimensions"

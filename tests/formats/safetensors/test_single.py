@@ -16,7 +16,7 @@ from safetensors.torch import save, save_file
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.safetensors import single as st_format
-from ckpttool.formats.safetensors.single import layout, read
+from ckpttool.formats.safetensors.single import layout, layout_in_place, read
 from files import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
@@ -118,6 +118,8 @@ def test_keys_keep_the_order_of_the_header(tmp_path):
     [
         (b"\1\2\3", "3 bytes are too few"),
         (packed("{}", length=100_000_001), "claims 100000001 bytes"),
+        (packed("{}", b"", length=100_000_000), "truncated: the header alone needs 100000008 bytes, it has 10"),
+        (packed(f'{{"a":{F32},"__metadata__":{F32.replace("0,4", "4,8")}}}', bytes(8)), "something else than strings"),
         (packed("{}", length=2**63), "claims 9223372036854775808 bytes"),
         (packed("{}", b"", length=64), "truncated: the header alone needs 72 bytes, it has 10"),
         (packed(b'{"\xff":1}'), "not UTF-8"),
@@ -191,6 +193,18 @@ def test_sub_byte_tensors_are_carried(tmp_path):
     assert reference_accepts(out)
     assert reference_accepts(afresh)
     assert (tmp_path / "d.safetensors").read_bytes()[-4:] == b"\1\2\3\4"
+
+
+def test_a_packed_tensor_that_torchao_lists_is_carried(tmp_path):
+    text = json.dumps(
+        {
+            "__metadata__": {"tensor_names": '["w"]', "w": '{"_type": "Tensor"}'},
+            "w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+        }
+    )
+    checkpoint = read(put(tmp_path / "a.safetensors", packed(text, b"\1\2\3")))
+    out = write_pieces(layout(replace(checkpoint, container=None)), tmp_path / "b.safetensors")
+    assert [(e.key, e.layout) for e in read(out).sections[0].tensors] == [("w", "packed")]
 
 
 def test_missing_file_and_directory(tmp_path):
@@ -366,6 +380,8 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
         TensorEntry("c128", "complex128", (4,), (1,), 0, storage),
         TensorEntry("t", "float32", (2, 2), (1, 2), 0, Storage(Span("nowhere", 0, 16))),
         TensorEntry("part", "float32", (1,), (1,), 1, Storage(Lazy(8, list))),
+        TensorEntry("head", "float32", (1,), (1,), 0, Storage(Lazy(8, list))),
+        TensorEntry("f4", "float4_e2m1fn_x2", (), (), 0, Storage(Span("nowhere", 0, 1))),
         TensorEntry("tied", "complex128", (4,), (1,), 0, storage),
         TensorEntry("__metadata__", "uint8", (1,), (1,), 0, Storage(Span("nowhere", 0, 1))),
         TensorEntry("twice", "uint8", (1,), (1,), 0, Storage(Span("nowhere", 0, 1))),
@@ -380,6 +396,8 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
         "the format has no dtype complex128 @ c128",
         "a view of shape [2, 2] and stride [1, 2], not contiguous @ t",
         "a part of a storage that is still to be computed @ part",
+        "a part of a storage that is still to be computed @ head",
+        "the format has no float4_e2m1fn_x2 without dimensions @ f4",
         "the format has no dtype complex128 @ tied",
         "the name is taken by the format @ __metadata__",
         "the name stands twice @ twice",
@@ -395,6 +413,33 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
         assert caught.value.problems
 
 
+@pytest.mark.parametrize(
+    ("names", "says"), [(("torchao.x.Y",), True), (("x.torchao.Y", "torchaos.Y"), False), ((), False)]
+)
+def test_of_torchaos_tensors_the_hint_is_its_own_way(names, says):
+    with pytest.raises(Refused) as caught:
+        layout(of(computed("c", "complex128", 1), globals=names))
+    assert ("with torchao: python -c" in caught.value.hint) == says
+
+
+def test_the_name_of_the_metadata_in_another_spelling_stays(tmp_path):
+    text = f'{{"\\u005f_metadata__":{{"k":"v"}},"\\u0061":{F32}}}'
+    checkpoint = read(put(tmp_path / "a.safetensors", packed(text)))
+    assert checkpoint.metadata == {"k": "v"}
+    out = write_pieces(layout(keys_changed(checkpoint, str.upper)), tmp_path / "b.safetensors")
+    assert (read(out).metadata, [e.key for e in read(out).sections[0].tensors]) == ({"k": "v"}, ["A"])
+    assert reference_accepts(out)
+
+
+def test_in_place_only_what_names_and_metadata_change(tmp_path):
+    checkpoint = read(put(tmp_path / "a.safetensors", save({"a": torch.ones(1), "b": torch.zeros(1)}, {"k": "v"})))
+    section = checkpoint.sections[0]
+    assert layout_in_place(keys_changed(checkpoint, str.upper)) is not None
+    assert layout_in_place(replace(checkpoint, container=None)) is None
+    assert layout_in_place(keys_changed(checkpoint, {"a": "a", "b": "__metadata__"}.get)) is None
+    assert layout_in_place(replace(checkpoint, sections=(replace(section, tensors=section.tensors[:1]),))) is None
+
+
 def test_a_name_that_is_no_text_is_refused():
     with pytest.raises(Refused, match="no text"):
         layout(of(computed("\ud800", "uint8", 1, data=b"x")))
@@ -408,9 +453,23 @@ def test_ten_thousand_tensors(tmp_path):
     assert len(pieces) == 2
 
 
+def write_header(checkpoint: Checkpoint) -> bytes:
+    data = layout(replace(checkpoint, container=None))[0].data
+    assert isinstance(data, bytes)
+    return data
+
+
 def test_header_limit(tmp_path, monkeypatch):
     path = put(tmp_path / "a.safetensors", save({"a": torch.ones(1)}))
     checkpoint = read(path)
+    length = len(write_header(checkpoint)) - 8
+    for most in (length, length - 1):
+        monkeypatch.setattr(st_format, "MAX_HEADER", most)
+        if most == length:
+            assert len(write_header(checkpoint)) == 8 + length
+            continue
+        with pytest.raises(Refused, match=f"the header would be {length} bytes long, safetensors allows {most}"):
+            write_header(checkpoint)
     monkeypatch.setattr(st_format, "MAX_HEADER", 4096)
     with pytest.raises(Refused, match="allows 4096"):
         layout(keys_changed(checkpoint, lambda key: key * 5000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -210,6 +211,9 @@ def test_a_manifest_has_no_values(run: Run, tmp_path: Path) -> None:
     ("change", "place"),
     [
         (lambda data: data["subject"][0]["digest"].update(sha256="00"), "$.subject[0].digest.sha256"),
+        (lambda data: data["subject"][0]["digest"].update(sha256=5), "$.subject[0].digest.sha256"),
+        (lambda data: data["subject"][0]["digest"].update(sha256="A" * 64), "$.subject[0].digest.sha256"),
+        (lambda data: data["subject"][0]["digest"].update(sha256="0" * 65), "$.subject[0].digest.sha256"),
         (lambda data: data.update(predicateType="other"), "$.predicateType"),
         (lambda data: data["predicate"]["sections"][0]["tensors"][1].pop("dtype"), "tensors[1].dtype"),
         (lambda data: data["predicate"]["sections"][0]["tensors"][0].update(bytes=5), "another size"),
@@ -259,3 +263,34 @@ def test_behind_a_url_all_folders_below_count(run: Run, tmp_path: Path) -> None:
     assert (done.status, "another file" in done.out) == (0, False)
     memory.pipe(f"{url}/one/two/tokens.json", b"[]")
     assert "one/two/tokens.json is another file" in run("diff", "--values", url, tmp_path / "a.json").out
+
+
+def test_what_is_no_file_or_is_left_out_is_no_part_of_a_folder(tmp_path: Path) -> None:
+    folder = Path(written(tmp_path, "folder/model.safetensors.index.json"))
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    (folder / "own.json").write_text("{}")
+    os.mkfifo(folder / "pipe")
+    made = ckpttool.manifest(str(folder), leave_out=[str(folder / "own.json")])
+    names = {path.name for path in folder.iterdir()} - {"gone", "own.json", "pipe"}
+    assert {subject["name"] for subject in made["subject"]} == names
+
+
+def test_of_a_file_behind_a_url_the_manifest_is_that_of_the_file(run: Run, tmp_path: Path) -> None:
+    import fsspec
+
+    path = Path(written(tmp_path, "a.safetensors"))
+    fsspec.filesystem("memory").pipe("memory://manifests-of-one/a.safetensors", path.read_bytes())
+    here = manifest(run, str(path), tmp_path / "here.json")
+    assert manifest(run, "memory://manifests-of-one/a.safetensors", tmp_path / "there.json") == here
+
+
+@pytest.mark.parametrize(("depth", "status"), [(64, 0), (65, 2)])
+def test_folders_behind_a_url_are_looked_into_to_a_depth(run: Run, tmp_path: Path, depth: int, status: int) -> None:
+    import fsspec
+
+    memory, url = fsspec.filesystem("memory"), f"memory://manifests-deep-{depth}"
+    folder = Path(written(tmp_path, "folder/model.safetensors.index.json"))
+    memory.put(f"{folder}/", f"{url}/", recursive=True)
+    memory.pipe(f"{url}/{'d/' * depth}f", b"x")
+    done = run("inspect", url, "--manifest", tmp_path / "m.json")
+    assert (done.status, "more than 64 folders inside each other" in done.err) == (status, status == 2), done.err
