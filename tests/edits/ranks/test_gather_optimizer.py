@@ -77,10 +77,11 @@ def test_an_optimizer_of_the_parameters_beside_flat_ones_stays(run: Run, tmp_pat
     assert all(torch.equal(made[name]["exp_avg"], one["exp_avg"]) for name, one in zip(names, own))
 
 
-def test_ids_of_fewer_parameters_than_units_are_refused(run: Run, tmp_path: Path) -> None:
-    done = run("remap", of_flat(tmp_path, [0], [{}]), *FLAT, "-o", tmp_path / "out.pt")
+@pytest.mark.parametrize(("ids", "count"), [([0], "1 parameter"), ([0, 1, 2], "3 parameters")])
+def test_ids_of_other_numbers_of_parameters_are_refused(run: Run, tmp_path: Path, ids: list[int], count: str) -> None:
+    done = run("remap", of_flat(tmp_path, ids, [{} for _ in ids]), *FLAT, "-o", tmp_path / "out.pt")
     assert done.status == 1
-    assert "optimizer has 1 parameter, and the model section 2 flat parameters: which is which?" in done.err
+    assert f"optimizer has {count}, and the model section 2 flat parameters: which is which?" in done.err
 
 
 def of_two(folder: Path, change: Any = lambda rank, own: None) -> Path:
@@ -121,7 +122,8 @@ def of_rank_1(change: Any) -> Any:
     [
         (lambda own: own.pop("exp_avg"), "[5]"),
         (lambda own: own.update(exp_avg=torch.ones(4)), "[5], [4]"),
-        (lambda own: own.update(exp_avg=torch.ones(5).half()), "[5], [5]"),
+        (lambda own: own.update(exp_avg=torch.ones(6)), "[5], [6]"),
+        (lambda own: own.update(exp_avg=torch.ones(5).double()), "[5], [5]"),
     ],
 )
 def test_chunks_that_are_not_those_of_the_unit_are_refused(run: Run, tmp_path: Path, change: Any, shapes: str) -> None:
