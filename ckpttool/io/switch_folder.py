@@ -157,7 +157,7 @@ def _bring_latecomers(old: Path, change: Change, gone: set[str]) -> None:
 
 def _link_all(old: Path, new: Path, gone: set[str], made: list[Path], inside: str = "") -> None:
     """Gives every file that stays a second name in the new folder, those of subfolders too; `made` gets what is new."""
-    for entry in os.scandir(old):
+    for entry in [*os.scandir(old)]:
         name, place = inside + entry.name, new / entry.name
         if name in gone:
             continue
