@@ -54,9 +54,9 @@ def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Wri
     Where that cannot be, nothing is done, and the answer says why. Raises `CkptError` where the disk fails, or another
     process was faster: all is as it was.
     """
-    if files is None or is_url(folder):
+    if files is None:
         return Written("copied", reason=_MOVED)
-    with failing(folder):
+    with failing(os.path.join(folder, [*files][-1])):
         place, changes = _changes(files, folder)
         if isinstance(changes, str):
             return Written("copied", reason=changes)

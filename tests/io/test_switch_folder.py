@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ckpttool.errors import CkptError
 from ckpttool.io import kernel, temporary
 from ckpttool.io.journal import settle
 from ckpttool.io.pieces import Files, Piece
-from ckpttool.io.switch_folder import _can_move
+from ckpttool.io.switch_folder import Change, _can_move
 from ckpttool.io.write_folder import write_folder
 
 NEW: Files = {"sub/shard": [Piece(b"new")], "index": [Piece(b"new")]}
@@ -109,9 +110,62 @@ def test_what_comes_and_what_changes_meanwhile_is_taken_along(folder: Path, mean
         (folder / "README").write_text("another")
 
     meanwhile(other)
+    there = folder.stat().st_ino
+    for own, bits in ((folder, 0o751), (folder / "sub", 0o710), (folder / "log", 0o701)):
+        own.chmod(bits)
     write_folder(NEW, str(folder))
     assert texts(folder) == {**AFTER, "late": "late", "README": "another"}
     assert names(folder) == ["m"]
+    assert folder.stat().st_ino != there
+    assert [stat.S_IMODE(own.stat().st_mode) for own in (folder, folder / "sub", folder / "log")] == [
+        *(0o751, 0o710, 0o701)
+    ]
+
+
+@pytest.mark.parametrize("way", ["one call", "journal"])
+@pytest.mark.parametrize("fsync", [True, False])
+def test_every_folder_is_flushed_before_and_after_the_switch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, way: str
+) -> None:
+    """Those that got something; and none where nothing is to be."""
+    plain, done = os.fsync, list[str]()
+
+    def noted(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            done.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        plain(descriptor)
+
+    def exchanging(*args: Any) -> None:
+        if way == "journal":
+            saying(errno.ENOSYS)()
+        done.append("=>")
+        exchange(*args)
+
+    exchange = kernel.renameat2
+    monkeypatch.setattr(kernel, "renameat2", exchanging)
+    monkeypatch.setattr(os, "fsync", noted)
+    write_folder(NEW, str(folder), fsync=fsync)
+    if not fsync:
+        assert done == ["=>"] * (way == "one call")
+    elif way == "one call":
+        at = done.index("=>")
+        assert {"new", "sub", "log", "deep"} <= {*done[done.index("new") + 2 : at]}
+        assert done[at + 1 :] == [folder.parent.name]
+    else:
+        assert done[-2:] == ["m", folder.parent.name]
+
+
+def test_where_the_new_files_are_made(folder: Path) -> None:
+    """Beside a folder that is replaced as one, and beside one that is not there yet; else inside."""
+    for place, whole, home in (
+        (folder, True, folder.parent),
+        (folder, False, folder),
+        (folder.parent / "none", True, folder.parent),
+        (folder.parent / "none", False, folder.parent),
+        (Path("/proc"), True, Path("/proc")),
+    ):
+        assert Change("out", place, (), (), whole).home == home
+    assert Change("out", folder, (), ()).whole
 
 
 @pytest.mark.parametrize("back", [True, False])
