@@ -24,6 +24,7 @@ from ckpttool.formats.pt2.aotinductor import is_inlined
 from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.limits import Limits, limited
+from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.trace import trace
@@ -200,6 +201,45 @@ ONE = {"w": ["weight_0", [2, 2], [2, 1], 0]}
 def with_ones(checkpoint, tmp_path):
     torch.save({"w": torch.full((2, 2), 7.0)}, tmp_path / "new.pt")
     return swap(checkpoint, model_section(open_checkpoint(str(tmp_path / "new.pt")))).program
+
+
+class Twice(nn.Module):
+    """A weight of two names, of which compiled code has one, and a buffer that is in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.again = nn.Parameter(torch.ones(2, 2))
+        self.register_buffer("fixed", torch.ones(2, 2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({}, []),
+        ({"again": torch.full((2, 2), 7.0)}, []),
+        ({"again": torch.ones(2, 2)}, ["tied to w, and its new value is another one @ again"]),
+        ({"fixed": torch.zeros(2, 2)}, []),
+        ({"note": "a word"}, ["left over: the program has no such weight @ note"]),
+    ],
+)
+def test_runtime_names_of_which_the_code_has_not_all(tmp_path, state, said):
+    two: dict[str, object] = {name: [f"weight_{at}", [2, 2], [2, 1], 0] for at, name in enumerate(("w", "fixed"))}
+    values: dict[str, object] = {f"weight_{at}": torch.ones(2, 2) for at in (0, 1)}
+    path = archive(tmp_path / "p.pt2", {"model": two}, values)
+    torch.save({"w": torch.full((2, 2), 7.0), **state}, tmp_path / "new.pt")
+    new = model_section(open_checkpoint(str(tmp_path / "new.pt")))
+    names = trace(of_object(Twice))
+    if said:
+        with pytest.raises(Refused) as caught:
+            swap(read(path), new, names, form=ModelForm.RUNTIME)
+        assert [str(problem) for problem in caught.value.problems] == said
+        return
+    done = swap(read(path), new, names, form=ModelForm.RUNTIME)
+    assert (set(done.sources), done.kept) == ({"w", "fixed"} & {"w", *state}, () if "fixed" in state else ("fixed",))
+    out = write_pieces(layout(done.program), tmp_path / "out.pt2")
+    with zipfile.ZipFile(out) as written:
+        assert torch.equal(torch.load(written.open("p/data/weights/weight_0")), torch.full((2, 2), 7.0))
+        assert torch.equal(torch.load(written.open("p/data/weights/weight_1")), state.get("fixed", torch.ones(2, 2)))
 
 
 def test_weights_that_another_model_uses_too_are_not_changed_under_its_feet(tmp_path):

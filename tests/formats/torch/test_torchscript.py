@@ -195,6 +195,8 @@ def test_only_what_fits_is_put_into_it(tmp_path: Path, run: Run) -> None:
     for key in ("brain", "norm.bias", "tied.weight", "table"):
         assert f"@ {key}\n" in done.err, done.err
     assert not (tmp_path / "out.pt").exists()
+    done = run("swap-weights", f"{path}::model", tmp_path / "new.pt", "-o", tmp_path / "out.pt")
+    assert (done.status, f"{path} holds one program without a name" in done.err) == (2, True)
     done = run("swap-weights", tmp_path / "new.pt", path, "-o", tmp_path / "out.pt")
     assert f"hint: the program comes first: ckpttool swap-weights {path} {tmp_path / 'new.pt'}" in done.err
 
