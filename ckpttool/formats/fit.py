@@ -150,6 +150,11 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
     if loses_versions(checkpoint, target):
         notes.append(f"the module versions in _metadata are left out: {target.title} has no place for them")
+    forms = [section.form for section in checkpoint.sections if section.form is not None]
+    if forms and target.name == "dcp":
+        notes.append(
+            f"nothing will say that this is the {forms[0]} form, whose keys fit another: read it with --from {forms[0]}"
+        )
     if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")
     return notes

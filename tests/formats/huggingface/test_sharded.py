@@ -24,6 +24,7 @@ from ckpttool.formats.huggingface.sharded import Shards, layout_files
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS
 from ckpttool.limits import Limits, limited
+from command import Run
 from files import write_pieces
 
 INDEX = "model.safetensors.index.json"
@@ -380,6 +381,18 @@ def test_shards_say_the_form_that_they_are_in(tmp_path: Path, ending: str, way: 
         have = load_file(tmp_path / f"{number}.safetensors")
         want = runtime if form == "runtime" else state
         assert all(torch.equal(have[key], value) for key, value in want.items()), (number, form)
+
+
+def test_what_cannot_say_its_form_is_said_with_the_option_that_reads_it(tmp_path: Path, run: Run) -> None:
+    torch.manual_seed(0)
+    state = dict(Doubled().state_dict())
+    save_file(state, tmp_path / "in.safetensors")
+    model = ("--model", f"{__file__}:Doubled")
+    done = run("remap", tmp_path / "in.safetensors", *model, "--to", "runtime", "-o", tmp_path / "out.dcp")
+    assert (done.status, "read it with --from runtime" in done.err) == (0, True)
+    words = ("--from", "runtime", "--to", "serialized")
+    assert run("remap", tmp_path / "out.dcp", *model, *words, "-o", tmp_path / "back.safetensors").status == 0
+    assert torch.equal(load_file(tmp_path / "back.safetensors")["weight"], state["weight"])
 
 
 def test_what_is_no_tensor_goes_along(tmp_path: Path) -> None:
