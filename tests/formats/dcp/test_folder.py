@@ -563,6 +563,29 @@ def test_shards_beside_a_metadata_are_not_looked_at(tmp_path: Path) -> None:
     assert [entry.key for entry in open_checkpoint(str(folder)).sections[0].tensors] == ["w"]
 
 
+def test_elements_smaller_than_a_byte_are_no_chunks(tmp_path: Path) -> None:
+    """Neither in shards nor in a file that .metadata names: where in the tensor they lie is told in elements."""
+    described = {"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
+    noted = {"__metadata__": {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}}
+    raw = json.dumps({**noted, **described}).encode()
+    data = len(raw).to_bytes(8, "little") + raw + bytes(3)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(data)
+    with pytest.raises(CkptError) as caught:
+        open_checkpoint(str(tmp_path / "shards"))
+    assert [problem.key for problem in caught.value.problems] == ["w"]
+    folder = save({"w": torch.ones(4)}, tmp_path / "m")
+    (folder / "__0_0.distcp").write_bytes(data)
+
+    def at_its_begin(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.offset, info.length = 0, len(data)
+
+    change(folder, at_its_begin)
+    with pytest.raises(CkptError, match=r"has no chunk of w as \.metadata says"):
+        open_checkpoint(str(folder))
+
+
 def test_chunks_in_files_of_both_kinds(tmp_path: Path) -> None:
     folder = save({"w": torch.arange(4.0)}, tmp_path / "m")
     torch.save(torch.tensor([0.0, 1.0]), folder / "first.distcp")
