@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import loading_zoo
+import mend_models
 from ckpttool.errors import CkptError
 from ckpttool.tracing import runtime
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.trace import trace
+from ckpttool.tracing.tried import same
 
 torch.set_num_threads(1)
 
@@ -181,3 +185,89 @@ def test_a_buffer_whose_name_ends_as_an_extra_state_does() -> None:
     names = trace(model(loading_zoo.buffer_with_such_an_ending))
     assert [s.key for s in names.serialized] == ["weight", "bias", "my_extra_state"]
     assert (names.extra_state, names.not_serialized, names.roundtrips) == ((), (), True)
+
+
+class Forgets(Dequantises):
+    """Loading takes a buffer away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        super()._load(sd, prefix)
+        sd.pop(prefix + "table")
+        del self._buffers["table"]
+
+
+class Expands(Dequantises):
+    """One integer is all of a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zeros", torch.zeros(1, dtype=torch.int64).expand(4), persistent=False)
+
+
+class InTwoDtypes(Dequantises):
+    """Saves one memory in two dtypes, which no file can hold, and an object; by the version it knows its own."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(
+            lambda m, sd, p, meta: sd.update({p + "bits": sd[p + "weight"].view(torch.int16)})
+        )
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        metadata: Any = args[0]
+        if metadata.get("version") != 3:
+            raise ValueError("another version")
+        super()._load(sd, prefix)
+        sd.pop(prefix + "bits")
+
+    def get_extra_state(self) -> object:
+        return {"level": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        assert state == {"level": 1}
+
+
+@pytest.mark.parametrize(("cls", "comes_back"), [(Forgets, False), (Expands, True), (InTwoDtypes, True)])
+def test_what_stands_beside_is_looked_at_as_it_is(cls: type[nn.Module], comes_back: bool) -> None:
+    assert trace(model(cls)).roundtrips == comes_back
+
+
+def test_two_tensors_are_the_same_where_their_parts_are() -> None:
+    sparse = torch.eye(2).to_sparse()
+    assert same(sparse, torch.eye(2).to_sparse())
+    assert not same(sparse, (torch.eye(2) * 2).to_sparse())
+    assert not same(sparse, torch.ones(2, 2).to_sparse())
+    assert not same(sparse, torch.eye(2))
+    assert same(
+        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)), loading_zoo.Packed(torch.ones(2, 2), torch.ones(2))
+    )
+    quantized = [torch.quantize_per_tensor(torch.ones(2) * one, 0.5, 0, torch.qint8) for one in (1, 1, 2)]
+    assert same(quantized[0], quantized[1])
+    assert not same(quantized[0], quantized[2])
+
+
+class Picky(mend_models.Pickled):
+    """Takes no other than its own extra state: nobody knows what would come back."""
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        if not bool((pickle.loads(state.numpy().tobytes())["amax"] == 1).all()):
+            raise ValueError("another")
+        super().set_extra_state(state)
+
+
+def test_what_extra_state_carries_where_loading_it_fails() -> None:
+    assert trace(model(mend_models.Pickled)).not_serialized == ()
+    assert trace(model(Picky)).not_serialized == ("amax",)
+
+
+def test_no_memory_for_what_meta_shows_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_CHEAP", -1)
+    monkeypatch.setattr(runtime, "memory_available", lambda: -1)
+    (note,) = trace(model(AsksForMeta)).notes
+    assert note.startswith("built on the meta device its constructor makes other tensors than for real")
