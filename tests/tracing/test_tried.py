@@ -271,3 +271,68 @@ def test_no_memory_for_what_meta_shows_otherwise(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(runtime, "memory_available", lambda: -1)
     (note,) = trace(model(AsksForMeta)).notes
     assert note.startswith("built on the meta device its constructor makes other tensors than for real")
+
+
+class Changes(nn.Module):
+    """What is saved is changed, and what is loaded too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.register_buffer("table", torch.randn(4))
+        self._register_state_dict_hook(lambda module, sd, prefix, meta: module.save(sd))
+        self.register_load_state_dict_pre_hook(lambda module, sd, *rest: module.load(sd))
+
+    def save(self, sd: dict) -> None: ...
+
+    def load(self, sd: dict) -> None: ...
+
+
+class Swaps(Changes):
+    def load(self, sd: dict) -> None:
+        sd["a"], sd["b"] = sd["b"], sd["a"]
+
+
+class Shortens(Changes):
+    def load(self, sd: dict) -> None:
+        self.table = sd["table"] = sd["table"][:2] + 0
+
+
+class Rounds(Changes):
+    def load(self, sd: dict) -> None:
+        self.table = sd["table"] = (sd["table"] + 0).double()
+
+
+class Solves(Changes):
+    """By an operator that is not evaluated here."""
+
+    def save(self, sd: dict) -> None:
+        sd["a"] = torch.fft.fft(sd["a"].detach()).real
+
+
+class Turns(Changes):
+    """And back again, element for element."""
+
+    def save(self, sd: dict) -> None:
+        sd["a"] = torch.special.bessel_j0(sd["a"].detach()) * 0 + sd["a"].detach().flip(0)
+
+    def load(self, sd: dict) -> None:
+        sd["a"] = sd["a"].flip(0)
+
+
+SAID: dict[type[Changes], list[str]] = {
+    Swaps: ["loading gives it the value of b @ a", "loading gives it the value of a @ b"],
+    Shortens: ["loading gives it another shape or dtype @ table"],
+    Rounds: ["loading gives it another shape or dtype @ table"],
+    Solves: ["loading does not give the saved value back exactly @ a"],
+    Turns: [],
+}
+
+
+@pytest.mark.parametrize("limit", [50_000_000, 7])
+@pytest.mark.parametrize("build", SAID)
+def test_what_does_not_come_back_is_told(build: type[Changes], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is too large for random values, and only a real round trip tells."""
+    monkeypatch.setattr("ckpttool.tracing.roundtrip._PROBE_LIMIT", limit)
+    names = trace(model(build))
+    assert list(map(str, names.roundtrip_problems)) == SAID[build]
