@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,88 @@ def test_what_lacks_the_code_is_told_the_models_arguments(run: Run, tmp_path: Pa
     assert alone.status == 1
     assert alone.err.endswith(f"hint: name it: {shlex.join(words)}\n")
     assert run("remap", source, *plan, *words).status == 0
+
+
+def test_each_section_has_a_run_of_its_own(run: Run, tmp_path: Path) -> None:
+    """Each is given its own values, under its own names."""
+    mine, other = trained("quantized").state_dict(), filled(of_object(ZOO["quantized"]), 5).state_dict()
+    torch.save({"model": mine, "ema": {f"module.{key}": value for key, value in other.items()}}, tmp_path / "a.pt")
+    words = ("--model", f"{OPERAND}:quantized", "--to", "runtime", "--sections", "model,ema", "--format", "json")
+    said = run("remap", tmp_path / "a.pt", *words, "-o", tmp_path / "b.pt")
+    assert [found["keys"] for found in said.data["by_code"]] == [["layers.0.weight", "layers.1.weight"]] * 2
+    found = torch.load(tmp_path / "b.pt")
+    for path, state in ("model", mine), ("ema", other):
+        model = ZOO["quantized"]()
+        model.load_state_dict(state)
+        assert_equal({key.removeprefix("module."): value for key, value in found[path].items()}, runtime_values(model))
+
+
+def test_a_plan_for_two_models_says_both(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    first, second = ("--model", f"{OPERAND}:quantized"), ("--to-model", f"{__file__}:listed")
+    made = ("--to", "serialized", "-o", tmp_path / "b.pt", "--save-plan", tmp_path / "p.json")
+    assert run("remap", source, *first, *second, *made).status == 0
+    plan = ("remap", source, "--plan", tmp_path / "p.json", "-o", tmp_path / "c.pt")
+    assert run(*plan).err.endswith(f"hint: name it: {shlex.join(first)}\n")
+    assert run(*plan, *first).err.endswith(f"hint: name it: {shlex.join(second)}\n")
+    assert run(*plan, *first, *second).status == 0
+    assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    values = saved(runtime_values(trained("quantized")), tmp_path / "d.pt")
+    saves = ("--from", "runtime", "--to", "serialized", "--dry-run", "--save-plan", tmp_path / "q.json")
+    assert run("remap", values, *first, *saves).status == 0
+    alone = run("remap", values, "--plan", tmp_path / "q.json", "-o", tmp_path / "e.pt")
+    assert alone.err.endswith(f"hint: name it: {shlex.join(first)}\n")
+
+
+LOAD = {"op": "model.load", "args": ["layers.0.weight"]}
+UNSAID = "the plan does not say which model's code computes it"
+# What is written into a plan -> the problem of it; None where it does the same.
+OTHER_PLANS: dict[str, tuple[Callable[[dict[str, Any]], object], str | None]] = {
+    "a run that nothing needs": (lambda plan: plan["runs"].append({**plan["runs"][0], "way": "model.save"}), None),
+    "a value that is computed": (
+        lambda plan: plan["runs"][0]["given"][0].update(
+            {
+                "from": {
+                    "op": "aten.neg.default",
+                    "args": [{"op": "aten.neg.default", "args": [{"ref": "embed.weight"}]}],
+                }
+            }
+        ),
+        None,
+    ),
+    "a key that is not there": (
+        lambda plan: plan["runs"][0]["given"].append({"name": "w", "from": {"ref": "nowhere"}}),
+        "the plan reads a key that the checkpoint has not @ nowhere",
+    ),
+    "what the run itself makes": (lambda plan: plan["runs"][0]["given"][0].update({"from": LOAD}), UNSAID),
+    "what a later run makes": (
+        lambda plan: plan["runs"].insert(
+            0, {**plan["runs"][0], "way": "model.save", "given": [{"name": "w", "from": LOAD}]}
+        ),
+        f"{UNSAID} @ w",
+    ),
+    "a value without a name": (lambda plan: plan["outputs"][1]["from"]["args"].pop(0), f"{UNSAID} @ layers.0.weight"),
+    "a run of another section": (lambda plan: plan["runs"][0].update(section="ema"), f"{UNSAID} @ layers.1.weight"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_plans_that_others_wrote(name: str, run: Run, tmp_path: Path) -> None:
+    change, problem = OTHER_PLANS[name]
+    state = {**trained("quantized").state_dict(), "model.load(layers.0.weight)": torch.ones(1)}
+    source, plan, model = saved(state, tmp_path / "a.pt"), tmp_path / "p.json", ("--model", f"{OPERAND}:quantized")
+    words = ("--to", "runtime", "--drop", "model.load*", "-o", tmp_path / "b.pt", "--save-plan", plan)
+    assert run("remap", source, *model, *words).status == 0
+    made = json.loads(plan.read_text())
+    kept = made["dropped"].pop()["key"]
+    made["outputs"].append({"section": "", "key": kept, "from": {"ref": kept}})
+    change(made)
+    plan.write_text(json.dumps(made))
+    said = run("remap", source, "--plan", plan, *model, "-o", tmp_path / "c.pt")
+    assert said.status == (0 if problem is None else 1), said.err
+    assert (problem or "") in said.err
+    if problem is None:
+        assert_equal({**torch.load(tmp_path / "b.pt"), kept: torch.ones(1)}, torch.load(tmp_path / "c.pt"))
 
 
 def test_a_plan_of_renames_takes_no_model(run: Run, tmp_path: Path) -> None:
