@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import loading_zoo
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section
 from ckpttool.errors import CkptError
@@ -291,3 +292,10 @@ def test_loading_by_code_of_its_own(
 def test_a_load_that_ends_the_process_fails() -> None:
     verdict = load_verdict(of_object(Ends), section_of(nn.Linear(2, 2).state_dict()))
     assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "RuntimeError: exits: not with me")
+
+
+def test_a_signature_without_strictness() -> None:
+    state = loading_zoo.bare_signatures().state_dict()
+    assert load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok
+    state["bias"] = torch.ones(7)
+    assert not load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok
