@@ -73,7 +73,7 @@ def test_a_version_that_does_not_tell_its_names(monkeypatch: pytest.MonkeyPatch)
 
 def test_it_is_asked_as_a_model_is() -> None:
     """As a part of another it has its own names; not strictly it takes what there is; what is not saved is left out."""
-    model = as_pretrained(of_object(FEW["experts"])).build(True)
+    model: Any = as_pretrained(of_object(FEW["experts"])).build(True)
     own = FEW["experts"]().state_dict()
     assert nn.ModuleDict({"part": model}).state_dict().keys() == {f"part.{key}" for key in own}
     state = model.state_dict()
