@@ -117,9 +117,8 @@ def left_to_code(
     if not any(ex.is_opaque(output.source) for output in plan.outputs):
         return plan
     way = ex.LOADED if reading.form == SERIALIZED else ex.SAVED
-    names = tables.serialized_names if way == ex.LOADED else tables.first
     read_as = reading.match.names
-    given = {read_as[key]: Ref(key) for key in section.by_key() if read_as.get(key) in names}
+    given = {read_as[key]: Ref(key) for key in section.by_key() if key in read_as}
     if way == ex.LOADED:
         given.update(_second_keys(tables, given))
     outputs = (
@@ -179,7 +178,7 @@ def _to_runtime(tables: NameTables, made: _Made, tie: bool) -> None:
             made.drop(key, "a hook makes it again from other tensors when the model is saved", twin)
         else:
             made.problems.append(Problem("the model writes this key and does not read it back", key))
-    made.keep(key for key, source in tables.saved.items() if source is None and key not in used)
+    made.keep(key for key, source in tables.saved.items() if source is None)
     made.keep(tables.names.extra_state)
 
 
@@ -241,9 +240,9 @@ def _ordered(outputs: list[Output], section: Section, names: Iterable[str]) -> l
         outputs, key=lambda output: min((place[key] for key in ex.refs(output.source)), default=len(place))
     )
     readers = Counter(key for output in outputs for key in ex.refs(output.source))
-    alone = [o.key for o in by_place if isinstance(o.source, Ref) and readers[o.source.key] == 1 and o.key in rank]
+    alone = [o.key for o in by_place if isinstance(o.source, Ref) and readers[o.source.key] == 1]
     if alone == sorted(alone, key=rank.__getitem__):
-        return sorted(by_place, key=lambda output: rank.get(output.key, len(rank)))
+        return sorted(by_place, key=lambda output: rank[output.key])
     return by_place
 
 

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ckpttool import expression as ex
-from ckpttool.expression import Expression, Op, Ref
+from ckpttool.expression import Expression, Ref
 from ckpttool.names import Hook, Names, RuntimeTensor
 from ckpttool.naming.wrappers.table import strip, stripped_paths
 from ckpttool.values import dataclass
 
-_COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default")
 Likeness = tuple[str, "tuple[int, ...] | None"]  # dtype and shape
 
 
@@ -42,8 +41,8 @@ class NameTables:
 
     @cached_property
     def saved(self) -> dict[str, Expression | None]:
-        """Serialized key -> what it is of runtime tensors, copies left aside (a copy has the same bytes)."""
-        return {s.key: None if s.source is None else plain(s.source) for s in self.names.serialized}
+        """Serialized key -> what it is of runtime tensors."""
+        return {s.key: s.source for s in self.names.serialized}
 
     @cached_property
     def hooks(self) -> dict[str, Hook | None]:
@@ -83,9 +82,11 @@ class NameTables:
         values: dict[str, Expression] = {fqn: Ref(key) for key, fqn in self.fqn_of.items() if key in have}
         known = {self.first[fqn] for fqn in values}
         for loaded in self.names.load:
-            first = self.first.get(loaded.fqn, loaded.fqn)
-            if first not in known and loaded.source is not None and have.issuperset(ex.refs(loaded.source)):
-                values[loaded.fqn] = plain(loaded.source)
+            first = self.first.get(loaded.fqn)  # loading may make tensors that the model has not before
+            if first is None or first in known:
+                continue
+            if loaded.source is not None and have.issuperset(ex.refs(loaded.source)):
+                values[loaded.fqn] = loaded.source
                 known.add(first)
         return values
 
@@ -141,10 +142,3 @@ def pair(fqns: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     rest = [fqn for fqn in fqns if fqn not in pairs]
     pairs.update(zip(rest, [key for key in keys if key not in pairs]))
     return pairs
-
-
-def plain(source: Expression) -> Expression:
-    """The expression without operators around it that only copy: to the bytes in a file they are nothing."""
-    while isinstance(source, Op) and source.op in _COPIES and isinstance(source.args[0], (Ref, Op)):
-        source = source.args[0]
-    return source

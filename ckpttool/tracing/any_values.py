@@ -15,6 +15,7 @@ from ckpttool.tracing.runtime import attempted, copied_state, failure_of_loading
 from ckpttool.tracing.saving import FILLINGS, filled, others
 from ckpttool.tracing.tried import same, values_of
 
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)} | {torch.bool}
 _MOST_TRIED = 256  # keys that are changed one by one, to see which of them feed a tensor
 
 
@@ -27,14 +28,15 @@ def reads_of_any(model: LoadedModel, state: Mapping[str, Any], verdict: Verdict)
     before = _after(model, state)
     for seed in FILLINGS:
         other = attempted(lambda: _of_others(model, seed, state))  # noqa: B023  # it is called at once
-        again = None if isinstance(other, Exception) else loaded(model.build(True), copied_state(other), True)
-        if isinstance(other, Exception) or again is None or not again.ok:
+        if isinstance(other, Exception):
             continue  # a check on values that these do not pass
+        again = loaded(model.build(True), copied_state(other), True)
+        if not again.ok:
+            continue
         proven, after = True, _after(model, other)
         varying = [fqn for fqn in reads if _varies(reads[fqn], again.reads.get(fqn), before.get(fqn), after.get(fqn))]
         for fqn, keys in _feeders(model, state, other, varying).items():
-            known = [source for source in (reads[fqn], again.reads.get(fqn)) if source is not None]
-            reads[fqn] = opaque(*known, *map(Ref, keys))
+            reads[fqn] = opaque(reads[fqn], again.reads.get(fqn), *map(Ref, keys))
     return reads if proven else _unproven(model, state, reads, before)
 
 
@@ -42,8 +44,8 @@ def _of_others(model: LoadedModel, seed: int, state: Mapping[str, Any]) -> Mappi
     """What an instance with other values saves; integers that are still those of `state` become others too."""
     made = copied_state(filled(model, seed).state_dict())
     for key, value in made.items():
-        plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
-        if plain and not value.is_floating_point() and not value.is_complex() and same(value, state.get(key, value)):
+        plain = type(value) is torch.Tensor and value.layout == torch.strided
+        if plain and value.dtype in _INTEGERS and same(value, state.get(key, value)):
             made[key] = others(value)
     return made
 
@@ -68,7 +70,7 @@ def _varies(
     """Whether two loads of other values cannot both be told by the expression `one`."""
     if one != other or one is not None:
         return one != other
-    return before is not None and after is not None and not same(before, after)
+    return before is not None and (after is None or not same(before, after))
 
 
 def _after(model: LoadedModel, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -178,9 +178,7 @@ def described(function: Any, module: str) -> Hook:
     for _ in range(16):  # wrappers of wrappers; a cycle would be the user's joke
         if isinstance(function, functools.partial):
             function = function.func
-        elif isinstance(function, _Watched):
-            function = function.function
-        elif hasattr(function, "__wrapped__"):
+        elif hasattr(function, "__wrapped__"):  # a `_Watched` too
             function = function.__wrapped__
         elif inspect.ismethod(function):
             function = function.__func__

@@ -39,10 +39,10 @@ def optimizer_verdict(model: LoadedModel, optimizer: LoadedOptimizer, section: S
 
     None where that cannot be tried: the model or its optimizer cannot be made on meta.
     """
-    if section.mapping is None or model.materialize:
+    if model.materialize:
         return None
     with contextlib.suppress(CkptError):
-        return _tried(lambda: _fresh(model, optimizer), section.mapping)
+        return _tried(lambda: _fresh(model, optimizer), section.mapping or {})
     return None
 
 

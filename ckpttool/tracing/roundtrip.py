@@ -52,25 +52,26 @@ def settled(found: Iterable[Problem], saved: Saved, verdict: Verdict, truth: Tri
     shown = {fqn for fqn, problem in said.items() if problem.problem == _INEXACT}  # by other values
     return tuple(
         said.get(fqn, Problem(_INEXACT, fqn))
-        for fqn in verdict.reads
-        if fqn in (truth.differing | shown) and first.get(fqn) in fed
+        for fqn, own in first.items()
+        if fqn in (truth.differing | shown) and own in fed
     )
 
 
 def _values(saved: Saved, verdict: Verdict) -> Iterator[Problem]:
     sources = {s.key: s.source for s in saved.serialized}
-    fed = {key for source in sources.values() if source is not None for key in refs(source)}
+    fed = {key for source in sources.values() for key in refs(source)}
     first = {r.fqn: r.alias_of or r.fqn for r in saved.runtime}
     simplifier = Simplifier(_leaves(saved))
-    for fqn, value in verdict.reads.items():
-        if first.get(fqn) not in fed or fqn in verdict.missing:
+    for fqn, own in first.items():
+        value = verdict.reads.get(fqn)
+        if own not in fed or fqn in verdict.missing:
             continue
-        if value is None:
+        if fqn not in verdict.reads:
+            yield Problem("saved, and gone from the model that has loaded it", fqn)
+        elif value is None:
             yield Problem("saved, but not loaded again", fqn)
-        elif isinstance(value, Ref) and sources.get(value.key) == Ref(first[fqn]):
-            continue
-        else:
-            problem = _difference(value, Ref(first[fqn]), sources, simplifier)
+        elif not isinstance(value, Ref) or sources.get(value.key) != Ref(own):
+            problem = _difference(value, Ref(own), sources, simplifier)
             if problem:
                 yield Problem(problem, fqn, "unknown" if problem.startswith(_UNKNOWN) else "other")
 

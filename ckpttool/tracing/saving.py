@@ -31,6 +31,7 @@ from ckpttool.words import a
 
 Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
 _MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
 
 
@@ -54,13 +55,13 @@ class Saved:
     @property
     def fed(self) -> frozenset[str]:
         """The runtime tensors (first names) that are saved, in whatever form."""
-        found = {key for s in self.serialized if s.source is not None for key in refs(s.source)}
+        found = {key for s in self.serialized for key in refs(s.source)}
         return frozenset(found) | self.carried
 
     @property
     def is_opaque(self) -> bool:
         """True where some key was computed in a way that could not be followed."""
-        return any(s.source is not None and is_opaque(s.source) for s in self.serialized)
+        return any(is_opaque(s.source) for s in self.serialized)
 
 
 def save(model: LoadedModel, real: bool) -> Saved:
@@ -80,9 +81,9 @@ def save(model: LoadedModel, real: bool) -> Saved:
         proven = True
         reads += more
         by_key = {s.key: s for s in other.serialized}
-        unstable = unstable or list(by_key) != [s.key for s in serialized]
+        unstable |= list(by_key) != [s.key for s in serialized]
         serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
-        unexplained = [s.key for s in serialized if s.source and is_opaque(s.source) and is_constant(s.source)]
+        unexplained = [s.key for s in serialized if is_opaque(s.source) and is_constant(s.source)]
         varying |= {key for key in unexplained if _differs(saved.state, other.state, key)}
     if not proven:
         serialized = tuple(_unproven(s, reads) for s in serialized)
@@ -92,10 +93,9 @@ def save(model: LoadedModel, real: bool) -> Saved:
 
 
 def _differs(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
-    a, b = one.get(key), other.get(key)
-    return (
-        isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and not (a.shape == b.shape and torch.equal(a, b))
-    )
+    """Whether the tensor of `one` is another in `other`, or is not there."""
+    a, b = one[key], other.get(key)
+    return not (isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b))
 
 
 def _with_feeders(model: LoadedModel, saved: Saved, key: SerializedKey) -> SerializedKey:
@@ -118,10 +118,9 @@ def _state_with_other(model: LoadedModel, name: str) -> Mapping[str, Any]:
 
 def _settled(one: SerializedKey, other: SerializedKey | None, reads: Reads) -> SerializedKey:
     """`one`; opaque where its expression holds for these values only."""
-    if other is None or (other.source == one.source and (one.source is None or not is_opaque(one.source))):
+    if other is None or (other.source == one.source and not is_opaque(one.source)):
         return one
-    parts = [s.source for s in (one, other) if s.source is not None]
-    return replace(one, source=opaque(*parts, *_seen(one, reads)))
+    return replace(one, source=opaque(one.source, other.source, *_seen(one, reads)))
 
 
 def _unproven(key: SerializedKey, reads: Reads) -> SerializedKey:
@@ -137,7 +136,7 @@ def _seen(key: SerializedKey, reads: Reads) -> list[Ref]:
 
 def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, ...]:
     """The keys, with no expression for those that no runtime tensor feeds."""
-    return tuple(s if s.source is None or not is_constant(s.source) else replace(s, source=None) for s in keys)
+    return tuple(replace(s, source=None) if is_constant(s.source) else s for s in keys)
 
 
 def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
@@ -169,6 +168,8 @@ def others(integers: torch.Tensor) -> torch.Tensor:
 
     Of those that any order leaves alike the first half is another, so that an order shows the next time.
     """
+    if integers.dtype in _SIGNED:  # torch can do little with these
+        return others(integers.view(_SIGNED[integers.dtype])).view(integers.dtype)
     reordered = integers.flip(tuple(range(integers.dim())))
     if not torch.equal(reordered, integers):
         return reordered

@@ -68,7 +68,7 @@ def _nested(model: LoadedModel, saved: Saved) -> tuple[Problem, ...]:
     outer = nn.Module()
     outer.add_module(_PART, model.build(saved.real))  # hooks that read values cannot run on meta
     try:
-        found = {key for key in outer.state_dict() if isinstance(key, str)}
+        found = set(map(str, outer.state_dict()))
     except Exception as error:  # whatever a hook raises
         return (Problem(f"is not saved at all as a part of another: {type(error).__name__}: {error}", "(root)"),)
     expected = {f"{_PART}.{key}" for key in (*(key.key for key in saved.serialized), *saved.extra_state)}
@@ -113,7 +113,7 @@ def _saved_without(model: LoadedModel, saved: Saved, removed: Collection[str]) -
 
 
 def _sent_to_one(lost: str, taken: SerializedKey) -> Problem:
-    kept = ", ".join(dict.fromkeys(refs(taken.source))) if taken.source is not None else "a constant"
+    kept = ", ".join(dict.fromkeys(refs(taken.source))) or "a constant"
     by = f", by {taken.hook}" if taken.hook else ""
     return Problem(f"lost in saving: it and {kept} are sent to one key, {taken.key}{by}", lost)
 

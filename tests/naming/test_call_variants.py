@@ -66,7 +66,7 @@ def test_outputs_without_the_variants_of_others() -> None:
     assert [one.key for one in kept] == ["f.w", "g.w", "g@1.w"]  # the model has another tensor at `g@1.w`
     assert (dropped, problems) == ([], [])  # nothing of the file is left out
     computed = Op("aten.neg.default", (Ref("f.w"),))
-    for source, fits in ((computed, True), (Op("aten.neg.default", (Ref("g.w"),)), False)):
+    for source, fits in ((computed, True), (Op("aten.neg.default", (Ref("g.w"),)), False), ("f.w", False)):
         kept, _, problems = collapse([output("f.w", computed), output("f@1.w", source)], first, have)
         assert ([one.key for one in kept], not problems) == (["f.w"], fits)
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import ckpttool
 from ckpttool.checkpoint import Section, Span, Storage, TensorEntry
 from ckpttool.expression import Ref
 from ckpttool.names import RUNTIME, SERIALIZED, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.forms import move, read
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.operands.model import ModelOperand
+from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.saving import filled
 
 
 class Summed(nn.Module):
@@ -97,3 +101,48 @@ def test_a_second_name_that_is_left_out_is_known_as_a_copy() -> None:
     done = move(names, second, read(names, second), SERIALIZED)
     assert [(one.key, one.source) for one in done.plan.outputs] == [("w", Ref("w")), ("v", Ref("v2"))]
     assert (done.plan.dropped, done.copies, done.problems) == ((), (), ())
+
+
+class Shifted(nn.Module):
+    """Saved with a constant that loading takes off again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[prefix + "shift"] = torch.ones(2)
+        state[prefix + "w"] = state[prefix + "w"].detach() + state[prefix + "shift"]
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        state[prefix + "w"] = state[prefix + "w"] - state.pop(prefix + "shift")
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+class Growing(nn.Module):
+    """Gets a buffer when it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "more": torch.ones(3)}))
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        self.register_buffer("grown", torch.zeros(3, device=self.w.device))
+        state[prefix + "grown"] = state.pop(prefix + "more")
+        super()._load_from_state_dict(state, prefix, *more)
+
+
+@pytest.mark.parametrize("build", [Shifted, Growing])
+def test_what_is_saved_beside_the_tensors_comes_along_both_ways(build: type[nn.Module], tmp_path: Path) -> None:
+    state = filled(of_object(build), 5).state_dict()
+    torch.save(dict(state), tmp_path / "a.pt")
+    ckpttool.remap(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), model=build, from_=SERIALIZED, to=RUNTIME)
+    loaded = build()
+    loaded.load_state_dict(state, strict=True)
+    assert torch.equal(torch.load(tmp_path / "b.pt")["w"], loaded.get_parameter("w"))
+    ckpttool.remap(str(tmp_path / "b.pt"), str(tmp_path / "c.pt"), model=build, from_=RUNTIME, to=SERIALIZED)
+    back = torch.load(tmp_path / "c.pt")
+    build().load_state_dict(back, strict=True)
+    assert {key: value.tolist() for key, value in back.items()} == {key: v.tolist() for key, v in state.items()}

@@ -18,6 +18,7 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "the user's own module": (["module.w"], ["module.w"], {"module.w": "module.w"}),
     "the user's own, wrapped": (["module.module.w"], ["module.w"], {"module.module.w": "module.w"}),
     "another name": (["x.w"], ["a.w", "b.w"], {}),
+    "a key that is all wrapper": (["module"], ["a"], {}),
     "the tensor itself is called so": (["a.module"], ["a"], {}),
 }
 
@@ -104,3 +105,17 @@ def test_a_call_variant_that_could_be_of_two_names_is_of_none() -> None:
 def test_of_a_variant_of_variants_the_shortest_name_is_the_one() -> None:
     keys = ["f.g.w", "f@1.g.w", "f@1.g@2.w"]
     assert match(keys, {name: name for name in keys[:2]}).variants == {keys[2]: keys[0]}
+
+
+def test_a_counter_inside_of_an_averaged_model_is_not_that_beside_it() -> None:
+    """Without the segment two keys are one name: which of them it is nobody says."""
+    keys = ["n_averaged", "module.n_averaged", "module.a"]
+    found = match(keys, {name: name for name in ("n_averaged", "a")})
+    assert not found.complete
+
+
+def test_call_variants_below_a_wrapper_of_several_segments() -> None:
+    keys = ["base_model.model.f.w", "base_model.model.f@1.w"]
+    found = match(keys, {"f.w": "f.w"})
+    assert (found.names, found.variants) == ({keys[0]: "f.w"}, {keys[1]: "f.w"})
+    assert found.complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,6 +118,13 @@ class Checking(nn.Linear):
         state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * 2
 
 
+class Doubling(Checking):
+    """Which looks at nothing."""
+
+    def is_fine(self) -> bool:
+        return True
+
+
 class Sealed(Checking):
     """It takes no other weight than its own."""
 
@@ -127,8 +135,109 @@ class Sealed(Checking):
 @pytest.mark.parametrize(("build", "told"), [(Checking, True), (Sealed, False)])
 def test_a_check_on_values_is_no_part_of_them(build: type[nn.Module], told: bool) -> None:
     """Where others pass it; where none do, nobody knows what would become of them."""
-    (source,) = (key.source for key in trace(of_object(build)).serialized if key.key == "weight")
+    names = trace(of_object(lambda: nn.ModuleList([build(), Doubling()])))
+    source, plain = (key.source for key in names.serialized if key.key.endswith("weight"))
     assert source is not None
-    assert is_opaque(source) != told
+    assert plain is not None
+    assert (is_opaque(source), is_opaque(plain)) == (not told, False)
     weight = torch.randn(2, 2)
-    assert not told or torch.equal(evaluate(source, {"weight": weight}.__getitem__), weight * 2)
+    assert not told or torch.equal(evaluate(source, {"0.weight": weight}.__getitem__), weight * 2)
+
+
+class Certified(nn.Module):
+    """Loads what numpy makes of its file, which it takes only with its seal; a table is its own."""
+
+    saves_others = loads_others = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+        self.register_buffer("seal", torch.tensor([4, 2]))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+        self._register_state_dict_hook(self._saved)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _saved(module: Certified, state: dict[str, Any], *_: Any) -> None:
+        if not module.saves_others and module.seal.tolist() != [4, 2]:
+            raise ValueError("another seal")
+
+    def _load(self, _: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        if not self.loads_others and state["seal"].tolist() != [4, 2]:
+            raise ValueError("another seal")
+        state["weight"] = torch.from_numpy(state["weight"].numpy() * 2)
+        self.count.fill_(float(state["weight"].numpy().sum()))
+
+
+class SavesAll(Certified):
+    saves_others = True
+
+
+class TakesAll(SavesAll):
+    loads_others = True
+
+
+@pytest.mark.parametrize(("build", "keys"), [
+    (Certified, {"weight", "bias", "seal"}),  # no other values could be tried: all may be in it
+    (SavesAll, {"weight", "bias", "seal"}),
+    (TakesAll, {"weight"}),
+])  # fmt: skip
+@pytest.mark.parametrize("cheap", [True, False])
+def test_what_no_other_values_bear_out(
+    build: type[nn.Module], keys: set[str], cheap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cheap:
+        monkeypatch.setattr("ckpttool.tracing.any_values.is_cheap", lambda model: False)
+        keys = {"weight", "bias", "seal"}
+    names = trace(of_object(build))
+    sources = {one.fqn: one.source for one in names.load}
+    computed = {fqn: set(refs(sources.pop(fqn))) for fqn in ("weight", "count")}
+    assert computed == dict.fromkeys(("weight", "count"), keys)
+    assert sources == {"bias": Ref("bias"), "seal": Ref("seal"), "table": None}
+
+
+@pytest.mark.parametrize("most", [256, 0])
+def test_what_numbers_outside_of_torch_are_made_of(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hook that nothing watches: each tensor is changed by itself, and of very many all are taken."""
+
+    class Hashed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+            self.c = self.a
+            self.register_buffer("limit", torch.ones(2))
+            self._register_state_dict_hook(self._save)
+
+        @staticmethod
+        def _save(module: Hashed, state: dict[str, Any], prefix: str, _: Any) -> None:
+            a, limit = (ctypes.string_at(tensor.data_ptr(), 8) for tensor in (module.a, module.limit))
+            ones = ctypes.string_at(torch.ones(2).data_ptr(), 8)
+            if limit != ones and a == ones:
+                raise ValueError("another limit alone")
+            state[prefix + "bytes"] = torch.tensor(list(a))
+
+    monkeypatch.setattr("ckpttool.tracing.saving._MOST_TRIED", most)
+    found = {key.key: key.source for key in trace(of_object(Hashed, materialize=True)).serialized}
+    assert is_opaque(found["bytes"])
+    assert set(refs(found["bytes"])) == ({"a", "limit"} if most else {"a", "b", "limit"})
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "complex64", "qint8"])
+def test_tensors_of_which_torch_makes_little(dtype: str) -> None:
+    """They stand beside what is computed outside of torch, and other values are tried all the same."""
+
+    def build() -> nn.Module:
+        model = nn.ModuleDict({"coded": ZOO["by_number"]()})
+        value = torch.ones(3)
+        made = (
+            torch.quantize_per_tensor(value, 0.5, 0, torch.qint8)
+            if dtype == "qint8"
+            else value.to(getattr(torch, dtype))
+        )
+        model.register_buffer("odd", made)
+        return model
+
+    names = trace(of_object(build, materialize=True))
+    assert {one.fqn: one.source for one in names.load}["odd"] == Ref("odd")
+    assert names.roundtrips

@@ -106,6 +106,7 @@ def test_a_model_without_end_costs_no_memory() -> None:
         (lambda model: None, "gives a NoneType, not an optimizer"),
         (lambda model: [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())], "gives a list"),
         (lambda model: {"lr_scheduler": None}, "gives a NoneType"),
+        (lambda model: [], "gives a list"),
         (lambda model: torch.optim.SGD(Net().parameters()), "has 9 parameters that the model has not"),
     ],
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import loading_zoo
 from ckpttool import expression as ex
 from ckpttool.checkpoint import ExtraEntry, Section
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.operands.checkpoint import open_operand
+from ckpttool.tracing import runtime
+from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.loading import Verdict, load_verdict
 from hook_zoo import ZOO
 from zoo import randomized, runtime_values, zoo_model
@@ -198,3 +202,100 @@ def test_a_lazy_model_takes_the_shapes_of_the_file() -> None:
     assert verdict.ok
     assert verdict.reads == {key: ex.Ref(key) for key in state}
     assert not load_verdict(zoo_model("lazy"), section_of({**state, "0.more": torch.ones(1)})).ok
+
+
+class Own(nn.Linear):
+    """Loads by its own code; the file's weight is called otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            state_dict[f"{prefix}weight"] = self.take(state_dict[f"{prefix}weight"])
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+class Tries(Own):
+    """Asks for a value, and does without where it gets none."""
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        try:
+            scale = float(weight.sum())
+        except RuntimeError:
+            scale = 1.0
+        return weight * scale
+
+
+class Converts(Own):
+    """Converts into a tensor of its own before it is loaded."""
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.empty(2, 2, device=weight.device).copy_(weight)
+
+
+class ByRows(Own):
+    """Copies a part by itself."""
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight[:1].copy_(weight[:1])
+        return self.weight.detach().clone()
+
+
+class Ends(Own):
+    """Ends the process."""
+
+    def take(self, weight: torch.Tensor) -> torch.Tensor:
+        sys.exit("not with me")
+
+
+class ByKeywords(nn.Linear):
+    """Calls torch's method with the names of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        lists: dict[str, list[str]] = {"missing_keys": [], "unexpected_keys": [], "error_msgs": []}
+        self._load_from_state_dict(state_dict=dict(state_dict), prefix="", local_metadata={}, strict=strict, **lists)
+        if any(lists.values()):
+            raise RuntimeError(f"Error(s) in loading state_dict for {lists}")
+
+
+@pytest.mark.parametrize(("build", "changes"), [
+    (Tries, [("weight", None), ("bias", "bias")]),
+    (Converts, [("bias", "bias")]),
+    (ByRows, [("weight", None), ("bias", "bias")]),
+    (ByKeywords, [("weight", "weight"), ("bias", "bias")]),
+])  # fmt: skip
+@pytest.mark.parametrize("cheap", [True, False])
+def test_loading_by_code_of_its_own(
+    build: Callable[[], nn.Module], changes: list[tuple[str, str | None]], cheap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cheap:
+        monkeypatch.setattr(runtime, "_CHEAP", -1)
+    state, model = build().half().state_dict(), build()
+    model.load_state_dict(copied(state), strict=True)
+    verdict = load_verdict(of_object(build), section_of(state))
+    assert verdict.ok
+    assert [(change.fqn, change.key) for change in verdict.dtype_changes] == changes
+    for fqn, source in verdict.reads.items():
+        assert source is not None
+        if not ex.is_opaque(source):
+            assert torch.equal(evaluate(source, state.__getitem__).float(), model.get_parameter(fqn)), fqn
+
+
+def test_a_load_that_ends_the_process_fails() -> None:
+    verdict = load_verdict(of_object(Ends), section_of(nn.Linear(2, 2).state_dict()))
+    assert (verdict.ok, verdict.errors[0].partition(" (")[0]) == (False, "RuntimeError: exits: not with me")
+
+
+def test_a_signature_without_strictness() -> None:
+    state = loading_zoo.bare_signatures().state_dict()
+    assert load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok
+    state["bias"] = torch.ones(7)
+    assert not load_verdict(of_object(loading_zoo.bare_signatures), section_of(state)).ok

@@ -250,3 +250,125 @@ def test_a_model_that_builds_on_meta_alone_with_an_extra_state() -> None:
 
     names = trace(of_object(Large))
     assert ([key.key for key in names.serialized], names.not_serialized) == (["weight"], ("hidden",))
+
+
+class Filtered(nn.Linear):
+    """Lists its parameters otherwise than its modules hold them."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return reversed(list(super().named_parameters(*args, **kwargs)))
+
+
+class Fewer(Filtered):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return list(super().named_parameters(*args, **kwargs))[:1]
+
+
+@pytest.mark.parametrize("build", [Filtered, Fewer])
+def test_parameters_are_those_that_the_model_lists(build: type[nn.Module]) -> None:
+    found = [tensor.fqn for tensor in trace(of_object(build)).runtime]
+    assert found == [name for name, _ in build().named_parameters()]
+
+
+def test_a_wrapped_module_that_is_not_saved_at_either_of_its_places() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Module()
+            self.one.register_buffer("cache", torch.ones(2), persistent=False)
+            self.other = self.one
+
+    found = {tensor.fqn: tensor.persistent for tensor in trace(of_object(Shared)).runtime}
+    assert found == {"one.cache": False, "other.cache": False}
+
+
+def test_a_save_that_asks_for_values_and_does_without() -> None:
+    """What is true of values that are there is told, not what is done where there are none."""
+
+    def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        try:
+            scale = float(state[f"{prefix}weight"].sum())
+        except RuntimeError:
+            scale = 1.0
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].detach() * scale
+
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model._register_state_dict_hook(save)
+        return model
+
+    source = {key.key: key.source for key in trace(of_object(build)).serialized}["weight"]
+    assert ex.is_opaque(source)
+    assert set(ex.refs(source)) == {"weight"}
+
+
+def test_keys_that_depend_on_values() -> None:
+    """Whatever the second of two other runs gives: the first gave others."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model._register_state_dict_hook(
+            lambda m, sd, p, meta: (
+                sd.update({p + "positive": torch.ones(1)}) if float(sd[p + "weight"][0, 0]) > 0 else None
+            )
+        )
+        return model
+
+    problems = trace(of_object(build)).roundtrip_problems
+    assert str(problems[0]) == "which keys are saved depends on the values of the tensors @ (root)"
+
+
+def test_a_lost_tensor_whose_key_no_other_took() -> None:
+    def build() -> nn.Module:
+        model = nn.Module()
+        for name in ("a", "b"):
+            model.register_buffer(name, torch.ones(2))
+
+        def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            own = list(state)
+            state[f"{prefix}last_of_{len(own)}"] = state[own[-1]]
+            for key in own:
+                del state[key]
+
+        model._register_state_dict_hook(save)
+        return model
+
+    names = trace(of_object(build))
+    assert names.not_serialized == ("a",)
+    assert not any("lost in saving" in str(problem) for problem in names.roundtrip_problems)
+
+
+def test_a_lost_tensor_whose_key_another_has_by_itself() -> None:
+    """Nobody is named who did it: a module writes its own key over what a hook put there."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        model[0]._register_state_dict_hook(lambda m, sd, p, meta: sd.update({"1.weight": sd.pop("0.weight")}))
+        return model
+
+    problems = trace(of_object(build)).roundtrip_problems
+    assert "lost in saving: it and 1.weight are sent to one key, 1.weight @ 0.weight" in map(str, problems)
+
+
+def test_a_lost_tensor_whose_key_a_constant_has() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model._register_state_dict_hook(lambda m, sd, p, meta: sd.update({p + "weight": torch.zeros(2, 2)}))
+        return model
+
+    assert trace(of_object(build)).not_serialized == ("weight",)
+
+
+def test_a_key_that_is_no_name_where_the_model_is_a_part() -> None:
+    class Odd(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self._register_state_dict_hook(
+                lambda m, sd, p, meta: sd.update({5: torch.ones(1)} if p else {p + "x": sd[p + "bias"]})
+            )
+
+    (note,) = (note for note in trace(of_object(Odd)).notes if "as a part" in note)
+    assert "5 is there instead" in note

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import loading_zoo
+import mend_models
 from ckpttool.errors import CkptError
 from ckpttool.tracing import runtime
 from ckpttool.tracing.load_model import LoadedModel
 from ckpttool.tracing.trace import trace
+from ckpttool.tracing.tried import same
 
 torch.set_num_threads(1)
 
@@ -181,3 +185,154 @@ def test_a_buffer_whose_name_ends_as_an_extra_state_does() -> None:
     names = trace(model(loading_zoo.buffer_with_such_an_ending))
     assert [s.key for s in names.serialized] == ["weight", "bias", "my_extra_state"]
     assert (names.extra_state, names.not_serialized, names.roundtrips) == ((), (), True)
+
+
+class Forgets(Dequantises):
+    """Loading takes a buffer away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        super()._load(sd, prefix)
+        sd.pop(prefix + "table")
+        del self._buffers["table"]
+
+
+class Expands(Dequantises):
+    """One integer is all of a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zeros", torch.zeros(1, dtype=torch.int64).expand(4), persistent=False)
+
+
+class InTwoDtypes(Dequantises):
+    """Saves one memory in two dtypes, which no file can hold, and an object; by the version it knows its own."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(
+            lambda m, sd, p, meta: sd.update({p + "bits": sd[p + "weight"].view(torch.int16)})
+        )
+
+    def _load(self, sd: dict, prefix: str, *args: object) -> None:
+        metadata: Any = args[0]
+        if metadata.get("version") != 3:
+            raise ValueError("another version")
+        super()._load(sd, prefix)
+        sd.pop(prefix + "bits")
+
+    def get_extra_state(self) -> object:
+        return {"level": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        assert state == {"level": 1}
+
+
+@pytest.mark.parametrize(("cls", "comes_back"), [(Forgets, False), (Expands, True), (InTwoDtypes, True)])
+def test_what_stands_beside_is_looked_at_as_it_is(cls: type[nn.Module], comes_back: bool) -> None:
+    assert trace(model(cls)).roundtrips == comes_back
+
+
+def test_two_tensors_are_the_same_where_their_parts_are() -> None:
+    sparse = torch.eye(2).to_sparse()
+    assert same(sparse, torch.eye(2).to_sparse())
+    assert not same(sparse, (torch.eye(2) * 2).to_sparse())
+    assert not same(sparse, torch.ones(2, 2).to_sparse())
+    assert not same(sparse, torch.eye(2))
+    assert same(
+        loading_zoo.Packed(torch.ones(2, 2), torch.ones(2)), loading_zoo.Packed(torch.ones(2, 2), torch.ones(2))
+    )
+    quantized = [torch.quantize_per_tensor(torch.ones(2) * one, 0.5, 0, torch.qint8) for one in (1, 1, 2)]
+    assert same(quantized[0], quantized[1])
+    assert not same(quantized[0], quantized[2])
+
+
+class Picky(mend_models.Pickled):
+    """Takes no other than its own extra state: nobody knows what would come back."""
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        if not bool((pickle.loads(state.numpy().tobytes())["amax"] == 1).all()):
+            raise ValueError("another")
+        super().set_extra_state(state)
+
+
+def test_what_extra_state_carries_where_loading_it_fails() -> None:
+    assert trace(model(mend_models.Pickled)).not_serialized == ()
+    assert trace(model(Picky)).not_serialized == ("amax",)
+
+
+def test_no_memory_for_what_meta_shows_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_CHEAP", -1)
+    monkeypatch.setattr(runtime, "memory_available", lambda: -1)
+    (note,) = trace(model(AsksForMeta)).notes
+    assert note.startswith("built on the meta device its constructor makes other tensors than for real")
+
+
+class Changes(nn.Module):
+    """What is saved is changed, and what is loaded too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.register_buffer("table", torch.randn(4))
+        self._register_state_dict_hook(lambda module, sd, prefix, meta: module.save(sd))
+        self.register_load_state_dict_pre_hook(lambda module, sd, *rest: module.load(sd))
+
+    def save(self, sd: dict) -> None: ...
+
+    def load(self, sd: dict) -> None: ...
+
+
+class Swaps(Changes):
+    def load(self, sd: dict) -> None:
+        sd["a"], sd["b"] = sd["b"], sd["a"]
+
+
+class Shortens(Changes):
+    def load(self, sd: dict) -> None:
+        self.table = sd["table"] = sd["table"][:2] + 0
+
+
+class Rounds(Changes):
+    def load(self, sd: dict) -> None:
+        self.table = sd["table"] = (sd["table"] + 0).double()
+
+
+class Solves(Changes):
+    """By an operator that is not evaluated here."""
+
+    def save(self, sd: dict) -> None:
+        sd["a"] = torch.fft.fft(sd["a"].detach()).real
+
+
+class Turns(Changes):
+    """And back again, element for element."""
+
+    def save(self, sd: dict) -> None:
+        sd["a"] = torch.special.bessel_j0(sd["a"].detach()) * 0 + sd["a"].detach().flip(0)
+
+    def load(self, sd: dict) -> None:
+        sd["a"] = sd["a"].flip(0)
+
+
+SAID: dict[type[Changes], list[str]] = {
+    Swaps: ["loading gives it the value of b @ a", "loading gives it the value of a @ b"],
+    Shortens: ["loading gives it another shape or dtype @ table"],
+    Rounds: ["loading gives it another shape or dtype @ table"],
+    Solves: ["loading does not give the saved value back exactly @ a"],
+    Turns: [],
+}
+
+
+@pytest.mark.parametrize("limit", [50_000_000, 7])
+@pytest.mark.parametrize("build", SAID)
+def test_what_does_not_come_back_is_told(build: type[Changes], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is too large for random values, and only a real round trip tells."""
+    monkeypatch.setattr("ckpttool.tracing.roundtrip._PROBE_LIMIT", limit)
+    names = trace(model(build))
+    assert list(map(str, names.roundtrip_problems)) == SAID[build]

@@ -19,7 +19,7 @@ from ckpttool.edits.rules.patterns import InTurn
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Ref
 from ckpttool.naming.adapters import Adapter, adapter_of, path_and_rest
-from ckpttool.naming.name_tables import NameTables, plain
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import saved_by
 from ckpttool.values import dataclass
@@ -62,9 +62,7 @@ class ByBases:
         from ckpttool.tracing.loading import load_verdict
 
         verdict = load_verdict(self.code.definition(), saved_by(self.old.names).section(""))
-        return {
-            fqn: plain(source) for fqn, source in verdict.reads.items() if source is not None and any(ex.refs(source))
-        }
+        return {fqn: source for fqn, source in verdict.reads.items() if source is not None and any(ex.refs(source))}
 
 
 @dataclass(frozen=True, slots=True)

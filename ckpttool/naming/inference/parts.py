@@ -67,9 +67,7 @@ def _sums(row: Sequence[Group]) -> Hashable:
     shapes = []
     for at, one in first.members.items():
         own = [part.members[at] for part in row]
-        if not one.shape or any(part.shape[1:] != one.shape[1:] or part.dtype != one.dtype for part in own):
-            return None
-        if not all(part.shape for part in own):
+        if not all(part.shape and (part.dtype, part.shape[1:]) == (one.dtype, one.shape[1:]) for part in own):
             return None
         shapes.append((at, (sum(part.shape[0] for part in own), *one.shape[1:])))
     return kind(first), frozenset(shapes)

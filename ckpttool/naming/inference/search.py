@@ -324,7 +324,7 @@ class _Search:
 
     def _told(self, whole: str, parts: tuple[str, ...], side: int, evidence: str) -> tuple[str, tuple[str, ...]]:
         """The parts in the order that their values tell, and how it is known; else as they were."""
-        if self.sides[0].digest is None or self.sides[1].digest is None or self.ways[0] or self.ways[1]:
+        if self.sides[0].digest is None or self.sides[1].digest is None or any(self.ways):
             return evidence, parts
         tensors = self.left | self.right
         for order in permutations(parts):

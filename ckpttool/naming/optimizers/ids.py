@@ -82,9 +82,9 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
     Raises `Refused` where nothing says it, and where the names in the keys cannot be the model's.
     """
     listed, evidence = _in_file(state)
-    if listed is not None and names is None:
-        return Owners(state, _distinct(listed, where), evidence)
-    if listed is not None and names is not None:
+    if listed is not None:
+        if names is None:
+            return Owners(state, _distinct(listed, where), evidence)
         found = check(Owners(state, _of_model(listed, names, where), evidence), names)
         return found if state.form == ID else found.settled(where)
     if names is None:

@@ -13,6 +13,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate import without_torch
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import Names
+from ckpttool.naming.forms import with_keys
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import ELEMENTWISE, WHOLE
@@ -77,9 +78,8 @@ def from_serialized(names: Names, params: Sequence[Param]) -> dict[str, Expressi
     None where they are not: then each is a parameter under one of its names.
     """
     saved = NameTables(names).saved
-    if not all(saved.get(str(param)) is not None for param in params):
-        return None
-    if not any(isinstance(saved[str(param)], Op) for param in params):
+    sources = [saved.get(str(param)) for param in params]
+    if None in sources or not any(isinstance(source, Op) for source in sources):
         return None
     return _of_parameters(Parameters(names), map(str, params))
 
@@ -90,12 +90,11 @@ def _of_parameters(parameters: Parameters, present: Iterable[str]) -> dict[str, 
     return {parameters.canonical[fqn]: source for fqn, source in values.items() if fqn in parameters.canonical}
 
 
-def _canonical(source: ex.Argument, parameters: Parameters) -> Expression | None:
+def _canonical(source: Expression, parameters: Parameters) -> Expression | None:
     """The expression over canonical names; None where it reads something that is no parameter."""
     if not all(fqn in parameters.canonical for fqn in ex.refs(source)):
         return None
-    made = ex.substitute(source, lambda fqn: Ref(parameters.canonical[fqn]))
-    return made if isinstance(made, (Ref, Op)) else None
+    return with_keys(source, parameters.canonical)
 
 
 def carry(state: OptimizerState, sources: Sources, shapes: Shapes, where: str) -> dict[Param, Mapping[Any, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpttool.expression import OPAQUE, Expression, Op, Ref, Special, refs
+from ckpttool.expression import OPAQUE, Argument, Expression, Op, Ref, Special, refs
 from ckpttool.values import dataclass
 
 _MOST_PIECES = 1024
@@ -139,7 +139,7 @@ class Memory:
         return None
 
 
-def opaque(*parts: Expression) -> Op:
+def opaque(*parts: Argument) -> Op:
     """Computed in a way that cannot be written down: only what it was computed from is known."""
     keys = dict.fromkeys(key for part in parts for key in refs(part))
     return Op(OPAQUE, tuple(Ref(key) for key in keys))

@@ -78,6 +78,15 @@ def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: P
     ZOO[name]().load_state_dict(found, strict=True)
 
 
+def test_a_tied_weight_under_one_of_its_names_is_loaded_under_both(tmp_path: Path) -> None:
+    model = ZOO["quantized"]()
+    state = trained("quantized").state_dict()
+    model.load_state_dict(state, strict=True)
+    source = saved({key: value for key, value in state.items() if key != "head.weight"}, tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO["quantized"], from_="serialized", to="runtime")
+    assert_equal(torch.load(tmp_path / "b.pt"), runtime_values(model))
+
+
 @pytest.mark.parametrize("name", ["transposed", "quantized"])
 def test_serialized_values_in_the_dtype_of_the_file(name: str, tmp_path: Path) -> None:
     model = trained(name).double()

@@ -191,3 +191,38 @@ def test_parts_of_one_tensor_have_its_dtype_and_its_columns(value: tuple[str, Sh
     parts = (query, key, Tensor("v_proj.weight", *value))
     found = infer(Side(parts, ordered=True), Side((replace(whole, key="qkv_proj.weight"),), ordered=True), {})
     assert [pair.left for pair in found.pairs] == [tuple(p.key for p in parts)] * (value == ("float32", (4, 8)))
+
+
+def tensors(**shapes: Shape) -> Side:
+    return Side(tuple(Tensor(key.replace("_", "."), "float32", shape) for key, shape in shapes.items()))
+
+
+def paired(left: Side, right: Side, known: Mapping[str, str] | None = None) -> Pairs:
+    return {(pair.left, pair.right) for pair in infer(left, right, known).pairs}
+
+
+def test_known_keys_that_are_no_tensors_of_a_side_are_open() -> None:
+    """Of ``b`` the right has something else than tensors, and ``c`` is not it."""
+    left, right = tensors(a_w=(2, 3), b_w=(4, 5)), tensors(a_w=(2, 3), c_w=(4, 5))
+    assert infer(left, right, {"a.w": "a.w", "b.w": "b.w"}) == Inference()
+    assert infer(right, left, {"a.w": "a.w", "b.w": "b.w"}) == Inference()
+
+
+def test_a_known_key_of_another_shape_is_open() -> None:
+    left, right = tensors(a_w=(2, 3), d_w=(7,)), tensors(a_w=(4, 5), a_v=(2, 3), d_w=(7,))
+    assert paired(left, right, {"a.w": "a.w", "d.w": "d.w"}) == {(("a.w",), ("a.v",))}
+
+
+def test_parts_of_other_layers_shapes_and_dtypes_are_not_those_of_one() -> None:
+    """And of two tensors that the parts could make up neither is taken, but for one that says so by its name."""
+    whole = {"h_0_x_weight": (12, 3)}
+    parts = {f"m_0_{name}_weight": (4, 3) for name in ("q", "k", "v")}
+    made = {(("h.0.x.weight",), ("m.0.q.weight", "m.0.k.weight", "m.0.v.weight"))}
+    assert paired(tensors(**whole), tensors(**parts)) == made
+    assert paired(tensors(**whole), tensors(**{**parts, "m_1_q_weight": (4, 3)})) == made
+    assert not paired(tensors(**whole), tensors(**{**parts, "m_0_k_weight": (4, 2)}))
+    assert not paired(tensors(**whole), tensors(**{**parts, "m_0_k_weight": ()}))
+    two = {**whole, "h_0_y_weight": (12, 3)}
+    assert not paired(tensors(**two), tensors(**parts))
+    named = {**whole, "h_0_qkv_weight": (12, 3)}
+    assert {left for left, _ in paired(tensors(**named), tensors(**parts))} == {("h.0.qkv.weight",)}

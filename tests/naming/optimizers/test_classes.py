@@ -83,6 +83,13 @@ def test_a_class_is_known_by_its_state_where_the_groups_say_nothing(title: str, 
     assert class_of(saved([{}], {0: own})) == title
 
 
+def test_what_has_taken_no_step_lacks_no_state() -> None:
+    groups = [{"lr": 1.0, "betas": (0.9, 0.99), "amsgrad": False}]
+    steps: dict[Param, Sequence[str]] = {0: ("step", "exp_avg")}
+    assert lacking(saved(groups, {0: {}}), groups, steps) == []
+    assert lacking(saved(groups, {0: {"step": 1}}), groups, steps) == ["state.0.exp_avg"]
+
+
 def test_what_no_row_has_is_no_class() -> None:
     assert class_of(saved([{"lr": 1.0}], {})) is None
     assert class_of(saved([{"lr": 1.0}], {0: {"step": 1, "trace": 2.0}})) is None

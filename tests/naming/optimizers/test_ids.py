@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import optimizer_models as models
-from ckpttool.checkpoint import Section
+from ckpttool.checkpoint import ExtraEntry, Section
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import format_for
@@ -108,6 +108,12 @@ def test_what_is_no_optimizer_state_is_said(state: Any, problem: str, tmp_path: 
     assert problem in map(str, raised.value.problems)
 
 
+def test_what_holds_no_dict_and_no_list_is_no_optimizer_state() -> None:
+    with pytest.raises(CkptError) as raised:
+        read(Section("o", "optimizer", (), mapping={"state": 3, "param_groups": 5}))
+    assert [problem.key for problem in raised.value.problems] == ["state", "param_groups"]
+
+
 def test_an_optimizer_that_is_the_whole_file_is_called_the_root() -> None:
     with pytest.raises(CkptError) as raised:
         read(Section("", "optimizer", (), mapping={"state": {}, "param_groups": [{}]}))
@@ -165,6 +171,27 @@ def test_options_are_the_same_where_they_have_the_same_names() -> None:
     both, one = {"lr": 1, "eps": 2}, {"lr": 1}
     assert same_options(both, dict(both))
     assert not any(same_options(*pair) for pair in ((both, one), (one, both), (both, {**both, "eps": 3})))
+
+
+def test_what_a_parameter_has_not_is_flattened_to_nothing(tmp_path: Path) -> None:
+    found = section(tmp_path / "o.pt", {"state": {"a": {}}, "param_groups": [{"params": ["a"], "lr": torch.ones(1)}]})
+    assert list(write(replace(read(found), form=FLAT), found).mapping or ()) == ["param_groups.a.lr"]
+
+
+def test_a_group_without_parameters_cannot_be_flattened(tmp_path: Path) -> None:
+    groups = [{"params": ["a"], "lr": torch.ones(1)}, {"params": [], "lr": 2}]
+    found = section(tmp_path / "o.pt", {"state": {}, "param_groups": groups})
+    with pytest.raises(Refused) as refused:
+        write(replace(read(found), form=FLAT), found)
+    assert list(map(str, refused.value.problems)) == ["a param group without parameters @ param_groups"]
+
+
+def test_objects_in_the_state_are_carried(tmp_path: Path) -> None:
+    found = section(tmp_path / "o.pt", {"state": {0: {"dtype": torch.float16}}, "param_groups": [{"params": [0]}]})
+    again = write(read(found), replace(found, tensors=()))
+    assert again.tensors == ()
+    assert again.mapping is not None
+    assert isinstance(again.mapping["state"][0]["dtype"], ExtraEntry)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ckpttool.checkpoint import Lazy, Storage, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry
 from ckpttool.errors import Refused
 from ckpttool.expression import Expression, Op, Ref
+from ckpttool.io.ranges import read_all
 from ckpttool.names import Names
-from ckpttool.naming.optimizers.moves import arranged, between, carry, placed
+from ckpttool.naming.optimizers.moves import (
+    arranged,
+    between,
+    carry,
+    different,
+    from_serialized,
+    move_of,
+    moved_by,
+    placed,
+    to_serialized,
+)
 from ckpttool.operands.model import ModelOperand
 from ckpttool.optimizer_state import FQN, OptimizerState, ParamGroup
 
@@ -183,3 +195,76 @@ def test_what_belongs_to_all_parameters_stays_in_their_order() -> None:
         with pytest.raises(Refused) as refused:
             carried(dict(sources), a=history, b=history)
         assert "belongs to all parameters together, in their order @ d, old_dirs" in map(str, refused.value.problems)
+
+
+def test_state_that_has_not_the_shape_of_its_parameter() -> None:
+    """An object, or a tensor of another shape; one number on which both agree is carried, in memory of its own."""
+    step = moment(1)
+    found = carried({"x": joined("a", "b")}, a={"step": step}, b={"step": moment(1)})["x"]["step"]
+    assert (found.shape, found.storage is step.storage) == ((1,), False)
+    for odd in (moment(3), ExtraEntry("hook")):
+        with pytest.raises(Refused) as refused:
+            carried({"x": joined("a", "b")}, a={"odd": odd}, b={"odd": odd})
+        assert list(map(str, refused.value.problems)) == ["odd: it has not the shape of its parameter @ x"]
+
+
+def test_hyperparameters_that_are_no_numbers_are_told_by_their_kind() -> None:
+    left = {"lr": moment(1), "hook": ExtraEntry("hook", payload=1), "eps": 1}
+    assert different(left, {"lr": 2, "hook": 3}) == {
+        "lr": ("a tensor", "2"), "hook": ("an object", "3"), "eps": ("1", "absent"),
+    }  # fmt: skip
+
+
+def test_a_group_of_a_plan_is_like_one_of_the_files_or_says_its_options() -> None:
+    state = in_groups(("ab", 1.0))
+    groups = (ParamGroup(("a",), {"lr": 1.0}), ParamGroup(("b",), {"lr": 7.0}))
+    section = Section("o", "optimizer", (), mapping={})
+    move = move_of(section, state, FQN, groups, {name: Ref(name) for name in "ab"}, {"a": (2,)})
+    assert [(group.like, group.options) for group in move.groups] == [(0, {}), (None, {"lr": 7.0})]
+    assert listed(moved_by(move, state, "o").groups) == [("a", 1.0), ("b", 7.0)]
+    named = replace(groups[0], options={"lr": 1.0, "param_names": ["a"]})
+    assert [g.like for g in move_of(section, state, FQN, (named,), {}, {}).groups] == [None]
+    far = replace(move, groups=(replace(move.groups[0], like=1), move.groups[1]))
+    with pytest.raises(Refused) as refused:
+        moved_by(far, state, "o")
+    assert "param group 1, and there are 1" in str(refused.value.problems[0])
+
+
+@pytest.mark.parametrize("op", ["aten.roll.default", "aten.flip.default"])
+def test_moments_that_only_torch_moves(op: str) -> None:
+    values = torch.arange(2.0)
+    data = Storage(Lazy(8, lambda: [values.numpy().tobytes()]))
+    own = TensorEntry("", "float32", (2,), (1,), 0, data)
+    found = carried({"x": Op(op, (Ref("a"), (1,) if "roll" in op else (0,)))}, a={"exp_avg": own})["x"]["exp_avg"]
+    assert bytes(read_all(found.storage.data)) == values.flip(0).numpy().tobytes()
+
+
+def test_which_parameters_are_of_serialized_keys() -> None:
+    class Halved(nn.Module):
+        """Its weight is saved in two parts, beside a constant."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(1))
+            self.register_buffer("b", torch.ones(2))
+            self._register_state_dict_hook(Halved._save)
+            self.register_load_state_dict_pre_hook(self._load)
+
+        def _save(self, state: dict[str, Any], prefix: str, _: Any) -> None:
+            state[f"{prefix}top"], state[f"{prefix}bottom"] = state.pop(f"{prefix}w").chunk(2)
+            state[f"{prefix}of"] = torch.ones(1)
+
+        def _load(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+            state.pop(f"{prefix}of")
+            state[f"{prefix}w"] = torch.cat([state.pop(f"{prefix}{part}") for part in ("top", "bottom")])
+
+    own = ModelOperand(Halved).names()
+    found = from_serialized(own, ["top", "bottom", "v"])
+    assert found is not None
+    assert set(found) == {"w", "v"}
+    assert from_serialized(own, ["w", "v"]) is None
+    assert from_serialized(own, ["top", "bottom", "of"]) is None
+    assert from_serialized(own, ["v"]) is None
+    assert set(to_serialized(own, ["w", "v"])) == {"top", "bottom", "v"}
+    assert set(to_serialized(own, ["v"])) == {"v"}
+    assert between(own, own, {"w": "w", "v": "v"}) == {"w": Ref("w"), "v": Ref("v")}

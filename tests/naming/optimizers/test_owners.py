@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckpttool.errors import Refused
 from ckpttool.expression import Ref
 from ckpttool.names import Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.optimizers.ids import own_names, owners
+from ckpttool.naming.optimizers.saved_order import in_order_of, saved_order
 from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 
 Shape = tuple[int, ...]
@@ -194,3 +196,53 @@ def test_what_the_file_itself_calls_them() -> None:
     names = own_names(named("x", "y"), [])
     assert names is not None
     assert names.names == {0: "x", 1: "y"}
+
+
+def test_a_file_may_name_serialized_keys() -> None:
+    runtime = tuple(RuntimeTensor(f"r{at}", f"r{at}", "parameter", True, True, "float32", (2,), None) for at in "01")
+    keys = tuple(SerializedKey(f"k{at}", "float32", (2,), Ref(f"r{at}"), None) for at in "01")
+    found = owners(OptimizerState(FQN, (ParamGroup(("k0", "r1"), {}),), {}), Names("M", "2.6", runtime, keys, ()), "o")
+    assert found.names == {"k0": "r0", "r1": "r1"}
+
+
+def test_of_a_parameter_without_a_shape_nothing_speaks_against_it() -> None:
+    lazy = tuple(RuntimeTensor("p", "p", "parameter", True, True, "float32", None, None) for _ in "0")
+    found = owners(optimizer([[0]], [(2, 3)]), Names("M", "2.6", lazy, (), ()), "o")
+    assert (found.names, found.doubt) == ({0: "p"}, None)
+
+
+def test_too_many_ways_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, names = optimizer([[0], [1], [2]], SHAPES), model(SHAPES, [True] * 3)
+    assert owners(state, names, "o").names == {0: "p0", 1: "p1", 2: "p2"}
+    monkeypatch.setattr("ckpttool.naming.optimizers.ids._MOST_STATES", 0)
+    with pytest.raises(Refused, match="its ids cannot be told apart"):
+        owners(state, names, "o")
+
+
+def test_tied_keys_beside_ids_are_one_parameter() -> None:
+    beside = keyed("01")
+    tied = replace(beside, tensors=(*beside.tensors, replace(beside.tensors[0], key="again")))
+    found = own_names(optimizer([[0, 1]], [(2,), (2,)]), [tied])
+    assert found is not None
+    assert found.names == {0: "p0", 1: "p1"}
+
+
+def test_no_parameters_are_in_no_order() -> None:
+    assert saved_order([keyed("01")], model(SHAPES, [True] * 3), ()) is None
+
+
+def test_an_order_in_either_form_and_of_keys_that_are_none() -> None:
+    runtime = tuple(RuntimeTensor(f"r{at}", f"r{at}", "parameter", True, True, "float32", (2,), None) for at in "01")
+    keys = tuple(SerializedKey(f"p{at}", "float32", (2,), Ref(f"r{at}"), None) for at in "01")
+    constant = SerializedKey("p2", "float32", (2,), None, None)
+    names = Names("M", "2.6", runtime, (*keys, constant), ())
+    for section in (keyed("210"), _called("r", keyed("10"))):
+        order = saved_order([section], names, {"r0", "r1"})
+        assert order is not None
+        assert (order.file, order.model) == (("r1", "r0"), ("r0", "r1"))
+        entries = in_order_of(section, names).tensors
+        assert [entry.key for entry in entries] == sorted(section.by_key())
+
+
+def _called(prefix: str, section: Section) -> Section:
+    return replace(section, tensors=tuple(replace(e, key=prefix + e.key[1:]) for e in section.tensors))

@@ -321,3 +321,25 @@ def test_a_chain_around_a_model_that_is_wrapped_replaces_its_wrappers(saved: str
     options = ["--model", f"wrapped_definitions:{saved}", "--to", "dp(compile)", "-o", str(tmp_path / "out.pt")]
     assert main(["remap", str(tmp_path / "model.pt"), *options]) == 0
     assert sorted(torch.load(tmp_path / "out.pt")) == sorted(f"module._orig_mod.{key}" for key in Net().state_dict())
+
+
+def test_a_key_that_is_nothing_but_a_wrappers_segment_keeps_its_name() -> None:
+    assert canonical_keys(["module"]) == {"module": "module"}
+
+
+def test_the_counter_stands_outside_of_the_chain_that_is_named() -> None:
+    assert declared(parse("averaged"), ["n_averaged", "module.a"]).root == ("module",)
+    with pytest.raises(Refused) as refused:
+        declared(parse("averaged"), ["n_averaged", "module.a", "b"])
+    assert [problem.key for problem in refused.value.problems] == ["b"]
+
+
+def test_an_adapters_own_tensors_stand_beside_the_layer() -> None:
+    own = {key: key for key in ("emb.weight", "emb.lora_embedding_A", "fc.weight")}
+    names, _ = rewrap(own, parse("peft"))
+    prefix = "base_model.model."
+    assert list(names.values()) == [
+        f"{prefix}emb.base_layer.weight",
+        f"{prefix}emb.lora_embedding_A",
+        f"{prefix}fc.weight",
+    ]

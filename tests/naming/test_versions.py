@@ -1,0 +1,14 @@
+"""Which modules two files have in other versions."""
+
+from __future__ import annotations
+
+from ckpttool.checkpoint import Section
+from ckpttool.naming.versions import otherwise
+
+
+def test_modules_that_both_have_are_compared() -> None:
+    one = Section("", "state_dict", (), modules={"": {"version": 2}, "a": {"version": 1}, "b": {}, "c": {"version": 1}})
+    other = Section("", "state_dict", (), modules={"": {"version": 1}, "a": {"version": 1}, "b": {"version": 1}})
+    assert otherwise(one, other) == ["(root)", "b"]
+    assert otherwise(other, one) == ["(root)", "b"]
+    assert otherwise(one, Section("", "state_dict", ())) == otherwise(Section("", "state_dict", ()), one) == []

@@ -1,0 +1,95 @@
+"""What torch does with a saved state, found out on tensors without data: beside a real load and a real step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.operands.checkpoint import open_operand
+from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.load_optimizer import load_optimizer
+from ckpttool.tracing.optimizer_loading import OptimizerVerdict, optimizer_verdict
+
+
+class Terse(torch.optim.SGD):
+    """Says nothing of what it does not take."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise AssertionError
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def terse(model: nn.Module) -> torch.optim.Optimizer:
+    return Terse(model.parameters(), 0.1, momentum=0.9)
+
+
+def build() -> nn.Module:
+    return nn.Linear(2, 3)
+
+
+def saved() -> dict[str, Any]:
+    model = build()
+    optimizer = sgd(model)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def with_state(**more: Any) -> dict[str, Any]:
+    """The state of the first parameter, and more of it or beside all."""
+    state = saved()
+    state["state"][0].update({name: value for name, value in more.items() if name != "loose"})
+    state["state"].update({name: value for name, value in more.items() if name == "loose"})
+    return state
+
+
+def verdict(state: dict[str, Any], make: Callable[..., Any], path: Path, real: bool = False) -> OptimizerVerdict | None:
+    torch.save({"model": build().state_dict(), "optimizer": state}, path)
+    section = open_operand(str(path)).section("optimizer")
+    return optimizer_verdict(replace(of_object(build), materialize=real), load_optimizer(make), section)
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "as it is": saved(),
+    "a number beside": with_state(loose=3),
+    "a dict beside": with_state(loose={"a": torch.ones(2)}),
+    "an object": with_state(kind=torch.float16),
+    "another shape": with_state(momentum_buffer=torch.ones(4, 4)),
+    "no momentum": with_state(momentum_buffer=None),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_said_is_what_torch_does(name: str, tmp_path: Path) -> None:
+    model = build()
+    optimizer = sgd(model)
+    try:
+        optimizer.load_state_dict(copy.deepcopy(STATES[name]))
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        works = True
+    except RuntimeError:
+        works = False
+    found = verdict(STATES[name], sgd, tmp_path / "a.pt")
+    assert found is not None
+    assert (found.error is None, found.stepped) == (works, True)
+    assert found.landed == {"weight": 0, "bias": 1}
+
+
+def test_an_error_without_words(tmp_path: Path) -> None:
+    found = verdict(saved(), terse, tmp_path / "a.pt")
+    assert found == OptimizerVerdict({}, "AssertionError", False)
+
+
+def test_a_model_that_is_built_for_real_is_not_tried(tmp_path: Path) -> None:
+    assert verdict(saved(), sgd, tmp_path / "a.pt", real=True) is None
