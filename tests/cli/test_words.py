@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from ckpttool.cli import logs
 from ckpttool.cli.app import main
 from ckpttool.cli.failures import problem_lines
 from ckpttool.errors import Problem
@@ -51,6 +54,9 @@ def test_code_that_says_a_thing_often_is_heard_once(capsys: pytest.CaptureFixtur
     assert said.count("a layer is made") == 1
     (warned,) = [line for line in said if line.startswith("warning: UserWarning: old ")]
     assert "more from there" in warned
+    with logs.collected():
+        warnings.warn("only once", UserWarning, stacklevel=1)
+    assert re.fullmatch(r"warning: UserWarning: only once \(.*:\d+\)\n", capsys.readouterr().err)
 
 
 def test_many_problems_are_few_lines() -> None:
