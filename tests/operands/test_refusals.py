@@ -71,6 +71,7 @@ REFUSED = {
     "inspect lin.pt --report r.md --report ./r.md": ("r.md is named for two outputs", "a name of its own"),
     "inspect lin.pt --manifest r.json --report r.json": ("r.json is named for two outputs", "a name of its own"),
     "remap lin.pt -o o.pt --save-plan o.pt": ("o.pt is named for two outputs", "a name of its own"),
+    "inspect two.pt::a --manifest m.json": ("a manifest is of whole files", "leave ::a out"),
     "inspect lin.pt --manifest lin.pt --force": ("lin.pt is read by this command", "name another file"),
     "diff names.json --model m.py:build --report names.json --force": ("names.json is read by this", "another file"),
     "trace m.py:build -o m.py --force": ("m.py is read by this command", "name another file"),
