@@ -193,7 +193,7 @@ def check_absent(url: str) -> None:
 
 
 def came_meanwhile(url: str) -> CkptError:
-    """The error of what was not there when it was looked for, and is not to be replaced."""
+    """What is said where somebody else was quicker."""
     return CkptError(
         f"{url} exists: another process has written it meanwhile",
         hint="pass --force to overwrite it, or name another place",
