@@ -664,3 +664,9 @@ def test_a_record_of_what_no_edit_does_is_not_believed(source: Path) -> None:
     assert entry.back.patch.tail
     with pytest.raises(CkptError, match="it contradicts itself"):
         edit_journal._parse(edit_journal._text([entry]), source)
+
+
+def test_what_would_write_much_is_written_anew(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch, "_MOST", 10)
+    assert way(run, source, "a.{x} => z.{x}")["way"] == "copied"
+    assert "z.w" in load_file(source)
