@@ -9,7 +9,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.pieces import Crc, Files, Link, Piece, Ready
 from ckpttool.io.together import make, units
 from ckpttool.io.together.job import FailedElsewhere, Job, Left
@@ -136,6 +136,17 @@ def test_what_one_rank_cannot_make_ends_the_others(source: Path, tmp_path: Path)
         run(tmp_path, files(source, broken="more"), files(source, broken="more"))
     with pytest.raises(FailedElsewhere):
         run(tmp_path, files(source), Broken())
+
+
+def test_every_byte_that_is_written_is_counted_once(source: Path, tmp_path: Path) -> None:
+    """Those that a run before has written are told too, as done."""
+    for before in (False, True):
+        if before:
+            begun(source, tmp_path, verify=True)
+        done = list[int]()
+        with work.shown(lambda title, total, done=done: nullcontext(done.append)), work.doing("out", None, "written"):
+            run(tmp_path, files(source), verify=True)
+        assert sum(done) == sum(map(len, WHOLE.values()))
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -7,6 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,7 @@ from torch.distributed import HashStore
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import compose, sources, write_remote
+from ckpttool.io import compose, sources, work, write_remote
 from ckpttool.io.pieces import Crc, Held, Link, Piece, Pieces, nbytes_of
 from ckpttool.io.together import send
 from ckpttool.io.together.job import Job
@@ -228,6 +229,14 @@ def test_what_is_not_of_the_same_plan_is_not_gone_on_with(
         assert {*held.objects} == {f"s3://{name}/m/{own}" for own in ("first", "second")}
     if way != "no record":
         assert uploads(bucket) == (["m/first"] if way == "another object" else [])
+
+
+@pytest.mark.usefixtures("small")
+def test_every_byte_that_is_sent_is_counted_once(bucket: Any, tmp_path: Path) -> None:
+    done = list[int]()
+    with work.shown(lambda title, total: nullcontext(done.append)), work.doing("out", None, "written"):
+        run(bucket, object_of(tmp_path))
+    assert sum(done) == sum(map(len, WHOLE.values()))
 
 
 @pytest.mark.usefixtures("small")
