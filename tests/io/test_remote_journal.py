@@ -23,8 +23,8 @@ from ckpttool.io.temporary import JOURNAL, me
 from ckpttool.io.write_remote import preflight, preflight_folder, write_folder
 
 OUT = "memory://journals/m"
-BEFORE = {"index": b"old", "shard": b"old", "gone": b"old", "mine": b"mine"}
-PUT = {"shard": b"new", "added": b"new", "index": b"new"}
+BEFORE = {"index": b"old", "shard": b"old", "second": b"old", "gone": b"old", "mine": b"mine"}
+PUT = {"shard": b"new", "added": b"new", "second": b"new", "index": b"new"}
 AFTER = {"mine": b"mine", **PUT}
 LIST = Journal(tuple(PUT), ("gone", "never there"))
 DEAD = replace(me(), pid=1 << 23)
@@ -59,7 +59,7 @@ class Died(BaseException):
 
 
 @pytest.mark.parametrize("fault", [Died(), OSError(5, "Slow Down")])
-@pytest.mark.parametrize("count", range(10))  # the journal is written, two old files go, three new ones come, it goes
+@pytest.mark.parametrize("count", range(12))  # the journal is written, two old files go, four new ones come, it goes
 def test_from_wherever_it_died_it_leads_to_the_end(
     fs: Any, monkeypatch: pytest.MonkeyPatch, count: int, fault: BaseException
 ) -> None:

@@ -138,15 +138,15 @@ def test_what_one_rank_cannot_make_ends_the_others(source: Path, tmp_path: Path)
         run(tmp_path, files(source), Broken())
 
 
-def test_every_byte_that_is_written_is_counted_once(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_every_byte_that_is_written_is_counted_once(source: Path, tmp_path: Path, before: bool) -> None:
     """Those that a run before has written are told too, as done."""
-    for before in (False, True):
-        if before:
-            begun(source, tmp_path, verify=True)
-        done = list[int]()
-        with work.shown(lambda title, total, done=done: nullcontext(done.append)), work.doing("out", None, "written"):
-            run(tmp_path, files(source), verify=True)
-        assert sum(done) == sum(map(len, WHOLE.values()))
+    if before:
+        begun(source, tmp_path, verify=True)
+    done = list[int]()
+    with work.shown(lambda title, total: nullcontext(done.append)), work.doing("out", None, "written"):
+        run(tmp_path, files(source), verify=True)
+    assert sum(done) == sum(map(len, WHOLE.values()))
 
 
 @pytest.mark.parametrize("verify", [False, True])
