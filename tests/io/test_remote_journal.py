@@ -104,6 +104,7 @@ def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(
 ) -> None:
     home = staged(fs, owner)
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
+    fs.pipe_file(f"{home.removeprefix('memory:/')}/half", b"what no journal lists")
     plain = MemoryFileSystem.modified
 
     def modified(own: Any, path: str) -> Any:
@@ -120,6 +121,7 @@ def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(
         with pytest.raises(CkptError, match="just being replaced by another process"):
             journal.settle(OUT)
     assert content(fs) == (AFTER if goes_on else BEFORE)
+    assert any("ckpttool" in path for path in fs.find("/journals/m")) is not goes_on
 
 
 def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
