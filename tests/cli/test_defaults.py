@@ -228,6 +228,7 @@ def test_several_values_are_a_list_or_lines(project: Path, run: Run, monkeypatch
 def test_a_flag_can_be_taken_back(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     says(project, "[tool.ckpttool]\nstats = true\n")
     assert run("inspect", "train.pt").err.startswith("default: --stats (")
+    assert run("inspect", "train.pt", "-q").err == ""
     monkeypatch.setenv("CKPTTOOL_STATS", "off")
     done = run("inspect", "train.pt")
     assert (done.status, done.err) == (0, "")

@@ -160,6 +160,11 @@ def test_what_came_into_the_folder_meanwhile_stays(fs: Any) -> None:
     assert fs.cat_file("/journals/m/late/index") == b"y"
 
 
+def test_new_files_beside_others_go_where_they_belong(fs: Any) -> None:
+    write_folder({"beside": [Piece(b"x")]}, OUT, (), "copy", replace=False)
+    assert content(fs) == {**BEFORE, "beside": b"x"}
+
+
 def test_outputs_that_are_refused(fs: Any) -> None:
     how = {"force": True, "in_place": False}
     with pytest.raises(CkptError, match="m is a folder"):
