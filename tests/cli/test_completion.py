@@ -64,7 +64,7 @@ OFFERED = [
     (["remap", "t.pt", "--force="], []),
     (["remap", "none.pt", "--drop", "he"], []),
     (["remap", "t.pt", "-o", "x", "--drop", "he"], ["head.w"]),
-    (["swap-weights", "--model", "names.json", "--name", "head"], []),
+    (["swap-weights", "--model", "names.json", "--program", "head"], []),
     (["diff", ""], []),
     (["trace", "model.p"], []),
     (["trace", "none.py:"], []),
