@@ -101,14 +101,13 @@ def _names(path: str, options: DiffOptions) -> Checked:
         read_names(path)
         return Checked(path, "names", notes=(_NOT_COMPARED,))
     diff = contract.run(path, model, options)
-    found = (entry for entry in diff.entries if diff.weighs(entry))
-    problems = tuple(
-        Problem(f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right)) for entry in found
-    )
-    if not diff.identical and not problems:
-        problems = (Problem("; ".join(diff.notes), path),)
     if diff.identical:
-        return Checked(path, "names", problems)
+        return Checked(path, "names")
+    found = (entry for entry in diff.entries if diff.weighs(entry))
+    problems = [Problem(f"{entry.status}: {entry.reason}", ", ".join(entry.left or entry.right)) for entry in found]
+    problems += [Problem(diff.beyond, path)] if diff.beyond else []
     optimizer = ("--optimizer", options.optimizer) if isinstance(options.optimizer, str) else ()
     asked = shell("ckpttool", "diff", path, *model.words, *optimizer)
-    return Checked(path, "names", problems, f"{asked} (with --update it takes the model's names over)", diff.notes)
+    return Checked(
+        path, "names", tuple(problems), f"{asked} (with --update it takes the model's names over)", diff.notes
+    )

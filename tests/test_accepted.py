@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.accepted import judged
+from ckpttool.accepted import _lines, judged
+from ckpttool.errors import CkptError
+from ckpttool.limits import Limits, limited
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, STATUSES, Diff, Entry
 from command import Run
@@ -74,6 +77,16 @@ def test_lines_without_a_status_or_a_reason_are_errors(run: Run, folder: Path, t
     assert "allow.txt:2" in done.err
     assert run("diff", "body.pt", "body.pt", "--ignore", text).status == 2
     assert run("diff", "body.pt", "body.pt", "--ignore-file", "none.txt").status == 2
+
+
+def test_a_list_that_is_too_large_names_the_limit() -> None:
+    line = "missing * # gone\n"
+    Path("ignored.txt").write_text(line)
+    for limit, status in ((len(line), 0), (len(line) - 1, 2)):
+        with limited(Limits(rules_bytes=limit)):
+            lines = _lines("ignored.txt")
+            with nullcontext() if not status else pytest.raises(CkptError, match=r"--limit rules_bytes="):
+                assert len([*lines]) == 1
 
 
 def test_only_some_statuses_fail(run: Run) -> None:

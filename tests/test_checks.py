@@ -302,3 +302,19 @@ def test_the_snippets_of_the_page(
     assert shell(script, fresh).returncode == 1
     assert "--style error" in Path("annotated").read_text()
     assert "head.weight" in Path("annotated").read_text()
+
+
+def test_another_optimizer_is_said_beside_other_names(run: Run) -> None:
+    """Also where no name is another; and without one, the command that shows it names none."""
+    for words in (("--optimizer", "torch.optim:SGD"), ()):
+        assert run("trace", "model.py:build", *words, "-o", "traced.json", "--force").status == 0
+        assert run("check", "traced.json", "--model", "model.py:build", *words).status == 0
+        if words:
+            done = run("check", "traced.json", "--model", "model.py:build", "--optimizer", "torch.optim:Adam")
+            assert done.status == 1
+            assert "another class of optimizer @ traced.json" in " ".join((done.out + done.err).split())
+            assert "--model model.py:build --optimizer torch.optim:Adam" in done.out + done.err
+    rename()
+    done = run("check", "traced.json", "--model", "model.py:build")
+    assert done.status == 1
+    assert "ckpttool diff traced.json --model model.py:build (with --update" in done.out + done.err

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import ckpttool
+from ckpttool import json_schema
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.json_text import read_file
 from ckpttool.limits import Limits, limited
 from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand
+from ckpttool.operands.names_file import read_names
 from ckpttool.plan import Plan
 from ckpttool.tracing.trace import trace
 from zoo import zoo_model
@@ -181,3 +185,30 @@ def test_names_of_a_model_come_back_from_their_file(tmp_path: Path) -> None:
     names = ModelOperand(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).names()
     (tmp_path / "n.json").write_text(json.dumps(names.to_json()))
     assert ModelOperand(str(tmp_path / "n.json")).names().to_json() == names.to_json()
+
+
+def test_a_value_of_one_of_two_kinds() -> None:
+    kind = json_schema.nullable(json_schema.either(json_schema.TEXT, json_schema.TEXTS))
+    for value, fits in (("a", True), (["a"], True), (None, True), (5, False), ([5], False)):
+        assert kind.fits(value) is fits
+        assert (not [*kind.problems(value, "$")]) is fits
+
+
+def test_a_member_with_an_odd_name_has_its_path() -> None:
+    kind = json_schema.object_of({"plain": json_schema.TEXT, "not plain": json_schema.TEXT})
+    found = [problem.key for problem in kind.problems({"plain": 1, "not plain": 1}, "$")]
+    assert found == ["$.plain", "$['not plain']"]
+
+
+def test_a_group_of_an_optimizer_that_is_not_there(tmp_path: Path) -> None:
+    kwargs = {"in_features": 2, "out_features": 2}
+    told = ckpttool.trace("torch.nn:Linear", model_kwargs=kwargs, optimizer=torch.optim.SGD).to_json()
+    for group, problems in ((0, []), (1, ["$.optimizer[0].group"]), (7, ["$.optimizer[0].group"])):
+        told["optimizer"][0]["group"] = group
+        (tmp_path / "names.json").write_text(json.dumps(told))
+        if not problems:
+            read_names(str(tmp_path / "names.json"))
+            continue
+        with pytest.raises(CkptError) as raised:
+            read_names(str(tmp_path / "names.json"))
+        assert [problem.key for problem in raised.value.problems] == problems

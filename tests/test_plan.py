@@ -147,6 +147,20 @@ def values(found: Checkpoint) -> dict[str, list[int]]:
     return {entry.key: load(entry).tolist() for entry in found.section("").tensors}
 
 
+def test_values_of_nothing_are_named_where_they_collide() -> None:
+    made = (Output("", "x", Op("aten.zeros.default", ((2,),))), Output("", "x", Ref("a")))
+    assert problems(Plan(made, (Dropped("", "extra", "because"),)), checkpoint("a")) == [
+        "2 sources would be written to one key (a constant, a) @ x"
+    ]
+
+
+def test_a_module_that_is_renamed_back_is_not() -> None:
+    there, back, other = ModuleRename("", "a", "b"), ModuleRename("", "b", "a"), ModuleRename("", "a", "c")
+    assert in_turn([there], [back]) == (back,)
+    assert in_turn([there], [other]) == (there,)
+    assert in_turn([], [other]) == (other,)
+
+
 def test_modules_are_renamed_in_turn() -> None:
     first = [ModuleRename("m", "a", "b"), ModuleRename("m", "c", "d"), ModuleRename("n", "a", "x")]
     second = [ModuleRename("m", "b", "z"), ModuleRename("m", "d", "c"), ModuleRename("m", "e", "f")]

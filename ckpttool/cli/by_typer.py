@@ -33,6 +33,11 @@ _GROUPS = {
     "The report": ("format", "report", "manifest", "all", "quiet", "verbose"),
     "In common": ("limit", "no_defaults", "help"),
 }
+ABOUT = """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
+
+Exit status: 0 the same, or done; 1 the answer is no; 2 no answer. `ckpttool help COMMAND` has examples;
+`ckpttool --install-completion bash|zsh|fish` completes them (--show-completion prints the script).
+"""
 _HELP = {"help_option_names": ["-h", "--help"]}
 Commands = Mapping[str, tuple[str, str]]  # command -> its module, which defines `command`, and its line in the help
 
@@ -59,7 +64,7 @@ def run(commands: Commands, args: list[str], loaded: Loaded | None) -> int:
 def build_app(commands: Commands, loaded: Loaded | None) -> typer.Typer:
     """The typer app; the commands that are not loaded are there for the list of commands in the help."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=_HELP)
-    app.callback()(_root)
+    app.callback(help=ABOUT)(_root)
     for name, (_, summary) in commands.items():
         if loaded is not None and loaded.name == name:
             app.command(name, cls=Grouped)(typed(loaded))
@@ -75,9 +80,7 @@ class Grouped(TyperCommand):
         """Writes the arguments, then the options, group by group."""
         sections: dict[str, list[Any]] = {}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(_section(param), []).append(record)
+            sections.setdefault(_section(param), []).append(param.get_help_record(ctx))
         order = ["Arguments", "Options", *_GROUPS]
         for title in sorted(sections, key=order.index):
             with formatter.section(title):
@@ -154,16 +157,7 @@ def _root(
         bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
-
-    Exit status: 0 the same, or done; 1 the answer is no; 2 no answer. `ckpttool help COMMAND` has examples;
-    `ckpttool --install-completion bash|zsh|fish` completes them (--show-completion prints the script).
-    """
-
-
-def about() -> str:
-    """What the help says of the program as a whole."""
-    return _root.__doc__ or ""
+    pass
 
 
 def _in_words(error: Any, args: Sequence[str]) -> CkptError:

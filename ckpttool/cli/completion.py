@@ -90,9 +90,9 @@ def run(args: Sequence[str], commands: Mapping[str, tuple[str, str]], options: O
 
 def _answer(words: Sequence[str], commands: Mapping[str, tuple[str, str]], options: Options) -> Iterator[str]:
     """The lines for a shell: what may stand in the place of the last word, with its help after a tab."""
-    shell, *words = words
+    shell, *words = words or [""]
     if shell == "bash":
-        words = _split(words[0])[1:]
+        words = _split(" ".join(words))[1:]
     last = words[-1] if words else ""
     found = (one for one in _candidates(words[:-1], last, commands, options) if one[0].startswith(last))
     for word, said in found:
@@ -132,7 +132,7 @@ def _candidates(
         return [*((flag, one.mark.help) for flag, one in flags.items()), ("--help", "")]
     arguments = [one for one in taken if not isinstance(one.mark, Option)]
     place = min(len(_operands(before, flags)), len(arguments) - 1)
-    return _values(arguments[place], last, before, flags) if arguments else []
+    return _values(arguments[place], last, before, flags)
 
 
 def _operands(before: Sequence[str], flags: Mapping[str, Taken]) -> list[str]:

@@ -47,7 +47,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 _NEEDS_MODEL: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "trace": lambda given: True,
     "explain": lambda given: True,
-    "check": lambda given: any(path.endswith(".json") for path in given["files"] or ()),
+    "check": lambda given: any(path.endswith(".json") for path in given["files"]),
     "diff": lambda given: len(given["operands"] or ()) < 2,
     "remap": lambda given: given["plan"] is None and _asks_names(given),
     "swap-weights": lambda given: given["from_"] is not None,
@@ -118,7 +118,7 @@ def chosen(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     left_out = set()
     if "model" in given:
         named = "model" not in from_elsewhere and given["model"] is not None
-        needs = command in _NEEDS_MODEL and _NEEDS_MODEL[command](plain)
+        needs = _NEEDS_MODEL[command](plain)
         left_out = {name for name in _MODEL if named or not (needs or getattr(given.get(name), "own", False))}
     used = {name: default for name, default in from_elsewhere.items() if name not in left_out}
     values = {**plain, **{name: default.value for name, default in used.items()}}

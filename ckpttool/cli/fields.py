@@ -67,7 +67,7 @@ def with_common(function: Callable[..., int | None]) -> Callable[..., int | None
 
 def _filled(options: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """The dataclass, of the values that it has fields for."""
-    return options(**{field.name: given[field.name] for field in fields(options) if field.name in given})  # type: ignore[arg-type]
+    return options(**{field.name: given[field.name] for field in fields(options)})  # type: ignore[arg-type]
 
 
 def _parameters(options: Any) -> list[Parameter]:
@@ -98,7 +98,7 @@ _UNIONS = (Union, type(int | None))
 
 def _some(kind: Any) -> Any:
     """What may also be None, where it is not."""
-    return next(part for part in get_args(kind) if part is not type(None)) if get_origin(kind) in _UNIONS else kind
+    return get_args(kind)[0] if get_origin(kind) in _UNIONS else kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from inspect import cleandoc
 
 from ckpttool import __version__
 from ckpttool.cli import app
-from ckpttool.cli.by_typer import about
+from ckpttool.cli.by_typer import ABOUT
 from ckpttool.cli.fields import Taken, taken_by, with_common
 from ckpttool.options import Option
 
@@ -19,12 +19,12 @@ def page() -> Iterator[str]:
     yield f'.TH CKPTTOOL 1 "" "ckpttool {__version__}" "User Commands"'
     yield from (".SH NAME", r"ckpttool \- inspect, diff and convert PyTorch checkpoints")
     yield from (".SH SYNOPSIS", r".B ckpttool", r".I COMMAND", r"[\fIOPTIONS\fR]")
-    yield from (".SH DESCRIPTION", *_paragraphs(about()))
+    yield from (".SH DESCRIPTION", *_paragraphs(ABOUT))
     common = [one.name for one in taken_by(with_common(lambda: None))]
     yield ".SH COMMANDS"
     for name, (module, _) in app.COMMANDS.items():
         command = import_module(module).command
-        yield from (f'.SS "ckpttool {name}"', *_paragraphs(command.__doc__ or ""))
+        yield from (f'.SS "ckpttool {name}"', *_paragraphs(command.__doc__))
         for one in taken_by(with_common(command)):
             if one.name not in common:
                 yield from _entry(one)
@@ -52,7 +52,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 def _plain(text: str) -> str:
     r"""The text as troff prints it: a backslash is ``\e``, a hyphen one that can be pasted, no line a request."""
     escaped = text.replace("\\", r"\e").replace("-", r"\-").replace("'", r"\(aq")
-    return rf"\&{escaped}" if escaped.startswith((".", "'")) else escaped
+    return rf"\&{escaped}" if escaped.startswith(".") else escaped
 
 
 if __name__ == "__main__":

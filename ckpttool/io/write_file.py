@@ -205,8 +205,6 @@ def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int 
                 del data  # see `stream`
             blocks.finish()
     work.has_made(*amounts(pieces))
-    if os.fstat(descriptor).st_size < at + size:  # nothing follows what was shared last
-        os.ftruncate(descriptor, at + size)
 
 
 class _Blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,9 @@ from torch import nn
 
 import ckpttool
 from ckpttool import CkptError
+from ckpttool.checkpoint import TensorEntry
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import Problem
 
 STATE = {"weight": torch.ones(1, 1)}
 
@@ -79,3 +83,35 @@ def test_an_index_is_not_read_on_in_another_file(tmp_path: Path, place: str) -> 
             ckpttool.diff(old, out, values=True)
     assert torch.load(out)["b"].tolist() == [1] * 4
     assert ckpttool.diff(ckpttool.open_checkpoint(url), url, values=True).identical
+
+
+def test_a_swap_in_memory_needs_no_out() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    ckpttool.swap_weights(model, STATE)
+    assert torch.equal(model.weight, STATE["weight"])
+
+
+def test_what_differs_in_a_whole_has_its_mend(tmp_path: Path) -> None:
+    """`whole` asks for what stands beside the models too, and mends are of the models."""
+    torch.save({"old.weight": torch.ones(2, 3)}, tmp_path / "old.pt")
+    torch.save({"new.weight": torch.ones(2, 3)}, tmp_path / "new.pt")
+    for whole in (False, True):
+        assert ckpttool.diff(str(tmp_path / "old.pt"), str(tmp_path / "new.pt"), whole=whole).fix, whole
+
+
+def test_files_that_nobody_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", none)
+    assert ckpttool.__getattr__("__version__") == "0+unknown"
+
+
+def test_what_no_table_has() -> None:
+    with pytest.raises(CkptError, match="unknown dtype 'float3'") as raised:
+        itemsize("float3")
+    assert "pip install -U ckpttool" in raised.value.hint
+    assert Problem.parse("text @ key") == Problem("text", "key")
+    assert Problem.parse("a @ b @ key") == Problem("a @ b", "key")
+    assert Problem.parse("text alone") == Problem("text alone", "")
+    assert TensorEntry("a", "float32", (2,), (1,), 0, None).span is None

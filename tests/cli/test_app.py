@@ -91,6 +91,7 @@ def test_version() -> None:
     [
         ([], "no command given", "the commands are inspect, trace, diff, explain, remap, swap-weights"),
         (["inspct", "x.pt"], "no such command: inspct", "did you mean `ckpttool inspect`?"),
+        (["--all", "inspect", "x.pt"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
         (["--nope"], "no such option", "usage: ckpttool [OPTIONS] COMMAND [ARGS]..."),
         (["inspect"], "missing argument 'CKPT'", "usage: ckpttool inspect [OPTIONS]"),
         (["inspect", "x.pt", "--fromat", "json"], "no such option", "did you mean --format?"),

@@ -31,6 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(MODEL)
     torch.save({"model": {"layers.0.w": torch.ones(1), "head.w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, "t.pt")
+    torch.save({"w": torch.ones(1)}, "plain.pt")
     shutil.copy(ROOT / "examples" / "ci" / "names.json", "names.json")
     return tmp_path
 
@@ -56,6 +57,18 @@ OFFERED = [
     (["inspect", "t."], []),  # the shell's own names of files
     (["inspect", "none.pt::"], []),
     (["nonsense", ""], []),
+    (["inspect", "plain.pt::"], []),  # which has no sections
+    (["inspect", "--nope=te"], []),
+    (["inspect", "--all", "--form"], ["--format"]),
+    (["remap", "--force", "--to=runtime", "t.pt", "--drop", "he"], ["head.w"]),
+    (["remap", "t.pt", "--force="], []),
+    (["remap", "none.pt", "--drop", "he"], []),
+    (["remap", "t.pt", "-o", "x", "--drop", "he"], ["head.w"]),
+    (["swap-weights", "--model", "names.json", "--program", "head"], []),
+    (["diff", ""], []),
+    (["trace", "model.p"], []),
+    (["trace", "none.py:"], []),
+    (["trace", "names.json:"], []),
 ]
 
 
@@ -66,6 +79,30 @@ def test_what_is_offered(run: Run, words: list[str], offered: list[str]) -> None
     line = run("--complete", "bash", "ckpttool " + " ".join(words)).out.splitlines()
     assert line == [word[max(words[-1].rfind(":"), words[-1].rfind("=")) + 1 :] for word in offered]
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("ckpttool inspect 't.pt::", ["model", "ema"]),
+        ('ckpttool inspect "t.pt::e', ["ema"]),
+        ("ckpttool help 'x ", []),  # the blank is inside of the word
+        ("ckpttool help ", list(app.COMMANDS)),
+        ('ckpttool help "sw\\', []),
+        ("ckpttool", [*app.COMMANDS, "help", "--help", "--version"]),
+        ("", [*app.COMMANDS, "help", "--help", "--version"]),
+    ],
+)
+def test_a_line_of_bash_that_is_not_finished(run: Run, line: str, offered: list[str]) -> None:
+    done = run("--complete", "bash", line)
+    assert (done.status, done.out.splitlines()) == (0, offered)
+
+
+def test_who_asks_for_nothing_gets_all_commands(run: Run) -> None:
+    for words in ([], ["zsh"], ["bash"]):
+        done = run("--complete", *words)
+        assert done.status == 0
+        assert [line.partition("\t")[0] for line in done.out.splitlines()][: len(app.COMMANDS)] == [*app.COMMANDS]
 
 
 def environment(tmp: Path) -> dict[str, str]:
@@ -159,6 +196,23 @@ def test_the_shell_is_that_of_the_user(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SHELL", "/usr/bin/tcsh")
     done = run("--install-completion")
     assert (done.status, "no completion for tcsh" in done.err, "bash|zsh|fish" in done.err) == (2, True, True)
+    monkeypatch.delenv("SHELL")
+    assert "no completion for an unnamed shell" in run("--show-completion").err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_it_is_installed_where_the_shell_looks(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(folder))
+    done = run("--install-completion", shell)
+    path, rest = done.out.splitlines()
+    wanted = ".config/fish/" if shell == "fish" else ".local/share/"
+    assert path.startswith(str(folder / wanted))
+    assert Path(path).read_text() == run("--show-completion", shell).out
+    assert {"bash": path, "zsh": str(Path(path).parent), "fish": "fish finds it there"}[shell] in rest
 
 
 @pytest.mark.parametrize("name", app.COMMANDS)
@@ -176,6 +230,7 @@ def test_help_has_examples_that_are_command_lines(run: Run, name: str) -> None:
 def test_short_words(run: Run) -> None:
     assert run("-V") == run("--version")
     assert run("-h") == run("--help") == run("help")
+    assert "Exit status: 0 the same, or done; 1 the answer is no; 2 no answer." in run("-h").out
     assert run("help", "remp").status == 2
 
 
@@ -190,11 +245,14 @@ def test_options_stand_under_headings(run: Run) -> None:
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
 def test_the_manual_page_has_every_command_and_option() -> None:
-    from ckpttool.cli.man import page
+    from ckpttool.cli.man import _plain, page
 
+    assert _plain(".pt2 is a program's") == r"\&.pt2 is a program\(aqs"
+    printed = subprocess.run([sys.executable, "-m", "ckpttool.cli.man"], capture_output=True, text=True, check=True)
+    assert printed.stdout.splitlines() == "\n".join(page()).splitlines()
     shown = subprocess.run(
         ["groff", "-man", "-Tascii", "-P-cbou", "-ww"],
-        input="\n".join(page()),
+        input=printed.stdout,
         capture_output=True,
         text=True,
         check=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -206,3 +207,122 @@ def test_a_project_without_the_table_costs_nothing(project: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_several_values_are_a_list_or_lines(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"0.weight": torch.ones(1), "0.bias": torch.ones(3)}, "other.pt")
+    assert run("diff", "train.pt", "other.pt").status == 1
+    bias, both = "shape 0.bias # new", "shape,dtype 0.* # new"
+    for value, words in ((["shape 0.w* # new", bias], ["shape 0.w* # new", "--ignore", bias]), (both, [both])):
+        says(project, f"[tool.ckpttool.diff]\nignore = {value!r}\n")
+        done = run("diff", "train.pt", "other.pt")
+        assert done.status == 0
+        assert shlex.split(done.err.partition(" (")[0]) == ["default:", "--ignore", *words]
+    says(project, "[tool.ckpttool.diff]\nignore = [1]\n")
+    assert "[1] is not a text @ tool.ckpttool.diff.ignore" in run("diff", "train.pt", "other.pt").err
+    says(project, "")
+    monkeypatch.setenv("CKPTTOOL_IGNORE", f"shape 0.w* # new\n{both}\n")
+    assert run("diff", "train.pt", "other.pt").status == 0
+
+
+def test_a_flag_can_be_taken_back(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(project, "[tool.ckpttool]\nstats = true\n")
+    assert run("inspect", "train.pt").err.startswith("default: --stats (")
+    assert run("inspect", "train.pt", "-q").err == ""
+    monkeypatch.setenv("CKPTTOOL_STATS", "off")
+    done = run("inspect", "train.pt")
+    assert (done.status, done.err) == (0, "")
+    says(project, "[tool.ckpttool]\nstats = true\n[tool.ckpttool.inspect]\nstats = false\n")
+    monkeypatch.delenv("CKPTTOOL_STATS")
+    assert run("inspect", "train.pt").err == ""
+
+
+def test_an_empty_variable_takes_away_what_is_required(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("trace").status == 0
+    monkeypatch.setenv("CKPTTOOL_MODEL", "")
+    assert run("trace").status == 2
+    monkeypatch.setenv("CKPTTOOL_PYPROJECT", "")
+    monkeypatch.delenv("CKPTTOOL_MODEL")
+    assert run("diff", "train.pt").status == 2
+
+
+def test_another_model_takes_only_what_is_the_models(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(project, '[tool.ckpttool]\nmodel = "model.py:other"\nformat = "json"\n')
+    monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:build")
+    done = run("diff", "train.pt")
+    assert done.status == 0
+    assert "../model.py:build" in done.data["left"] + done.data["right"]
+
+
+@pytest.mark.parametrize("words", [["--format", "text"], ["--format=text"]])
+def test_the_long_way_takes_none_where_one_is_given(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("CKPTTOOL_FORMAT", "json")
+    assert run("inspect", "train.pt").out.startswith("{")
+    done = run("inspect", *words, "--", "train.pt")
+    assert (done.status, done.err) == (0, "")
+    assert not done.out.startswith("{")
+    monkeypatch.setenv("CKPTTOOL_MODEL", "../model.py:other")
+    assert run("diff", "--", "train.pt").status == 1
+
+
+def test_code_runs_for_no_plan(project: Path, run: Run) -> None:
+    assert "default" not in run("remap", "train.pt", "--plan", "p.json", "-o", "new.pt", "--to", "runtime").err
+    assert "default" in run("remap", "train.pt", "-o", "new.pt", "--to", "runtime").err
+    assert "default" in run("diff").err
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("rtol = true", ["True is not a number from 0 on @ tool.ckpttool.rtol"]),
+        ("depth = true", ["True is not an integer from 0 on @ tool.ckpttool.depth"]),
+        ("model = 5", ["5 is not a text @ tool.ckpttool.model"]),
+        (
+            'format = "json"\nmodel-kwargs = { width = 2 }\n[tool.ckpttool.dif]\n[tool.ckpttool.diff]',
+            ["is no command; did you mean diff? @ tool.ckpttool.dif"],
+        ),
+    ],
+)
+def test_each_mistake_is_said_once(project: Path, run: Run, text: str, problems: list[str]) -> None:
+    says(project, f"[tool.ckpttool]\n{text}\n")
+    command = "inspect" if "depth" in text else "diff"
+    err = run(command, "train.pt").err
+    assert [line.strip() for line in err.splitlines() if " @ " in line] == problems
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("model", "model.py:build", "../model.py:build"),
+        ("model", "package.model:build", "package.model:build"),
+        ("model", "names.json", "../names.json"),
+        ("model", "program.pt2", "../program.pt2"),
+        ("model", "/abs/model.py:build", "/abs/model.py:build"),
+        ("like", "other.pt", "../other.pt"),
+        ("like", "s3://bucket/other.pt", "s3://bucket/other.pt"),
+        ("report", ["a.json", "b.md"], ["../a.json", "../b.md"]),
+        ("optimizer", "opt.py:build", "../opt.py:build"),
+        ("optimizer", "torch.optim:SGD", "torch.optim:SGD"),
+        ("model_kwargs", {"width": 3}, '{"width": 3}'),
+        ("model_kwargs", '{"width": 3}', '{"width": 3}'),
+        ("format", "json", "json"),
+        ("world_size", 2, 2),
+    ],
+)
+def test_paths_are_those_beside_the_file(name: str, value: object, found: object) -> None:
+    from ckpttool.cli import defaults
+    from ckpttool.cli.app import _command
+    from ckpttool.cli.fields import taken_by
+
+    (one,) = (one for one in taken_by(_command("remap")) if one.name == name)
+    got = defaults._beside("../pyproject.toml", one, value)
+    assert got == (os.path.relpath(str(found)) if str(found).startswith("/abs") else found)
+
+
+def test_where_files_have_no_owner_they_are_the_users(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "geteuid")
+    assert run("diff", "train.pt").status == 0

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import HashStore
 
 from ckpttool.cli import progress
 from ckpttool.io import work
+from ckpttool.io.together import job
 from command import Run
 from places import ROOT
 
@@ -160,3 +162,19 @@ def test_who_waits_for_torch_is_told_of_names_files(tmp_path: Path, run: Run, mo
     assert progress._on_tracing(0) == ""
     assert run("diff", "a.pt", "--model", "names.json")[0] == 0
     assert not work.counts.traced
+
+
+def test_a_bar_that_is_over_does_not_appear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its time comes just when it ends."""
+    monkeypatch.setattr(progress, "_rich", None)
+    bar = progress._Bar("title", 5)
+    bar.advance(3)
+    bar.close()
+    bar._appear()
+    assert bar._progress is None
+
+
+def test_a_rank_says_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert progress._line(1).endswith("requests")
+    monkeypatch.setattr(job, "_current", (job.Job(1, 3, HashStore()),))
+    assert progress._line(1).endswith("requests (rank 1 of 3)")

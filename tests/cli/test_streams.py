@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool.cli import streams
 from ckpttool.cli.app import main
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -97,3 +101,41 @@ def test_paths_in_the_metadata_that_are_no_strings(tmp_path: Path) -> None:
     assert list(metadata) == [1, "", "bn", ("a", 2)]
     assert main([*line, "--force", "--to", "ddp"]) == 0
     assert next(iter(torch.load(tmp_path / "o.pt")._metadata)) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "stays"),
+    [("inside", False), ("before", True), ("full", True), ("named", True), ("nobody", True), ("none", False)],
+)
+def test_only_the_empty_folder_that_torch_made_meanwhile_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, stays: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(getpass, "getuser", lambda: "a/b")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if made == "named":
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    if made == "nobody":
+        monkeypatch.setattr(getpass, "getuser", lambda: {}["no such user"])
+    folder = tmp_path / "torchinductor_a_b"
+    if made == "before":
+        folder.mkdir()
+        os.utime(folder, (1, 1))
+    with streams.nothing_left():
+        if made not in ("before", "none"):
+            folder.mkdir()
+            os.utime(folder, (time.time(),) * 2)  # the clock of files goes in steps
+        if made == "full":
+            (folder / "kept").touch()
+    assert folder.exists() is stays
+
+
+def test_a_line_is_clipped_where_it_is_long() -> None:
+    assert streams.clipped("x" * 4000) == "x" * 4000
+    assert streams.clipped("a" * 2000 + "b" + "c" * 2000) == "a" * 2000 + " … 1 characters … " + "c" * 2000
+
+
+def test_a_report_is_no_folder(odd: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.md").mkdir()
+    assert main(["inspect", odd, "--report", str(tmp_path / "r.md"), "--force"]) == 2
+    assert "r.md is a folder\nhint: name a file" in capfd.readouterr().err

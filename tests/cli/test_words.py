@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from ckpttool.cli import logs
 from ckpttool.cli.app import main
 from ckpttool.cli.failures import problem_lines
 from ckpttool.errors import Problem
 from ckpttool.words import a
+from command import Run
+from places import DATA
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -51,6 +56,9 @@ def test_code_that_says_a_thing_often_is_heard_once(capsys: pytest.CaptureFixtur
     assert said.count("a layer is made") == 1
     (warned,) = [line for line in said if line.startswith("warning: UserWarning: old ")]
     assert "more from there" in warned
+    with logs.collected():
+        warnings.warn("only once", UserWarning, stacklevel=1)
+    assert re.fullmatch(r"warning: UserWarning: only once \(.*:\d+\)\n", capsys.readouterr().err)
 
 
 def test_many_problems_are_few_lines() -> None:
@@ -121,3 +129,11 @@ def test_the_program_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_articles() -> None:
     assert (a(3), a({}), a(torch.ones(1))) == ("an int", "a dict", "a Tensor")
+
+
+def test_of_what_is_not_written_there_is_no_manifest(run: Run) -> None:
+    line = ("swap-weights", DATA / "tagger-torch-2.9.1.pt2", DATA / "weights-torch-2.9.1.pt", "-o", "out.pt2")
+    assert run(*line, "--manifest", "m.json", "--dry-run").status == 0
+    assert not Path("m.json").exists()
+    assert run(*line, "--manifest", "m.json").status == 0
+    assert Path("m.json").exists()

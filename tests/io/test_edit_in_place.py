@@ -596,10 +596,14 @@ def test_an_edit_that_is_not_allowed_is_no_reason_to_write_anew(
 ) -> None:
     """What cannot be moved is another matter."""
     old, plain = source.read_bytes(), patch.apply
-    for rule, copied in (("a.{x} => z.{x}", False), (f"a.{{x}} => {LONG}{{x}}", True)):
-        refusals = [PermissionError(errno.EPERM, "Operation not permitted")]
+    for rule, number, copied in (
+        ("a.{x} => z.{x}", errno.EPERM, False),
+        (f"a.{{x}} => {LONG}{{x}}", errno.EIO, False),
+        (f"a.{{x}} => {LONG}{{x}}", errno.EPERM, True),
+    ):
+        refusals = [OSError(number, os.strerror(number))]
 
-        def refused(*args: Any, refusals: list[PermissionError] = refusals, **how: Any) -> None:
+        def refused(*args: Any, refusals: list[OSError] = refusals, **how: Any) -> None:
             if refusals:
                 raise refusals.pop()
             plain(*args, **how)
@@ -607,7 +611,7 @@ def test_an_edit_that_is_not_allowed_is_no_reason_to_write_anew(
         monkeypatch.setattr(patch, "apply", refused)
         status, _, said = run("remap", source, "--rule", rule, "--in-place")
         assert (status, source.read_bytes() == old) == ((0, False) if copied else (2, True))
-        assert copied or "in.safetensors: Operation not permitted\nhint: it is as it was" in said
+        assert copied or f"in.safetensors: {os.strerror(number)}\nhint: it is as it was" in said
 
 
 def test_where_not_even_going_back_is_possible_the_next_command_does(
@@ -664,3 +668,9 @@ def test_a_record_of_what_no_edit_does_is_not_believed(source: Path) -> None:
     assert entry.back.patch.tail
     with pytest.raises(CkptError, match="it contradicts itself"):
         edit_journal._parse(edit_journal._text([entry]), source)
+
+
+def test_what_would_write_much_is_written_anew(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch, "_MOST", 10)
+    assert way(run, source, "a.{x} => z.{x}")["way"] == "copied"
+    assert "z.w" in load_file(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -585,6 +587,35 @@ def test_web_servers(failing: Any) -> None:
         assert "cannot do this" in failing("remap", f"{server.url}/a.pt", "-o", f"{server.url}/c.pt")
     with web_server({"/a.pt": data * 100}, ranges=False) as server:
         assert "its server cannot send a part" in failing("inspect", f"{server.url}/a.pt")
+
+
+@NEEDS_HTTP
+@NEEDS_HTTP
+def test_a_page_that_lists_files_is_read_as_far_as_is_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for no range; and what was read is there for whoever asks again."""
+    from ckpttool.io.remote import http
+
+    page = b'<a href="rank_0.pt">rank_0.pt</a><a href="rank_1.pt">rank_1.pt</a>'
+    files = {"/m/": page, **{f"/m/rank_{rank}.pt": zipped(STATE) for rank in range(2)}}
+    with web_server(files) as server:
+        found = open_checkpoint(f"{server.url}/m/rank_*.pt")
+        assert same(tensors(found), STATE)
+
+    async def twice(own: str, **headers: str) -> tuple[bytes, bytes]:
+        import aiohttp
+
+        async with (
+            aiohttp.ClientSession(response_class=http.BoundedResponse) as session,
+            session.get(f"{server.url}{own}", headers=headers) as answer,
+        ):
+            return await answer.read(), await answer.read()
+
+    with web_server(files) as server:
+        assert asyncio.run(twice("/m/rank_0.pt", Range="bytes=0-9")) == (files["/m/rank_0.pt"][:10],) * 2
+        for room in (0, -1):
+            monkeypatch.setattr(http, "_LISTING", len(page) + room)
+            with pytest.raises(remote_errors.SendsTooMuch) if room else nullcontext():
+                assert asyncio.run(twice("/m/")) == (page, page)
 
 
 @NEEDS_HTTP

@@ -23,8 +23,8 @@ from ckpttool.io.temporary import JOURNAL, me
 from ckpttool.io.write_remote import preflight, preflight_folder, write_folder
 
 OUT = "memory://journals/m"
-BEFORE = {"index": b"old", "shard": b"old", "gone": b"old", "mine": b"mine"}
-PUT = {"shard": b"new", "added": b"new", "index": b"new"}
+BEFORE = {"index": b"old", "shard": b"old", "second": b"old", "gone": b"old", "mine": b"mine"}
+PUT = {"shard": b"new", "added": b"new", "second": b"new", "index": b"new"}
 AFTER = {"mine": b"mine", **PUT}
 LIST = Journal(tuple(PUT), ("gone", "never there"))
 DEAD = replace(me(), pid=1 << 23)
@@ -59,7 +59,7 @@ class Died(BaseException):
 
 
 @pytest.mark.parametrize("fault", [Died(), OSError(5, "Slow Down")])
-@pytest.mark.parametrize("count", range(10))  # the journal is written, two old files go, three new ones come, it goes
+@pytest.mark.parametrize("count", range(12))  # the journal is written, two old files go, four new ones come, it goes
 def test_from_wherever_it_died_it_leads_to_the_end(
     fs: Any, monkeypatch: pytest.MonkeyPatch, count: int, fault: BaseException
 ) -> None:
@@ -104,6 +104,7 @@ def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(
 ) -> None:
     home = staged(fs, owner)
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
+    fs.pipe_file(f"{home.removeprefix('memory:/')}/half", b"what no journal lists")
     plain = MemoryFileSystem.modified
 
     def modified(own: Any, path: str) -> Any:
@@ -120,6 +121,7 @@ def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(
         with pytest.raises(CkptError, match="just being replaced by another process"):
             journal.settle(OUT)
     assert content(fs) == (AFTER if goes_on else BEFORE)
+    assert any("ckpttool" in path for path in fs.find("/journals/m")) is not goes_on
 
 
 def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +158,11 @@ def test_what_came_into_the_folder_meanwhile_stays(fs: Any) -> None:
     assert fs.cat_file("/journals/m/late/index") == b"theirs"
     write_folder(files, f"{OUT}/late/", (), "copy", replace=True)
     assert fs.cat_file("/journals/m/late/index") == b"y"
+
+
+def test_new_files_beside_others_go_where_they_belong(fs: Any) -> None:
+    write_folder({"beside": [Piece(b"x")]}, OUT, (), "copy", replace=False)
+    assert content(fs) == {**BEFORE, "beside": b"x"}
 
 
 def test_outputs_that_are_refused(fs: Any) -> None:

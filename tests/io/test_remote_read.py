@@ -148,6 +148,14 @@ def test_how_files_begin_is_kept_of_those_that_answer() -> None:
         fs.rm("/reads/heads", recursive=True)
 
 
+def test_what_nobody_knows_any_more_is_not_unchanged() -> None:
+    open_file(URL)
+    read.check_unchanged([URL])
+    read.forget(URL)
+    with pytest.raises(CkptError, match="was changed while it was read"):
+        read.check_unchanged([URL])
+
+
 def test_what_is_no_file_is_not_opened() -> None:
     with pytest.raises(CkptError, match="is a folder, not a file"):
         open_file("memory://reads")

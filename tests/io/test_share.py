@@ -13,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ckpttool.checkpoint import Span
+from ckpttool.io.pieces import Piece
+from ckpttool.io.write_file import write
 from command import Run
 
 MAKERS = {"xfs": ["mkfs.xfs", "-q"], "btrfs": ["mkfs.btrfs", "-q"]}
@@ -78,6 +81,18 @@ def test_a_copy_that_shares_is_the_copy_that_does_not(disk: Path, tmp_path: Path
     back = ("--rule", "a.longer.name.than.before.{x} => a.{x}")
     assert run("remap", disk / "out.safetensors", *back, "-o", disk / "back.safetensors")[0] == 0
     assert (disk / "back.safetensors").read_bytes() == (disk / "in.safetensors").read_bytes()
+
+
+def test_a_copy_may_end_with_what_is_shared(disk: Path) -> None:
+    """And be nothing else: whole blocks, at the same place in both."""
+    (disk / "source").write_bytes(os.urandom(2 << 20))
+    before = used(disk)
+    write([Piece(Span(str(disk / "source"), 0, 2 << 20))], str(disk / "out"))
+    write([Piece(bytes(4096)), Piece(Span(str(disk / "source"), 4096, (2 << 20) - 4096))], str(disk / "behind"))
+    assert used(disk) - before < 1 << 20
+    source = (disk / "source").read_bytes()
+    assert (disk / "out").read_bytes() == source
+    assert (disk / "behind").read_bytes() == bytes(4096) + source[4096:]
 
 
 def test_what_is_written_to_the_source_later_stays_there(disk: Path, run: Run) -> None:

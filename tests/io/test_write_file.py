@@ -313,9 +313,13 @@ def test_a_source_that_only_the_bytes_lead_to_is_not_written_over(tmp_path: Path
         with pytest.raises(CkptError, match="is a source itself"):
             put_ready(ready, str(out), replace=True, in_place=False, readers_of=(), fsync=False)
     assert source.read_bytes() == before
+    (tmp_path / "other").write_bytes(b"another")
+    other = Ready(str(tmp_path / "other"), (str(source),))
+    put_ready(other, str(tmp_path / "made"), replace=False, in_place=False, readers_of=(), fsync=False)
+    assert (tmp_path / "made").read_bytes() == b"another"
     put_ready(ready, str(source), replace=True, in_place=True, readers_of=(), fsync=False)
     assert source.read_bytes() == b"other"
-    assert names(tmp_path) == ["linked", "source"]
+    assert names(tmp_path) == ["linked", "made", "source"]
 
 
 def test_errors_that_have_no_words_of_the_system(tmp_path: Path) -> None:
@@ -328,7 +332,7 @@ def test_errors_that_have_no_words_of_the_system(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pipes", [False, True])
 def test_what_is_no_file_is_not_opened(tmp_path: Path, pipes: bool) -> None:
-    with pytest.raises(CkptError, match="it is a terminal or another device, not a file"), opened("/dev/null"):
+    with pytest.raises(CkptError, match="it is a terminal or another device"), opened("/dev/null", pipes=pipes):
         pass
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDWR)

@@ -13,8 +13,9 @@ import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io.pieces import Link, Piece
-from ckpttool.io.write_folder import preflight, write_folder
+from ckpttool.io.pieces import Link, Piece, Ready
+from ckpttool.io.ranges import Digest
+from ckpttool.io.write_folder import Contents, preflight, write_folder
 
 
 def fails() -> Lazy:
@@ -144,3 +145,17 @@ def test_blocks_are_shared_on_few_platforms(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CkptError, match=r"cannot be linked \(reflink\): import of fcntl halted"):
         write_folder({"a": Link(str(tmp_path / "a"))}, str(tmp_path / "out"), link="reflink")
     assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("link", ["copy", "hard"])
+def test_what_is_linked_has_no_digest_and_what_is_ready_is_moved(tmp_path: Path, link: str) -> None:
+    (tmp_path / "a").write_bytes(b"data")
+    (tmp_path / "made").write_bytes(b"made")
+    digests: dict[str, Digest] = {}
+    ready = Ready(str(tmp_path / "made"), ())
+    files: Contents = {"a": Link(str(tmp_path / "a")), "made": ready, "index": [Piece(b"i")]}
+    write_folder(files, str(tmp_path / "out"), link=link, digests=digests)
+    assert [(tmp_path / "out" / name).read_bytes() for name in files] == [b"data", b"made", b"i"]
+    assert {*digests} == ({"a", "index"} if link == "copy" else {"index"})
+    assert ((tmp_path / "out" / "a").stat().st_nlink == 2) is (link == "hard")
+    assert not (tmp_path / "made").exists()

@@ -71,6 +71,7 @@ REFUSED = {
     "inspect lin.pt --report r.md --report ./r.md": ("r.md is named for two outputs", "a name of its own"),
     "inspect lin.pt --manifest r.json --report r.json": ("r.json is named for two outputs", "a name of its own"),
     "remap lin.pt -o o.pt --save-plan o.pt": ("o.pt is named for two outputs", "a name of its own"),
+    "inspect two.pt::a --manifest m.json": ("a manifest is of whole files", "leave ::a out"),
     "inspect lin.pt --manifest lin.pt --force": ("lin.pt is read by this command", "name another file"),
     "diff names.json --model m.py:build --report names.json --force": ("names.json is read by this", "another file"),
     "trace m.py:build -o m.py --force": ("m.py is read by this command", "name another file"),
@@ -80,6 +81,9 @@ REFUSED = {
     "diff names.json --update": ("--update rewrites a names file", "ckpttool diff names.json --model MODEL --update"),
     "diff lin.pt --base lin.pt": ("--base is what two checkpoints came from", "ckpttool diff LEFT RIGHT --base BASE"),
     "diff names.json lin.pt --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
+    "diff lin.pt names.json --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
+    "diff --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
+    "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints and no model", "LEFT RIGHT"),
     "diff lin.pt two.pt::a --base lin.pt --fail-on shape": ("--base asks what two sides changed", "--fail-on"),
     "diff lin.pt lin.pt two.pt --suggest x.toml": ("these are the steps of a run", "leave --suggest"),
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch.distributed import HashStore
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import sources
+from ckpttool.io import sources, work
 from ckpttool.io.pieces import Crc, Files, Link, Piece, Ready
-from ckpttool.io.together import units
+from ckpttool.io.together import make, units
 from ckpttool.io.together.job import FailedElsewhere, Job, Left
 from ckpttool.io.together.make import Asked, made
 from ckpttool.io.together.units import cut, is_staging, staging
@@ -137,6 +138,17 @@ def test_what_one_rank_cannot_make_ends_the_others(source: Path, tmp_path: Path)
         run(tmp_path, files(source), Broken())
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_every_byte_that_is_written_is_counted_once(source: Path, tmp_path: Path, before: bool) -> None:
+    """Those that a run before has written are told too, as done."""
+    if before:
+        begun(source, tmp_path, verify=True)
+    done = list[int]()
+    with work.shown(lambda title, total: nullcontext(done.append)), work.doing("out", None, "written"):
+        run(tmp_path, files(source), verify=True)
+    assert sum(done) == sum(map(len, WHOLE.values()))
+
+
 @pytest.mark.parametrize("verify", [False, True])
 def test_the_next_run_goes_on(source: Path, tmp_path: Path, verify: bool) -> None:
     begun(source, tmp_path, verify=verify)
@@ -248,3 +260,49 @@ def test_no_unit_is_much_larger_than_others(source: Path) -> None:
         assert [unit.offset for unit in own] == [sum(unit.nbytes for unit in own[:at]) for at in range(len(own))]
         assert sum(unit.nbytes for unit in own) == len(whole)
     assert [unit.nbytes // LEAST for unit in found if unit.nbytes > LEAST] == [3]  # which is computed in one go
+
+
+def test_without_locks_the_job_goes_on_and_what_others_left_stays(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell whether they still write it."""
+    folder = begun(source, tmp_path)
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert run(tmp_path, files(source), plan="another") == WHOLE
+    assert [*tmp_path.glob(".out.*")] == [folder]
+    calls = list[str]()
+    assert run(tmp_path, files(source, calls)) == WHOLE
+    assert "values" not in calls
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can make files of others")
+def test_what_another_user_left_stays(source: Path, tmp_path: Path) -> None:
+    folder = begun(source, tmp_path)
+    os.chown(folder, 12_345, -1)
+    run(tmp_path, files(source), plan="another")
+    assert [*tmp_path.glob(".out.*")] == [folder]
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_what_is_written_is_flushed_where_it_is_to_be(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    flushed, plain = list[str](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert run(tmp_path, files(source), fsync=fsync) == WHOLE
+    assert ({"first.bin", "second.bin"} <= {*flushed}) is fsync
+
+
+def test_a_file_of_which_no_rank_wrote_a_part_is_not_whole(source: Path, tmp_path: Path) -> None:
+    task = make._Task(Job(0, 1, HashStore()), cut(files(source)), tmp_path, "plan", Asked(), {})
+    with pytest.raises(CkptError, match=f"{len(task.units) - 1} parts were written by no rank"):
+        task.finish([])
