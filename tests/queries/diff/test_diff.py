@@ -194,6 +194,35 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
     return not any(converted)
 
 
+@pytest.mark.parametrize("other", ["float16", "float8_e5m2", "int64", "complex64", "bool"])
+def test_where_dtypes_are_ignored_values_count_as_torch_converts_them(other: str, tmp_path: Path, run: Run) -> None:
+    w = torch.tensor([0.0, 1.25, -3.0, 1e4])
+    torch.save({"w": w, "v": w}, tmp_path / "left.pt")
+    made = w.to(getattr(torch, other))
+    for name, value in ("same", made), ("another", torch.cat([made[:3], made[:1]])):
+        torch.save({"w": value, "v": w}, tmp_path / f"{name}.pt")
+        pair = ("diff", tmp_path / "left.pt", tmp_path / f"{name}.pt")
+        assert [run(*pair).status, run(*pair, "--ignore-dtype").status, run(*pair, "--values").status] == [1, 0, 1]
+        done = run(*pair, "--ignore-dtype", "--values", "--format", "json")
+        assert done.status == (name == "another")
+        found = {(entry["status"], *entry["left"]) for entry in done.data["entries"] if entry["left"] == ["w"]}
+        assert found == {("dtype" if name == "same" else "value", "w")}
+
+
+def test_values_of_other_dtypes_that_nothing_converts_are_not_taken_for_the_same(tmp_path: Path, run: Run) -> None:
+    """Of tensors outside of state dicts neither; those are compared as dense ones of the model are."""
+    for name, w in ("a.pt", torch.ones(2)), ("b.pt", 2 * torch.ones(2).half()):
+        model = {"w": w.to_sparse(), "v": torch.ones(1), "x._extra_state": {"scale": w}}
+        torch.save({"model": model, "best": w, "last": w / w}, tmp_path / name)
+    pair = ("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--ignore-dtype")
+    assert run(*pair).status == 0
+    done = run(*pair, "--values", "--format", "json")
+    assert done.status == 1
+    assert {entry["left"][0] for entry in done.data["entries"] if entry["status"] == "value"} == {
+        *("w", "x._extra_state", "best")
+    }
+
+
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_status_0_means_that_torch_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], data: Any) -> None:
