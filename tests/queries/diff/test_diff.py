@@ -18,9 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ckpttool
 import hook_zoo
 from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand
 from ckpttool.queries.diff.against_model import names_alone
@@ -192,6 +194,49 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
     except Exception:
         return False
     return not any(converted)
+
+
+def test_what_there_is_nothing_to_compare_with_is_no_answer(tmp_path: Path, run: Run) -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    model, made = f"{__file__}:linear", ("--optimizer", f"{__file__}:sgd")
+    for name, value in {
+        "w.pt": layer.state_dict(),
+        "o.pt": optimizer.state_dict(),
+        "two.pt": {"model": layer.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()},
+    }.items():
+        torch.save(value, tmp_path / name)
+    w, o, two, m = (str(tmp_path / name) for name in ("w.pt", "o.pt", "two.pt", "m.json"))
+    assert run("inspect", w, "--manifest", m).status == 0
+    for words, said in (
+        ((w, o), "holds no state dict"),
+        ((o, w), "holds no state dict"),
+        (("--model", model, "--whole"), "--whole compares two checkpoints"),
+        (("--model", model, w, "--whole"), "--whole compares two checkpoints"),
+        ((w, m, "--whole"), "--whole compares two checkpoints"),
+        ((w, m, "--model", model), "without a model"),
+        (("--model", model, "--values"), "nothing to compare"),
+        (("--model", model, w, "--values"), "nothing to compare"),
+        (("--model", model, *made, w), "holds no optimizer"),
+        (("--model", model, *made, two), "holds several optimizers: a, b"),
+    ):
+        done = run("diff", *words)
+        assert (done.status, said in done.err) == (2, True), words
+    assert f"pick one: {two}::a" in run("diff", "--model", model, *made, two).err
+    assert run("diff", "--model", model, *made, f"{two}::a").status == 0
+    with pytest.raises(CkptError, match="nothing to compare"):
+        ckpttool.diff(None, w, model=model)
+    torch.save({key: value + 0.5 for key, value in layer.state_dict().items()}, tmp_path / "near.pt")
+    for tolerance, status in (None, 0), ("--atol=0.6", 0), ("--atol=0.4", 1), ("--rtol=1e-9", 1):
+        assert run("diff", w, tmp_path / "near.pt", *filter(None, [tolerance])).status == status
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
 
 
 @pytest.mark.parametrize("other", ["float16", "float8_e5m2", "int64", "complex64", "bool"])
