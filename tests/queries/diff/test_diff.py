@@ -254,6 +254,18 @@ def test_where_dtypes_are_ignored_values_count_as_torch_converts_them(other: str
         assert found == {("dtype" if name == "same" else "value", "w")}
 
 
+def test_what_is_no_tensor_is_not_counted_as_one(tmp_path: Path, run: Run) -> None:
+    one, zero = torch.ones(2), torch.zeros(2)
+    same = {f"k.{name}": one for name in "xyz"}
+    left = {**same, "k.w": one, "k.a": one, "k.b": (one, 1), "k.d": (one, 1)}
+    right = {**same, "k.w": zero, "k.a": (one, 1), "k.b": (zero, 1), "k.d": (one, 2)}
+    for name, state in ("a.pt", left), ("b.pt", right):
+        torch.save(state, tmp_path / name)
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
+    counted = [note for note in done.data["notes"] if "which no rename mends" in note]
+    assert [note.partition(" with")[0] for note in counted] == ["1 tensor", "3 objects"]
+
+
 def test_values_of_other_dtypes_that_nothing_converts_are_not_taken_for_the_same(tmp_path: Path, run: Run) -> None:
     """Of tensors outside of state dicts neither; those are compared as dense ones of the model are."""
     for name, w in ("a.pt", torch.ones(2)), ("b.pt", 2 * torch.ones(2).half()):

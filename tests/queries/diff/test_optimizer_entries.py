@@ -155,7 +155,7 @@ def test_an_object_is_compared_as_one_is_everywhere() -> None:
     left, right = (optimizer("a", own={"a": {name: pair[at] for name, pair in pairs.items()}}) for at in (0, 1))
     assert told(state_entries(left, right, lambda left, right: None)) == [
         ("value", "state.a.other state.a.other", "no tensor, and another object"),
-        ("shape", "state.a.tensor state.a.tensor", "a tensor on one side only"),
+        ("shape", "state.a.tensor state.a.tensor", "no tensor on one side"),
         ("value", "state.a.plain state.a.plain", "another value"),
         ("value", "state.a.dict state.a.dict", "another value"),
     ]
