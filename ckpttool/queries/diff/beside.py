@@ -80,7 +80,7 @@ class Beside:
                 yield f"not compared: {some(alone)} of {side} ({source}::{alone[0]} is one)"
             further = [key for key in tensors if key not in known]
             if further:
-                what = plural(len(further), "tensor")
+                what = plural(len(further), "entry")
                 yield f"not compared: {what} outside of state dicts that only {side} has: {some(further)}"
 
     def _versions(self) -> Iterator[str]:

@@ -155,7 +155,8 @@ def rotary(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> R
     count = left.shape[0] if left.shape else 0
     if not 1 < count <= _ROWS or not left.numel or _likeness(left) != _likeness(right):
         return None
-    return _rotary(_rows(left, count), _rows(right, count))
+    mine, theirs = _rows(left, count), _rows(right, count)
+    return None if mine == theirs else _rotary(mine, theirs)  # equal rows, as of norms that are all ones, tell nothing
 
 
 def _rotary(mine: Sequence[bytes], theirs: Sequence[bytes]) -> Rotary | None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpttool
 from ckpttool.errors import CkptError, Refused
@@ -19,7 +21,8 @@ from ckpttool.tracing import runtime
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.saving import filled
 from command import Run
-from opaque_zoo import ZOO, Listed, Net, Quantized, blended, noisy
+from loading_zoo import Undeclared, packed
+from opaque_zoo import ZOO, Listed, Net, Quantized, Transposed, blended, noisy
 from places import ROOT
 from zoo import runtime_values
 
@@ -73,6 +76,102 @@ def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: P
     found = torch.load(tmp_path / "b.pt")
     assert_equal(found, model.state_dict())
     ZOO[name]().load_state_dict(found, strict=True)
+
+
+@pytest.mark.parametrize("name", ["transposed", "quantized"])
+def test_serialized_values_in_the_dtype_of_the_file(name: str, tmp_path: Path) -> None:
+    model = trained(name).double()
+    source = saved(runtime_values(model), tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized")
+    assert_equal(torch.load(tmp_path / "b.pt"), model.state_dict())
+
+
+class Twice(Transposed):
+    """One memory under two names, of two objects; what is saved is made of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.ones_(self.fc.weight)
+        self.twin = nn.Parameter(self.fc.weight.data)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state[f"{kwargs.get('prefix', '')}fc.weight"] = torch.from_numpy(self.twin.detach().numpy().T.copy())
+        return state
+
+
+class Overlapping(Transposed):
+    """A buffer that is a part of the weight's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", self.fc.weight.detach()[:2], persistent=False)
+
+
+class Packing(Transposed):
+    """Which saves what is no dense tensor, or nothing."""
+
+    kind: Any = staticmethod(lambda made: torch.quantize_per_tensor(made, 0.1, 0, torch.qint8))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        key = f"{kwargs.get('prefix', '')}fc.weight"
+        state[key] = self.kind(state[key])
+        return state
+
+
+class Sparse(Packing):
+    kind = staticmethod(torch.Tensor.to_sparse)
+
+
+class Wrapping(Packing):
+    kind = staticmethod(lambda made: TwoTensor(made, made))
+
+
+class Choosing(Transposed):
+    """Which has no key for a weight of zeros, and fails where it is not finite, both ways."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        key = f"{kwargs.get('prefix', '')}fc.weight"
+        if not self.fc.weight.detach().numpy().any():
+            del state[key]
+        elif np.isnan(self.fc.weight.detach().numpy()).any():
+            raise ValueError("not finite")
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if np.isnan(state_dict["fc.weight"].numpy()).any():
+            raise ValueError("not finite")
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+WEIGHT = torch.randn(4, 4)
+REFUSED: dict[str, tuple[type[nn.Module], str, torch.Tensor, str]] = {
+    "other memory": (Twice, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "part of it": (Overlapping, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "another shape": (Choosing, "runtime", WEIGHT[:3], "other @ fc.weight"),
+    "an object, saved": (Choosing, "runtime", packed(Undeclared), "other @ fc.weight"),
+    "an object, loaded": (Choosing, "serialized", packed(Undeclared), "other @ fc.weight"),
+    "quantized": (Packing, "runtime", WEIGHT, "other @ fc.weight"),
+    "sparse": (Sparse, "runtime", WEIGHT, "other @ fc.weight"),
+    "a subclass": (Wrapping, "runtime", WEIGHT, "other @ fc.weight"),
+    "absent": (Choosing, "runtime", torch.zeros(4, 4), "other @ fc.weight"),
+    "failing, saved": (Choosing, "runtime", WEIGHT / 0 * 0, "ValueError: not finite"),
+    "failing, loaded": (Choosing, "serialized", WEIGHT / 0 * 0, "ValueError: not finite"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_models_code_does_not_give_is_refused(name: str, tmp_path: Path) -> None:
+    build, form, weight, why = REFUSED[name]
+    source = saved({"fc.weight": weight, "fc.bias": torch.ones(4)}, tmp_path / "a.pt")
+    to = {"runtime": "serialized", "serialized": "runtime"}[form]
+    with pytest.raises(CkptError) as refused:
+        ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, from_=form, to=to)
+    said = [f"{problem.kind} @ {problem.key}" for problem in refused.value.problems] or [refused.value.message]
+    assert any(why in one for one in said), said
+    assert not (tmp_path / "b.pt").exists()
 
 
 def test_from_one_model_to_another(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def sections(**parts: Any) -> dict[str, Any]:
     [
         ({"ema": {"w": torch.ones(2)}}, {}, "not compared: ema of left (LEFT::ema is one)"),
         ({}, {"ema": {"w": torch.ones(2)}}, "not compared: ema of right (RIGHT::ema is one)"),
-        ({"a": (torch.ones(2),)}, {}, "not compared: 1 tensor outside of state dicts that only left has: a.0"),
+        ({"a": (torch.ones(2),)}, {}, "not compared: 1 entry outside of state dicts that only left has: a.0"),
         ({"o": EMPTY}, {"o": {"w": torch.ones(2)}}, "o: optimizer on the left, state_dict on the right"),
         (
             {"o": {"state": {}, "param_groups": [{"lr": 1}]}},
