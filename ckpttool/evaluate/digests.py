@@ -1,4 +1,4 @@
-"""Hashes of values over a checkpoint's keys, streamed: what tells whether tensors under other names are the same."""
+"""Values over a checkpoint's keys, and their hashes, streamed: what tells whether tensors that differ are the same."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ class Digests:
     def __call__(self, value: Expression) -> bytes | None:
         """The hash of the value's bytes in row-major order; None where it is no dense tensor."""
         if value not in self._known:
-            entry = self._entry(value)
+            entry = made(value, self._entries)
             self._known[value] = None if entry is None else digest(entry)
         return self._known[value]
 
-    def _entry(self, value: Expression) -> TensorEntry | None:
-        made = without_torch.entry_of("", value, self._entries)
-        if made is None and not isinstance(value, Ref):
-            from ckpttool.evaluate import with_torch
 
-            made = with_torch.entry_of("", value, self._entries)
-        return made
+def made(value: Expression, entries: Mapping[str, TensorEntry | ExtraEntry]) -> TensorEntry | None:
+    """The tensor that has the value, computed when it is read; None for a key that holds no dense tensor."""
+    found = without_torch.entry_of("", value, entries)
+    if found is None and not isinstance(value, Ref):
+        from ckpttool.evaluate import with_torch
+
+        found = with_torch.entry_of("", value, entries)
+    return found

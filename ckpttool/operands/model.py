@@ -132,7 +132,7 @@ class ModelOperand:
     @cached_property
     def by_pretrained(self) -> ModelOperand:
         """The same model under the names of from_pretrained."""
-        return self if self.pretrained else replace(self, pretrained=True, optimizer=None)
+        return replace(self, pretrained=True, optimizer=None)
 
     @property
     def arguments(self) -> Mapping[str, Any]:

@@ -125,6 +125,6 @@ def _is_folder(checkpoint: Checkpoint) -> bool:
 
 
 def _same(left: str, right: str) -> bool:
-    if is_url(left) or is_url(right):
+    if is_url(left):
         return left.rstrip("/") == right.rstrip("/")
     return os.path.exists(right) and os.path.samefile(left, right)

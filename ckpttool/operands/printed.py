@@ -41,7 +41,7 @@ def free(stem: str, word: str, ending: str) -> str:
     folder = parent(stem)
     for count in range(1, 1000):
         made = f"{own}.{word}{'' if count == 1 else count}{ending}"
-        path = made if folder == "." and not is_url(stem) else join(folder, made)
+        path = made if folder == "." else join(folder, made)
         if is_url(stem) or not os.path.lexists(path.rstrip("/")):
             break
     return path

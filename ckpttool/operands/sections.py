@@ -57,7 +57,7 @@ def of_one_model(checkpoint: Checkpoint, named: str | None = None, names: Names 
     try:
         first = model_section(checkpoint)
     except CkptError:
-        if len(more) + 1 != len(found) or not more:
+        if len(more) + 1 != len(found):
             raise
         return (found[0], *more)  # whichever it is, all of them are changed
     return (first, *same_model(checkpoint, first, names))
@@ -93,7 +93,7 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
         both = ",".join((*paths, other.path))
         notes.append(
             f"{other.title} has {len(names & own)} of the {len(own)} names of "
-            f"{paths[0] or '(root)'} and stays as it is (--sections '{both}' takes it too)"
+            f"{changed[0].title} and stays as it is (--sections '{both}' takes it too)"
         )
     return notes
 
@@ -109,7 +109,7 @@ def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:
     if strange:
         raise CkptError(
             f"{checkpoint.source} has no state dict {', '.join(map(repr, strange))}",
-            hint=f"its state dicts are: {', '.join(path or '(root)' for path in have) or 'none'}",
+            hint=f"its state dicts are: {', '.join(section.title for section in have.values()) or 'none'}",
         )
     return tuple(have[path] for path in dict.fromkeys(paths))
 

@@ -240,7 +240,7 @@ def _asked(entry: TensorEntry) -> dict[str, Any]:
 
 def _is_zero(own: Statistics) -> bool:
     """Whether all of several elements are 0; a counter at its start is nothing odd."""
-    return own.minimum == own.maximum == 0 and not own.nan and not own.inf and (own.zeros or 0) > 1
+    return own.minimum == own.maximum == 0 and not own.nan and not own.inf and own.zeros != 1
 
 
 def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -87,8 +87,14 @@ def test_numbers_that_are_not_real_have_a_hash_only() -> None:
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"good": torch.tensor([1.0, -3.0]), "nan": torch.tensor([float("nan"), 2.0]), "zero": torch.zeros(4)}
+    state |= {
+        "step": torch.zeros(()),
+        "rest": torch.tensor([0.0, 0.0, float("inf")]),
+        "c": torch.zeros(2, dtype=torch.complex64),
+    }
     path = tmp_path / name
-    torch.save(state, path) if name.endswith("pt") else save_file(state, path)
+    sparse = {"sparse": torch.eye(2).to_sparse()}
+    torch.save({**state, **sparse}, path) if name.endswith("pt") else save_file(state, path)
     assert main(["inspect", str(path), "--stats", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     stats = {tensor["key"]: tensor["stats"] for tensor in found["tensors"]}
@@ -102,7 +108,12 @@ def test_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         "sha256": "",
     }
     assert (stats["nan"]["nan"], stats["nan"]["min"], stats["zero"]["zeros"]) == (1, 2.0, 4)
-    assert found["notes"] == ["1 tensor with NaN: nan", "1 tensor with nothing but zeros: zero"]
+    assert stats.get("sparse") is None
+    assert found["notes"] == [
+        "1 tensor with NaN: nan",
+        "1 tensor with infinite values: rest",
+        "1 tensor with nothing but zeros: zero",
+    ]
     assert main(["inspect", str(path), "--stats"]) == 0
     shown = capsys.readouterr()
     assert "1 tensor with NaN: nan" in shown.out + shown.err

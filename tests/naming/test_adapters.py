@@ -102,6 +102,15 @@ def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pyte
     assert loaded[0].startswith("0 of 8 tensors matched")
 
 
+def test_an_adapter_beside_its_model_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = real_models.lora().state_dict()
+    for state, section in (model, "(root)"), ({"model": model, "epoch": 1}, "model"):
+        torch.save(state, tmp_path / "a.pt")
+        assert main(["inspect", str(tmp_path / "a.pt")]) == 0
+        (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "beside its model" in line]
+        assert row[0] == section
+
+
 def test_inspect_calls_it_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "adapter_model.safetensors")
     save_file(get_peft_model_state_dict(real_models.lora()), path)

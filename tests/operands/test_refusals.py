@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.errors import CkptError
+from ckpttool.operands.checkpoint import model_section, open_operand
 from command import Run
 
 CODE = """
@@ -121,6 +125,47 @@ def test_a_state_dict_that_is_left_is_named_where_it_is_half_the_same(run: Run) 
 def test_sections_are_taken_once_in_their_order() -> None:
     done = ckpttool.remap("two.pt", sections="b, a,b", rule=["weight => w"], dry_run=True)
     assert done.sections == ("b", "a")
+
+
+def test_what_several_sections_could_be_meant_by_is_asked() -> None:
+    entry = TensorEntry("w", "float32", (1,), (1,), 0, None)
+    for paths, meant in ((("a", "x"), None), (("model", "net", "x"), None), (("model", "ema", "x"), "model")):
+        sections = tuple(Section(path, "state_dict", (replace(entry, key=path),)) for path in paths)
+        source = Checkpoint("f.pt", "torch_zip", 0, sections)
+        if meant is not None:
+            assert model_section(source).path == meant
+            continue
+        with pytest.raises(CkptError, match="holds several state dicts") as refused:
+            model_section(source)
+        assert refused.value.hint == f"pick one: f.pt::{paths[0]}"
+
+
+def test_a_file_may_be_called_as_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(1)}, "model.py:build")
+    assert [entry.key for entry in open_operand("model.py:build").sections[0].tensors] == ["w"]
+    with pytest.raises(CkptError, match="is a MODEL"):
+        open_operand("model.py:other")
+
+
+def test_a_section_alone_has_its_own_storages_that_are_not_understood(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    odd = torch.UntypedStorage(range(3))
+    torch.save({"model": {"w": torch.ones(1), "x": [odd]}, "ema": {"w": torch.ones(1)}, "more": [odd.clone()]}, path)
+    assert sorted(found.path for found in open_operand(path).unreached) == ["model.x.0", "more.0"]
+    assert [found.path for found in open_operand(f"{path}::model").unreached] == ["model.x.0"]
+    assert not open_operand(f"{path}::ema").unreached
+
+
+def test_names_do_for_a_model_and_arguments_need_be_no_text(tmp_path: Path) -> None:
+    names = ckpttool.trace(torch.nn.Linear, model_kwargs={"in_features": 2, "out_features": 3})
+    assert [key.shape for key in names.serialized] == [(3, 2), (3,)]
+    torch.save(torch.nn.Linear(2, 3).state_dict(), tmp_path / "a.pt")
+    found = ckpttool.diff(str(tmp_path / "a.pt"), model=names)
+    assert (found.identical, found.right) == (True, f"{names.model} (what it loads)")
+    (tmp_path / "n.json").write_text(json.dumps(names.to_json()))
+    with pytest.raises(CkptError, match="lists no names of from_pretrained"):
+        ckpttool.remap(str(tmp_path / "a.pt"), model=str(tmp_path / "n.json"), to="pretrained")
 
 
 def test_a_names_file_and_a_plan_are_that_in_any_order(run: Run) -> None:

@@ -12,7 +12,7 @@ from ckpttool.naming.wrappers.chain import ADAPTERS
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.queries.diff.computed import COMPUTED, MENDED
 from ckpttool.queries.diff.elsewhere import MENDED_BY
-from ckpttool.queries.diff.result import KIND, Diff, Entry
+from ckpttool.queries.diff.result import KIND, OBJECT, Diff, Entry
 from ckpttool.words import plural, some
 
 _FEW = 3
@@ -53,7 +53,9 @@ _SAID: dict[str, tuple[str, str, str]] = {
         "remap --model MODEL writes all names that the model ties, remap --drop takes one out",
     ),
     COMPUTED: ("key", *MENDED),
+    OBJECT: ("object", "with another content, which no rename mends", "it is carried whole: take it from the right"),
 }
+_DIFFERING = ("shape", "dtype", "value")
 
 
 def sentences(left: Checkpoint, before: Diff, after: Diff) -> tuple[str, ...]:
@@ -78,6 +80,8 @@ def _cause(entry: Entry) -> str:
     """The status, or what is so with values that are there in another place or order, or as others."""
     if COMPUTED in entry.reason:
         return COMPUTED
+    if entry.status in _DIFFERING and entry.reason.startswith(OBJECT):
+        return OBJECT
     found = (words for words in MENDED_BY if entry.status == "value" and words in entry.reason)
     return next(found, entry.status)
 

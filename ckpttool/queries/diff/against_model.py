@@ -221,7 +221,7 @@ def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
 
 def _tried(model: ModelOperand, section: Section) -> OptimizerVerdict | None:
     """What torch does with the state; None where it cannot be tried, or it is in a form that goes by names."""
-    if model.optimizer is None or not model.is_definition or form_of(section) != ID:
+    if model.optimizer is None or form_of(section) != ID:
         return None
     from ckpttool.tracing.load_optimizer import load_optimizer
     from ckpttool.tracing.optimizer_loading import optimizer_verdict

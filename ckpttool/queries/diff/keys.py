@@ -20,7 +20,7 @@ from ckpttool.names import Hook
 from ckpttool.naming.alignment import unlike
 from ckpttool.naming.call_variants import aliases
 from ckpttool.queries.diff.reasons import segment_reason
-from ckpttool.queries.diff.result import KIND, Entry
+from ckpttool.queries.diff.result import KIND, OBJECT, Entry
 
 Values = Callable[[TensorEntry, TensorEntry], "Difference | None"]
 
@@ -55,7 +55,7 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
     if not isinstance(left, TensorEntry) or not isinstance(right, TensorEntry):
         if type(left) is type(right):
             return _compare_objects(left, right, values)
-        return Entry("shape", *names, "a tensor on one side only")
+        return Entry("shape", *names, f"{OBJECT} on one side")
     if not is_one_kind(left, right):
         return Entry("shape", *names, KIND, None, f"{kind(left)} instead of {kind(right)}")
     if left.shape != right.shape:
@@ -86,16 +86,22 @@ def _compare_objects(left: ExtraEntry, right: ExtraEntry, values: Values | None)
     for key in {**mine, **theirs}:
         if key not in mine or key not in theirs:
             only = "left" if key in mine else "right"
-            return Entry("shape", *names, "other tensors inside it", None, f"{left.key}.{key}: only {only} has it")
+            return Entry(
+                "shape",
+                *names,
+                f"{OBJECT}, with other tensors inside it",
+                None,
+                f"{left.key}.{key}: only {only} has it",
+            )
         found = compare_pair(mine[key], theirs[key], values)
         if found.status != "same":
             detail = ": ".join(filter(None, (f"{left.key}.{key}", found.detail)))
-            return Entry(found.status, *names, f"a tensor inside it: {found.reason}", None, detail)
+            return Entry(found.status, *names, f"{OBJECT}, with a tensor inside it: {found.reason}", None, detail)
     if values is None:
-        return Entry("extra_state", *names, "no tensor: carried, not compared")
+        return Entry("extra_state", *names, f"{OBJECT}: carried, not compared")
     if same_objects(left, right):
         return Entry("same", *names)
-    return Entry("value", *names, "no tensor, and another object")
+    return Entry("value", *names, f"{OBJECT}, and another object")
 
 
 def renamed(left: Any, right: Any, reason: str, values: Values | None = None, hook: Hook | None = None) -> Entry:

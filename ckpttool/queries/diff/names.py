@@ -19,7 +19,7 @@ from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.versions import other_versions
 from ckpttool.queries.diff.keys import Values, compare_pair, leftover, renamed
 from ckpttool.queries.diff.reasons import FLAT, segment_change, segment_reason
-from ckpttool.queries.diff.result import ONLY_LEFT, ONLY_RIGHT, TIED, Entry, only_left, only_right
+from ckpttool.queries.diff.result import OBJECT, ONLY_LEFT, ONLY_RIGHT, TIED, Entry, only_left, only_right
 
 if TYPE_CHECKING:
     from ckpttool.tracing.loading import Verdict
@@ -152,7 +152,7 @@ def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None) -> Entr
     if want is None:
         return Entry("extra_state", key, key, "extra state")
     if isinstance(entry, ExtraEntry):
-        return Entry("shape", key, key, "not a tensor, where the model has one")
+        return Entry("shape", key, key, f"{OBJECT}, where the model has one")
     if want.shape is not None and entry.shape != want.shape:
         reason = PLACEHOLDER if is_placeholder(entry) else "another shape"
         return Entry("shape", key, key, reason, None, f"{list(entry.shape)} instead of {list(want.shape)}")

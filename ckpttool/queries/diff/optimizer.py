@@ -85,19 +85,25 @@ def compare_optimizers(
         astray = _by_key_order(left, right, mine.state)
         if astray is None:
             notes.append("parameters are compared by their ids: pass --model MODEL to compare them by name")
+    elif forms == (ID, ID):
+        by_file = all(one.owners is None or one.owners.evidence == "param_names" for one in (mine, theirs))
+        astray = (None if by_file else _by_key_order(left, right, mine.state)) or _elsewhere(mine, theirs)
     else:
-        astray = _elsewhere(mine, theirs) if forms == (ID, ID) else None
+        astray = None
     if mine.known != theirs.known:
         mine, theirs = (replace(one, state=numbered(one.state)) for one in (mine, theirs))
         notes.append("parameters are compared by their places in the param groups")
     doubted = [_doubted(one, notes, side) for one, side in ((mine, "left"), (theirs, "right"))]
-    astray = astray or next((found for found in doubted if found is not None), None)
+    if forms != (ID, ID) or not same_key_order(
+        left.beside, right.beside
+    ):  # else one model saved both, whichever it was
+        astray = next((found for found in doubted if found is not None), astray)
     entries = [
         *_forms(*forms),
         *group_entries(mine.state, theirs.state, astray),
         *state_entries(mine.state, theirs.state, values),
     ]
-    if {entry.status for entry in entries} - HARMLESS == {"order"} and mine.known and theirs.known:
+    if {entry.status for entry in entries} - HARMLESS == {"order"} and mine.known:
         notes.append("by the names of the parameters nothing differs but their places")
     notes += _classes(class_of(mine.state), class_of(theirs.state))
     return Found(tuple(entries), tuple(notes), (tensors_of(mine.state), tensors_of(theirs.state)))
@@ -111,7 +117,7 @@ def _side(saved: SavedOptimizer, names: Names | None, side: str, notes: list[str
     try:
         found = owners(state, names, side, saved.beside)
     except Refused as error:
-        if names is not None or state.form != ID:
+        if names is not None:  # ids that nothing names are compared as they are, and a note says that
             notes.append(said(error))
         return _Side(state, state, None)
     if found.assumed:

@@ -39,6 +39,8 @@ EITHER_WAY = HARMLESS - {"alias"}
 TIED = "tied: the model has it under several names, kept under one of them (as save_pretrained saves it)"
 # The reason of a difference in shape where it is not the sizes that differ.
 KIND = "another kind of tensor"
+# How the reason of a difference begins where one side at least has what is no tensor.
+OBJECT = "no tensor"
 # The reason of what only its bytes tell apart.
 NOT_UNDERSTOOD = "a storage of no tensor that is understood"
 STATUSES = (

@@ -152,7 +152,7 @@ def _changes(diff: Diff) -> dict[Keys, Change]:
 
 def _added(diff: Diff) -> dict[Keys, Change]:
     """New keys -> that they are new."""
-    return {entry.right: _change(entry) for entry in diff.entries if not entry.left and diff.weighs(entry)}
+    return {entry.right: _change(entry) for entry in diff.entries if not entry.left}
 
 
 def _change(entry: Entry) -> Change:

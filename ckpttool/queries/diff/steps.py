@@ -189,7 +189,7 @@ def _sections(name: str, now: Checkpoint, before: Checkpoint, options: DiffOptio
         pair = mine[path], theirs[path]
         if pair[0].kind != pair[1].kind:
             yield _Found((Change(where, "section", (pair[1].kind,), (pair[0].kind,), "a section of another kind"),))
-        elif pair[0].kind == "optimizer" and pair[0].mapping and pair[1].mapping:
+        elif pair[0].kind == "optimizer" and pair[0].mapping and pair[1].mapping:  # a manifest has none
             yield _optimizers(where, (now, before), pair, options.comparison)
         elif pair[0].kind == "state_dict":
             diff = run(_alone(now, pair[0]), _alone(before, pair[1]), options)

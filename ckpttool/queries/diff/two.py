@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from ckpttool.checkpoint import Checkpoint, Section
+from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
+from ckpttool.dtypes import PLAIN
+from ckpttool.evaluate.digests import made
+from ckpttool.expression import Op, Ref, Special
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.names import Names
 from ckpttool.naming.optimizers.forms import form_of
@@ -26,10 +29,12 @@ from ckpttool.queries.diff.optimizer import (
     is_named,
     optimizer_alone,
 )
-from ckpttool.queries.diff.outside import compare_loose, compare_outside
+from ckpttool.queries.diff.outside import compare_loose, compare_outside, loose
 from ckpttool.queries.diff.reasons import hidden_segments
 from ckpttool.queries.diff.result import EITHER_WAY, Diff, Entry, Remedy, outlines
 from ckpttool.queries.diff.suggestions import suggestions
+
+_Keyed = Mapping[str, object]
 
 
 def ask(left: Checkpoint, right: Checkpoint, model: ModelOperand | None, values: Values) -> None:
@@ -77,7 +82,11 @@ def checkpoints(
         return _optimizers(left, right, saved, model, values)
     mine, theirs, names = _read(left, right, model)
     entries = computed.explained(explained(_by_key(mine, theirs, names, values), mine, theirs))
-    entries = (*entries, *compare_outside(left, right, values))
+    outside = compare_outside(left, right, values)
+    if ignore_dtype and values is not None:
+        entries = _converted(entries, mine.by_key(), theirs.by_key(), values)
+        outside = _converted(outside, loose(left), loose(right), values)
+    entries = (*entries, *outside)
     harmless = EITHER_WAY | ({"dtype"} if ignore_dtype else set())
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
@@ -88,6 +97,30 @@ def checkpoints(
     inferred = suggestions(left, right, entries, values is not None) if infers and names is None else None
     shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
     return replace(shown, aside=bool(beside), outlines=(outlines(mine), outlines(theirs)))
+
+
+def _converted(entries: Iterable[Entry], left: _Keyed, right: _Keyed, values: Values) -> tuple[Entry, ...]:
+    """The entries; where the dtype is no difference, the values of the left count as loading converts them."""
+    return tuple(
+        _by_value(entry, left[entry.left[0]], right[entry.right[0]], values) if entry.status == "dtype" else entry
+        for entry in entries
+    )
+
+
+def _by_value(entry: Entry, left: object, right: object, values: Values) -> Entry:
+    """The entry of tensors of two dtypes, or that their values are others too, or not compared."""
+    dense = [one for one in (left, right) if isinstance(one, TensorEntry) and one.storage and one.dtype in PLAIN]
+    if len(dense) < 2:
+        return replace(entry, status="value", reason=f"{entry.reason}, and the values are not compared")
+    old, new = dense
+    cast = Op("aten._to_copy.default", (Ref(old.key),), (("dtype", Special("dtype", new.dtype)),))
+    converted = made(cast, {old.key: old})
+    assert converted is not None
+    differs = values(converted, new)
+    if differs is None:
+        return entry
+    reason = f"{entry.reason}, and other values when they are converted"
+    return replace(entry, status="value", reason=reason, detail=differs.text, spread=differs.spread or None)
 
 
 def _optimizers(

@@ -20,7 +20,7 @@ def document(checks: Checks) -> Document:
     )
     columns = (Column("file", "key"), Column("taken for"), Column("found"))
     problems = tuple(_at(file.path, one) for file in checks.files for one in file.problems)
-    blocks: list[Block] = [Table("Files", columns, rows)] if rows else []
+    blocks: list[Block] = [Table("Files", columns, rows)]
     blocks += [Problems(problems)] if problems else []
     blocks += [Note(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
     blocks += [Note(f"{file.path}: {note}", "warning") for file in checks.files for note in file.notes]

@@ -132,6 +132,23 @@ def test_equal_files_have_nothing_beside(folder: Path, tmp_path: Path) -> None:
     assert (found.identical, found.aside, found.notes) == (True, False, ())
 
 
+class Whole(dict[str, Any]):
+    """What holds the whole of a file, with something of its own."""
+
+
+def test_the_object_that_is_the_whole_file_is_told(tmp_path: Path) -> None:
+    files = {"plain.pt": {"model": {"w": torch.ones(2)}}}
+    for rate in (1, 2):
+        files[f"{rate}.pt"] = made = Whole(model={"w": torch.ones(2)})
+        made.rate = rate  # type: ignore[attr-defined]
+    for name, value in files.items():
+        torch.save(value, tmp_path / name)
+    one, other, plain = (tmp_path / name for name in ("1.pt", "2.pt", "plain.pt"))
+    assert between(one, other).notes == ("no tensor, and other values: (root)",)
+    assert between(one, plain).notes == ("beside the tensors only left has (root)",)
+    assert between(plain, one).notes == ("beside the tensors only right has (root)",)
+
+
 def test_a_second_name_beside_the_models_is_one_that_a_strict_load_misses(folder: Path, run: Run) -> None:
     model, w = {"w": torch.zeros(1)}, torch.ones(2)
     for name, beside in ("tied.pt", {"w": w, "v": w}), ("one.pt", {"w": w}):

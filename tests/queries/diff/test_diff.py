@@ -18,9 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ckpttool
 import hook_zoo
 from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.operands.model import ModelOperand
 from ckpttool.queries.diff.against_model import names_alone
@@ -192,6 +194,90 @@ def loads(name: str, state: dict[str, torch.Tensor]) -> bool:
     except Exception:
         return False
     return not any(converted)
+
+
+def test_what_there_is_nothing_to_compare_with_is_no_answer(tmp_path: Path, run: Run) -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    model, made = f"{__file__}:linear", ("--optimizer", f"{__file__}:sgd")
+    for name, value in {
+        "w.pt": layer.state_dict(),
+        "o.pt": optimizer.state_dict(),
+        "two.pt": {"model": layer.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()},
+    }.items():
+        torch.save(value, tmp_path / name)
+    w, o, two, m = (str(tmp_path / name) for name in ("w.pt", "o.pt", "two.pt", "m.json"))
+    assert run("inspect", w, "--manifest", m).status == 0
+    for words, said in (
+        ((w, o), "holds no state dict"),
+        ((o, w), "holds no state dict"),
+        (("--model", model, "--whole"), "--whole compares two checkpoints"),
+        (("--model", model, w, "--whole"), "--whole compares two checkpoints"),
+        ((w, m, "--whole"), "--whole compares two checkpoints"),
+        ((w, m, "--model", model), "without a model"),
+        (("--model", model, "--values"), "nothing to compare"),
+        (("--model", model, w, "--values"), "nothing to compare"),
+        (("--model", model, *made, w), "holds no optimizer"),
+        (("--model", model, *made, two), "holds several optimizers: a, b"),
+    ):
+        done = run("diff", *words)
+        assert (done.status, said in done.err) == (2, True), words
+    assert f"pick one: {two}::a" in run("diff", "--model", model, *made, two).err
+    assert run("diff", "--model", model, *made, f"{two}::a").status == 0
+    with pytest.raises(CkptError, match="nothing to compare"):
+        ckpttool.diff(None, w, model=model)
+    torch.save({key: value + 0.5 for key, value in layer.state_dict().items()}, tmp_path / "near.pt")
+    for tolerance, status in (None, 0), ("--atol=0.6", 0), ("--atol=0.4", 1), ("--rtol=1e-9", 1):
+        assert run("diff", w, tmp_path / "near.pt", *filter(None, [tolerance])).status == status
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("other", ["float16", "float8_e5m2", "int64", "complex64", "bool"])
+def test_where_dtypes_are_ignored_values_count_as_torch_converts_them(other: str, tmp_path: Path, run: Run) -> None:
+    w = torch.tensor([0.0, 1.25, -3.0, 1e4])
+    torch.save({"w": w, "v": w}, tmp_path / "left.pt")
+    made = w.to(getattr(torch, other))
+    for name, value in ("same", made), ("another", torch.cat([made[:3], made[:1]])):
+        torch.save({"w": value, "v": w}, tmp_path / f"{name}.pt")
+        pair = ("diff", tmp_path / "left.pt", tmp_path / f"{name}.pt")
+        assert [run(*pair).status, run(*pair, "--ignore-dtype").status, run(*pair, "--values").status] == [1, 0, 1]
+        done = run(*pair, "--ignore-dtype", "--values", "--format", "json")
+        assert done.status == (name == "another")
+        found = {(entry["status"], *entry["left"]) for entry in done.data["entries"] if entry["left"] == ["w"]}
+        assert found == {("dtype" if name == "same" else "value", "w")}
+
+
+def test_what_is_no_tensor_is_not_counted_as_one(tmp_path: Path, run: Run) -> None:
+    one, zero = torch.ones(2), torch.zeros(2)
+    same = {f"k.{name}": one for name in "xyz"}
+    left = {**same, "k.w": one, "k.a": one, "k.b": (one, 1), "k.d": (one, 1)}
+    right = {**same, "k.w": zero, "k.a": (one, 1), "k.b": (zero, 1), "k.d": (one, 2)}
+    for name, state in ("a.pt", left), ("b.pt", right):
+        torch.save(state, tmp_path / name)
+    done = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--values", "--format", "json")
+    counted = [note for note in done.data["notes"] if "which no rename mends" in note]
+    assert [note.partition(" with")[0] for note in counted] == ["1 tensor", "3 objects"]
+
+
+def test_values_of_other_dtypes_that_nothing_converts_are_not_taken_for_the_same(tmp_path: Path, run: Run) -> None:
+    """Of tensors outside of state dicts neither; those are compared as dense ones of the model are."""
+    for name, w in ("a.pt", torch.ones(2)), ("b.pt", 2 * torch.ones(2).half()):
+        model = {"w": w.to_sparse(), "v": torch.ones(1), "x._extra_state": {"scale": w}}
+        torch.save({"model": model, "best": w, "last": w / w}, tmp_path / name)
+    pair = ("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--ignore-dtype")
+    assert run(*pair).status == 0
+    done = run(*pair, "--values", "--format", "json")
+    assert done.status == 1
+    assert {entry["left"][0] for entry in done.data["entries"] if entry["status"] == "value"} == {
+        *("w", "x._extra_state", "best")
+    }
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

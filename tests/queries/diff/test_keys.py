@@ -54,7 +54,7 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
         [
             ("shape", "a", "a", "another shape: [2] instead of [3]"),
             ("dtype", "b", "b", "uint8 instead of int8"),
-            ("shape", "c", "c", "a tensor on one side only"),
+            ("shape", "c", "c", "no tensor on one side"),
         ],
     ),
     "a wrapper": (
@@ -72,15 +72,20 @@ PAIRS: dict[str, tuple[list[Entries], list[Entries], list[tuple[str, str, str, s
         [ExtraEntry("a", value=1), ExtraEntry("b", value=2), ExtraEntry("c", tensors=(tensor("0", 1), tensor("1", 3)))],
         [
             ("value", "b", "b", "no tensor, and another object"),
-            ("value", "c", "c", "a tensor inside it: other values: c.1: 1 of 1 elements differ, by 1 at most"),
+            (
+                "value",
+                "c",
+                "c",
+                "no tensor, with a tensor inside it: other values: c.1: 1 of 1 elements differ, by 1 at most",
+            ),
         ],
     ),
     "other tensors inside": (
         [ExtraEntry("a", tensors=(tensor("x", 1),)), ExtraEntry("b", tensors=(tensor("x", 1),))],
         [ExtraEntry("a", tensors=(tensor("y", 1),)), ExtraEntry("b")],
         [
-            ("shape", "a", "a", "other tensors inside it: a.x: only left has it"),
-            ("shape", "b", "b", "other tensors inside it: b.x: only left has it"),
+            ("shape", "a", "a", "no tensor, with other tensors inside it: a.x: only left has it"),
+            ("shape", "b", "b", "no tensor, with other tensors inside it: b.x: only left has it"),
         ],
     ),
 }

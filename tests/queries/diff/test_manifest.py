@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,34 @@ def test_a_changed_bit_is_named(run: Run, tmp_path: Path, key: str) -> None:
     assert done.status == 1
     assert [entry["left"] for entry in done.data["entries"] if entry["status"] != "same"] == [[key]]
     assert run("diff", tmp_path / "changed.pt", tmp_path / "m.json").status == 0  # names, dtypes and shapes alone
+
+
+def test_what_is_not_understood_is_compared_by_its_bytes(run: Run, tmp_path: Path) -> None:
+    """Storages in a file that no tensor has: their bytes are in the manifest too."""
+    files = {
+        "none": {"w": torch.ones(2)},
+        "one": {"w": torch.ones(2), "more": [torch.UntypedStorage(range(3))]},
+        "other": {"w": torch.ones(2), "more": [torch.UntypedStorage(range(1, 4))]},
+    }
+    for name, value in files.items():
+        torch.save(value, tmp_path / f"{name}.pt")
+        found = manifest(run, str(tmp_path / f"{name}.pt"), tmp_path / f"{name}.json")
+        assert len(found["predicate"]["unreached"]) == (name != "none")
+    for left, right in product(files, files):
+        for pair in (
+            (f"{left}.pt", f"{right}.json"),
+            (f"{left}.json", f"{right}.pt"),
+            (f"{left}.json", f"{right}.json"),
+        ):
+            done = run("diff", *(tmp_path / name for name in pair), "--format", "json")
+            odd = [entry for entry in done.data["entries"] if "understood" in entry["reason"]]
+            alone = {(True, False): "missing", (False, True): "unexpected"}.get(
+                (left == "none", right == "none"), "value"
+            )
+            assert [entry["status"] for entry in odd] == ([] if left == right else [alone])
+            assert done.status == (left != right)
+            valued = run("diff", "--values", *(tmp_path / name for name in pair))
+            assert (valued.status, "to the byte" in valued.out) == (left != right, left == right and "pt" in str(pair))
 
 
 def whole() -> dict[str, Any]:

@@ -157,7 +157,7 @@ OTHERS: dict[str, tuple[Section, list[tuple[str, str, str, str]]]] = {
         [
             ("shape", "w", "w", "another shape: [3] instead of [2]"),
             ("dtype", "b.w", "b.w", "float16 instead of float32"),
-            ("shape", "qk", "qk", "not a tensor, where the model has one"),
+            ("shape", "qk", "qk", "no tensor, where the model has one"),
             ("extra_state", "_extra_state", "_extra_state", "extra state"),
         ],
     ),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,22 @@ def test_ids_alone_of_models_in_another_order_are_not_the_same(tmp_path: Path) -
     entries, _, _ = compare_optimizers(beside(left), beside(right))
     assert {found[0] for found in told(entries)} == {"order"}
     assert not told(compare_optimizers(section(left), section(right))[0])
+
+
+def test_a_model_that_saved_neither_or_one_of_two_does_not_make_them_the_same(tmp_path: Path) -> None:
+    """Ids are the named model's where nothing speaks against it: here the order of the keys in a file does."""
+    left, right = (
+        save(tmp_path / f"{m.__name__}.pt", *train(m, models.sgd, 1)) for m in (models.Net, models.Reordered)
+    )
+    torch.save({**torch.load(right), "optimizer": torch.load(left)["optimizer"]}, right)
+    files = {"Net": beside(left), "Reordered": beside(right), "alone": section(left)}
+    for model in ("Net", "Reordered"):  # of the second the state has other shapes
+        for one, other in permutations(files, 2):
+            entries, _, _ = compare_optimizers(files[one], files[other], names_of(model))
+            doubted = model == "Reordered" or "Reordered" in (one, other)
+            assert {found[0] for found in told(entries)} == ({"order"} if doubted else set())
+        for one in ("Net", "Reordered"):
+            assert not told(compare_optimizers(files[one], files[one], names_of(model)).entries)
 
 
 def test_hyperparameters_and_values(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ckpttool.checkpoint import ExtraEntry, Section, Span, Storage, TensorEntry
+from ckpttool.expression import Ref
+from ckpttool.names import Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.optimizers.forms import write
 from ckpttool.optimizer_state import FLAT, FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup
 from ckpttool.queries.diff.optimizer import Found, SavedOptimizer, compare_optimizers, is_named
@@ -152,7 +155,7 @@ def test_an_object_is_compared_as_one_is_everywhere() -> None:
     left, right = (optimizer("a", own={"a": {name: pair[at] for name, pair in pairs.items()}}) for at in (0, 1))
     assert told(state_entries(left, right, lambda left, right: None)) == [
         ("value", "state.a.other state.a.other", "no tensor, and another object"),
-        ("shape", "state.a.tensor state.a.tensor", "a tensor on one side only"),
+        ("shape", "state.a.tensor state.a.tensor", "no tensor on one side"),
         ("value", "state.a.plain state.a.plain", "another value"),
         ("value", "state.a.dict state.a.dict", "another value"),
     ]
@@ -185,8 +188,28 @@ def test_equal_names_in_other_places_matter_where_there_is_state() -> None:
         ("order", "number 2 on the left, 1 on the right"),
     ]
     assert not told(compared(ids([0, 1], names="ab"), ids([0, 1], names="ba")).entries)
-    one_side = compared(ids([0, 1], names="ab", own={0: {"exp_avg": moment(2)}}), ids([0, 1], names="ba"))
-    assert {status for status, *_ in told(one_side.entries)} == {"order", "unexpected"}
+    sides = ids([0, 1], names="ab", own={0: {"exp_avg": moment(2)}}), ids([0, 1], names="ba")
+    assert {status for status, *_ in told(compared(*sides).entries)} == {"order", "unexpected"}
+    assert {status for status, *_ in told(compared(*reversed(sides)).entries)} == {"order", "missing"}
+
+
+def test_what_nothing_names_rightly_is_said() -> None:
+    """Names that the model has not, ids that no order of the model fits, ids that shapes speak against."""
+    runtime = tuple(RuntimeTensor(one, one, "parameter", True, True, "float32", (2,), None) for one in "abc")
+    names = Names(
+        "n", "2", runtime, tuple(SerializedKey(t.fqn, "float32", (2,), Ref(t.fqn), None) for t in runtime), ()
+    )
+    unknown = compare_optimizers(saved(ids([0, 1])), saved(ids([0, 1])), names)
+    assert "and the model 3, 3 of them trainable" in unknown.notes[0]
+    strange = compare_optimizers(saved(optimizer("xy")), saved(optimizer("xy")), names)
+    assert strange.notes[0] == "left holds 2 parameters that the model has not: no parameter of n @ x"
+    wrong: Own = {0: {"exp_avg": moment(7)}}
+    for side in range(2):
+        pair = [ids([0, 1, 2], names="abc"), ids([0, 1, 2], names="abc")]
+        pair[side] = replace(pair[side], state=wrong)
+        doubted = compare_optimizers(saved(pair[0]), saved(pair[1]), names)
+        assert {entry.status for entry in doubted.entries} - {"same"} >= {("unexpected", "missing")[side]}
+        assert any(note.startswith(f"{('left', 'right')[side]}: by its param_names") for note in doubted.notes)
 
 
 def test_names_on_one_side_alone_are_places() -> None:

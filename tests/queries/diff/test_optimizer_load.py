@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,30 @@ def test_other_groups(form: str, way: Remedy) -> None:
     assert fit.remedy == way
     apart = compared(saved(form, "ab", "c"), model("abc"))
     assert (apart.fits, apart.remedy) == (False, Remedy("afresh") if form == FQN else Remedy("old_model", None, False))
+
+
+def test_flat_states_that_do_not_fit() -> None:
+    """Other parameters, and one group of what had other hyperparameters: torch refuses both."""
+    less = compared(saved(FLAT, "ab"), model("abc"))
+    assert (less.fits, ("missing", "param_groups.0.params.c", None) in told(less)) == (False, True)
+    apart = compared(saved(FLAT, "a", "b"), model("ab"))
+    assert (apart.fits, apart.remedy) == (False, Remedy("afresh"))
+
+
+@pytest.mark.parametrize(("form", "named", "groups"), [(FQN, False, False), (ID, True, None), (ID, False, False)])
+def test_who_saved_parameters_that_the_model_has_not(form: str, named: bool, groups: bool | None) -> None:
+    fit = compared(saved(form, "x", "yzw", names=named), model("abc"))
+    same = None if named or form == FQN else False
+    assert (fit.fits, fit.remedy) == (False, Remedy("old_model", None, same))
+
+
+def test_a_state_of_nothing_goes_nowhere() -> None:
+    """An id with an empty state is one without; a trainable parameter that the optimizer has not needs none."""
+    empty = saved(ID, "abc", names=True, own=dict)
+    assert compared(empty, model("acb")).fits
+    names = model("abc")
+    part = replace(names, optimizer=names.optimizer[:2])
+    assert compared(saved(FQN, "ab"), part).fits
 
 
 def test_a_parameter_more_or_less() -> None:

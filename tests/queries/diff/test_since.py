@@ -91,6 +91,31 @@ def test_without_values_it_says_so_and_by_the_model_hooks_are_followed(tmp_path:
     assert "--values" in found.notes[0]
 
 
+def test_one_name_and_other_values_under_another_are_a_conflict(tmp_path: Path) -> None:
+    """Whichever side moved it: what the other holds under a third name is no content of the base's."""
+    base = saved(tmp_path / "base.pt", BASE)
+    ddp = saved(tmp_path / "ddp.pt", {f"module.{key}": value for key, value in BASE.items()})
+    both = saved(tmp_path / "both.pt", {f"_orig_mod.{key}": value + 1 for key, value in BASE.items()})
+    for sides in ((ddp, both), (both, ddp)):
+        assert ckpttool.since(base, *sides, values=True).summary == {"conflict": len(BASE)}
+
+
+def test_where_dtypes_are_ignored_they_are_no_change(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base.pt", BASE)
+    half = saved(tmp_path / "half.pt", {key: value.double() for key, value in BASE.items()})
+    assert ckpttool.since(base, half, base, values=True).summary == {"left": len(BASE)}
+    assert not ckpttool.since(base, half, base, values=True, ignore_dtype=True).points
+
+
+@pytest.mark.parametrize("manifest", range(3))
+def test_a_manifest_is_none_of_the_three(manifest: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    three = [saved(tmp_path / "base.pt", BASE)] * 3
+    assert main(["inspect", three[0], "--manifest", str(tmp_path / "m.json")]) == 0
+    three[manifest] = str(tmp_path / "m.json")
+    assert main(["diff", *three[:2], "--base", three[2]]) == 2
+    assert "a manifest is no base, and has none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--suggest", "r.toml"], ["--optimizer", "torch.optim:SGD", "--model", "m:f"]])
 def test_bad_usage(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = saved(tmp_path / "base.pt", BASE)

@@ -166,6 +166,38 @@ def test_a_class_of_optimizer_and_a_new_section_are_one_line_each(steady: list[s
     assert len(lines) <= 4
 
 
+def test_what_else_a_step_may_hold(steady: list[str], run: Run) -> None:
+    """Another format, loose tensors, a state dict at the root, and optimizers that are not torch's."""
+    content = torch.load(steady[-1])
+
+    def last(value: Any, *words: str, **options: Any) -> list[tuple[str, str, list[str], list[str]]]:
+        torch.save(value, "run/step-13.pt", **options)
+        changes = run("diff", "run", *words, "--format", "json").data["steps"][-1]["changes"]
+        return [(c["section"], c["status"], c["before"], c["after"]) for c in changes]
+
+    assert last(content, _use_new_zipfile_serialization=False) == [("", "format", ["torch_zip"], ["torch_legacy"])]
+    assert last(content["model"])[:1] == [("", "section", [], ["(root)"])]
+    odd = {"state": {0: {"trace": torch.ones(2)}}, "param_groups": [{"params": [0, 1, 2, 3], "lr": 1}]}
+    assert last({**content, "optimizer": odd})[0] == ("optimizer", "class", ["Adam or AdamW"], ["not one of torch's"])
+    last({**content, "best": torch.ones(2)})
+    Path("run/step-13.pt").rename("run/step-12.pt")
+    for name in ("run/step-9.pt", "run/step-10.pt", "run/step-11.pt"):
+        Path(name).unlink(missing_ok=True)
+    assert not last({**content, "best": torch.zeros(2)})
+    assert last({**content, "best": torch.zeros(2)}, "--values") == [("", "value", ["best"], ["best"])]
+    assert last({**content, "best": torch.zeros(3)}) == [("", "shape", ["best"], ["best"])]
+
+
+def test_steps_of_which_there_are_only_manifests(steady: list[str], run: Run) -> None:
+    for number, path in enumerate(steady[:2]):
+        assert run("inspect", path, "--manifest", f"m-{number}.json").status == 0
+    named = ["m-0.json", "m-1.json", "m-1.json", steady[1]]
+    found = run("diff", *named, "--values", "--format", "json").data["steps"]
+    assert [len(step["changes"]) > 0 for step in found] == [False, True, False, True]
+    assert {change["section"] for change in found[1]["changes"]} == {"model", "optimizer"}
+    assert found[3]["changes"][0]["status"] == "format"
+
+
 def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     """The weights and the optimizer of each step, in files of their own; the last model stands beside the folders."""
     model = network()
@@ -184,6 +216,15 @@ def test_folders_of_a_trainer(tmp_path: Path, run: Run) -> None:
     assert {change["section"] for change in changes} == {"optimizer.pt"}
     assert changes[0]["after"] == ["SGD"]
     assert "not compared, beside the steps: model.safetensors" in done.data["notes"]
+    Path(tmp_path / "checkpoint-500/optimizer.pt").unlink()
+    (change,) = run("diff", tmp_path, "--format", "json").data["steps"][1]["changes"]
+    assert (change["status"], change["before"], change["after"]) == ("section", [], ["optimizer.pt"])
+    (tmp_path / "checkpoint-1500").mkdir()
+    save_file(model.state_dict(), tmp_path / "checkpoint-1500/model.safetensors")
+    (change,) = run("diff", tmp_path, "--format", "json").data["steps"][2]["changes"]
+    assert (change["status"], change["before"], change["after"]) == ("section", ["optimizer.pt"], [])
+    (tmp_path / "checkpoint-1500/model.safetensors").unlink()
+    (tmp_path / "checkpoint-1500").rmdir()
     for name in ("checkpoint-500", "logs"):
         (tmp_path / name).rename(tmp_path / f".{name}")
     save_file(model.state_dict(), tmp_path / "model-2.safetensors")
