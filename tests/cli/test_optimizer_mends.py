@@ -74,6 +74,47 @@ def test_pytorch_7499_143828_state_of_another_class(
         out.unlink()
 
 
+@pytest.mark.parametrize(
+    ("layout", "picked", "dropped"),
+    [
+        (("model", "a", "b"), "a", "a"),
+        (("model", "a", "b"), "b", "b"),
+        (("model", "a"), "a", "a"),
+        (("model", "a"), None, "a"),
+        (("a",), None, None),  # nothing would be left that could be asked about
+        ((), None, None),
+    ],
+)
+def test_the_optimizer_that_is_asked_about_is_left_out_of_what_else_there_is(
+    layout: tuple[str, ...], picked: str | None, dropped: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = train(models.Net, models.adamw, 1)
+    states = {"model": model.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()}
+    torch.save({name: states[name] for name in layout} or states["a"], path := str(tmp_path / "old.pt"))
+    new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:sgd")
+    status, found = told(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
+    assert status == 1
+    assert (UNMENDED in found["notes"]) == (dropped is None)
+    outputs = [torch.load(paste(line)) for line in found["fix"]]
+    assert [set(out) for out in outputs] == ([set(layout) - {dropped}] if dropped else [])
+
+
+def test_another_order_of_groups_is_mended_in_the_optimizer_that_is_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one of the file is not compared, before and after."""
+    model, optimizer = train(models.Net, models.in_order, 1)
+    other = train(models.Net, models.decayed_named, 1)[1]
+    path = str(tmp_path / "old.pt")
+    torch.save({"model": model.state_dict(), "a": optimizer.state_dict(), "b": other.state_dict()}, path)
+    new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed_named")
+    assert told(capsys, "diff", *new, f"{path}::b")[0] == 0
+    status, found = told(capsys, "diff", *new, f"{path}::a")
+    assert status == 1
+    out = paste(found["fix"][0])
+    assert told(capsys, "diff", *new, f"{out}::a")[0] == 0
+
+
 def test_remap_does_not_make_a_file_that_fails_at_the_next_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,8 @@ def swap(
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
-        raise Misfit(_advice(program, names, problems), [_of_code(program, problem, have) for problem in problems])
+        advice = _advice(program, names, problems, constants)
+        raise Misfit(advice, [_of_code(program, problem, have) for problem in problems])
     return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
 
 
@@ -248,10 +249,10 @@ def _untied(
     ]
 
 
-def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> Advice:
+def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool) -> Advice:
     kinds, file = {problem.kind for problem in problems}, program_of(program)
     left, missing = ({p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing"))
-    if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
+    if not constants and {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
         return "constants"
     if "opaque" in kinds:
         return "code"

@@ -245,6 +245,8 @@ def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
         "--rule|0.{x} => a.{x}|--drop|other.w|--drop|loose",
         "--drop|optimizer|--drop|rng|--drop|epoch",
         "--drop|optimizer.state.1.exp_avg",
+        "--drop|optimizer.state.*",
+        "--drop|model.1.bias",
         "--drop|model.1.*|--drop|other",
         "--drop|ema|--to|ddp",
         "--select|0|--sections|model",
@@ -260,6 +262,7 @@ def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
     parts = {"model": model.state_dict(), "ema": deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+    parts |= {"plain": torch.optim.SGD(model.named_parameters()).state_dict()}  # without state
     rest = {"other": {"w": torch.ones(5)}, "epoch": 3, "own": {"lr": 0.1}, "loose": torch.ones(7), "rng": [1]}
     source, plan = tmp_path / "in.pt", tmp_path / "plan.json"
     torch.save(parts | rest, source)
@@ -273,6 +276,35 @@ def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path
     words = line.split("|")
     gone = {words[at + 1] for at, word in enumerate(words) if word == "--drop" and "." not in words[at + 1]}
     assert torch.load(outs[0]).keys() == {*parts, *rest} - gone
+
+
+@pytest.mark.parametrize("line", ["--drop|twin", "--drop|optimizer", "--drop|model.0.bias", "--rule|0.{x} => a.{x}"])
+def test_what_no_pattern_names_stays_in_optimizers_too(tmp_path: Path, run: Run, line: str) -> None:
+    """Of one that has no state, and of one whose state the file holds for another one too."""
+    model = nn.Sequential(nn.Linear(2, 3))
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    adam.step()
+    saved = {"model": model.state_dict(), "optimizer": adam.state_dict(), "twin": adam.state_dict()}
+    torch.save(saved | {"plain": sgd.state_dict()}, tmp_path / "in.pt")
+    plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
+    assert run("remap", tmp_path / "in.pt", *line.split("|"), "-o", outs[0], "--save-plan", plan).status == 0
+    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", outs[1]).status == 0
+    for found in map(torch.load, outs):
+        assert found.keys() == {*saved, "plain"} - {line.removeprefix("--drop|")}
+        for name in found.keys() - {"model"}:
+            assert same_objects(found[name], torch.load(tmp_path / "in.pt")[name])
+
+
+def same_objects(one: Any, other: Any) -> bool:
+    """Whether two saved objects are the same to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_objects(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same_objects, one, other))
+    return bool(one == other)
 
 
 def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:
