@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import field
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 from ckpttool.checkpoint import Span
+from ckpttool.errors import CkptError
 from ckpttool.io import work
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import check_assumed, filesystem, stat
+from ckpttool.io.remote.read import check_assumed, filesystem, forget, stat
 from ckpttool.io.sources import note_streamed
 from ckpttool.values import dataclass
 
@@ -173,6 +175,27 @@ def begun(out: str, *, replace: bool, verify: bool = False) -> Iterator[Upload]:
         raise
 
 
+def is_exclusive(fs: Any) -> bool:
+    """Whether the store itself refuses to replace an object where it is asked to.
+
+    That is S3, where both the driver (s3fs 2024.12) and what speaks for it (botocore 1.35) know how to ask.
+    """
+    if not hasattr(fs, "call_s3") or "mode" not in signature(fs._pipe_file).parameters:
+        return False
+    asked = fs.s3.meta.service_model.operation_model("CompleteMultipartUpload").input_shape
+    return "IfNoneMatch" in asked.members
+
+
+def check_absent(url: str) -> None:
+    """Raises `CkptError` where an object is there by now."""
+    forget(url)
+    if stat(url) is not None:
+        raise CkptError(
+            f"{url} exists: another process has written it meanwhile",
+            hint="pass --force to overwrite it, or name another file",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Upload:
     """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far.
@@ -200,6 +223,8 @@ class Upload:
         """Makes the object of the parts; without `replace` not where one is there already. Raises `CkptError`."""
         absent = {} if replace else {"IfNoneMatch": "*"}
         parts = [{"PartNumber": part["PartNumber"], "ETag": part["ETag"]} for part in self._in_order()]
+        if not replace and not is_exclusive(self.fs):
+            check_absent(self.url)
         with answered(self.url), uninterrupted(insisting=True):
             self.call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **absent)
         self.fs.invalidate_cache(filesystem(self.url)[1])

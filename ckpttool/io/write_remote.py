@@ -13,7 +13,7 @@ from typing import Any
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
 from ckpttool.io import compose, object_crc, work
-from ckpttool.io.compose import Upload
+from ckpttool.io.compose import Upload, check_absent, is_exclusive
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
@@ -109,23 +109,14 @@ def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
                     file.write(data)
                 work.has_written(len(data))
         if not replace:
-            _check_absent(out)
-
-
-def _check_absent(url: str) -> None:
-    forget(url)
-    if stat(url) is not None:
-        raise CkptError(
-            f"{url} exists: another process has written it meanwhile",
-            hint="pass --force to overwrite it, or name another file",
-        )
+            check_absent(out)
 
 
 @contextmanager
 def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
     """A file of about `nbytes` that is at the URL once the block ends, and never where the block raises.
 
-    Without `replace` S3 itself refuses where an object is there by then.
+    Without `replace` S3 itself refuses where an object is there by then, if it can be asked to.
     """
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
@@ -134,7 +125,7 @@ def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
         if not at_close:
             settle(parent(url))
             fs.makedirs(fs._parent(path), exist_ok=True)
-        mode = "xb" if not replace and hasattr(fs, "call_s3") else "wb"
+        mode = "xb" if not replace and is_exclusive(fs) else "wb"
         file = fs.open(place, mode, block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
     try:
         yield file
