@@ -159,8 +159,7 @@ def swap(
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
-        advice = _advice(program, names, problems, constants)
-        raise Misfit(advice, [_of_code(program, problem, have) for problem in problems])
+        raise _misfit(program, names, problems, constants, have)
     return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
 
 
@@ -192,6 +191,13 @@ def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expre
     fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent and t.kind == "buffer")
     found = match([entry.key for entry in target.tensors], {name: name for name in fixed})
     return tuple(key for key in found.names if key not in sources)
+
+
+def _misfit(
+    program: Checkpoint, names: Names | None, problems: list[Problem], constants: bool, have: Mapping[str, object]
+) -> Misfit:
+    advice = _advice(program, names, problems, constants)
+    return Misfit(advice, [_of_code(program, problem, have) for problem in problems])
 
 
 def _of_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
