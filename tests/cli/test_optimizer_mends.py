@@ -274,6 +274,42 @@ def test_a_renamed_layer_is_no_layer_to_be_dropped(
     assert status == 0, found["notes"]
 
 
+@pytest.mark.parametrize(
+    ("new", "keys", "status"), [("Net", "id", 0), ("Net", "fqn", 0), ("Grown", "id", 1), ("Grown", "fqn", 0)]
+)
+def test_in_which_of_several_groups_a_new_parameter_belongs_is_not_guessed(
+    new: str, keys: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tagged(tmp_path / "old.pt", models.Net, models.halves)
+    old = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:halves")
+    to = ("--to-model", f"optimizer_models:{new}", "--optimizer-keys", keys, "-o", str(tmp_path / "out.pt"))
+    done, found = told(capsys, "remap", path, *old, *to)
+    assert done == status
+    problems = [(one["problem"], one["key"]) for one in found.get("problems", ())]
+    assert problems == ([("in which group?", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else [])
+    if (new, keys) == ("Net", "id"):
+        assert held(str(tmp_path / "out.pt"), models.Net, models.halves)
+
+
+@pytest.mark.parametrize("saved", ["trained", "all"])
+def test_names_do_not_become_the_ids_of_an_optimizer_of_other_parameters(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, named = str(tmp_path / "old.pt"), str(tmp_path / "named.pt")
+    save(Path(path), *train(models.Frozen, models.in_order if saved == "all" else models.trainable, 1))
+    wanted = {"all": "in_order", "trained": "trainable"}
+    model = ("--model", "optimizer_models:Frozen", "--optimizer")
+    assert (
+        main(["remap", path, *model, f"optimizer_models:{wanted[saved]}", "--optimizer-keys", "fqn", "-o", named]) == 0
+    )
+    (other,) = set(wanted) - {saved}
+    back = ("--optimizer-keys", "id", "-o", str(tmp_path / "back.pt"))
+    status, found = told(capsys, "remap", named, *model, f"optimizer_models:{wanted[other]}", *back)
+    frozen = {name for name, parameter in models.Frozen().named_parameters() if not parameter.requires_grad}
+    assert (status, {problem["key"] for problem in found["problems"]}) == (1, frozen)
+    assert main(["remap", named, *model, f"optimizer_models:{wanted[saved]}", *back]) == 0
+
+
 # Two saved optimizers
 
 
