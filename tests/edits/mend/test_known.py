@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -178,6 +179,21 @@ def test_rules_that_mend_more_than_names_of_wrappers_do_are_printed(ask: Ask, co
         assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
     after = ask(fix[-1].split()[-1], "b.pt")
     assert after["summary"].get("missing", 0) == 0
+
+
+def test_rules_for_what_lies_in_a_store_are_written_here(ask: Ask) -> None:
+    left = {f"{name}.w": torch.rand(2, n + 1) for n, name in enumerate("abcd")}
+    right = {f"{name}.v{n}": value for n, (name, value) in enumerate(zip("pqrs", left.values()))}
+    with fsspec.open("memory://bucket/a.pt", "wb") as file:
+        torch.save(left, file)
+    fix = ask("memory://bucket/a.pt", saved(right, "b.pt"))["fix"]
+    assert fix == [
+        "ckpttool diff memory://bucket/a.pt b.pt --suggest a.rules.toml",
+        "ckpttool remap memory://bucket/a.pt --rules a.rules.toml -o memory://bucket/a.renamed.pt",
+    ]
+    for line in fix:
+        assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
+    assert ask("memory://bucket/a.renamed.pt", "b.pt")["identical"]
 
 
 def test_what_is_in_memory_is_not_named_as_what_a_file_is_to_be_like(ask: Ask) -> None:
