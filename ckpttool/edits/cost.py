@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpttool.checkpoint import Lazy, Span
+from ckpttool.io.files import size
 from ckpttool.io.pieces import Files, Link, nbytes_of
 from ckpttool.json_schema import COUNT, record
 from ckpttool.values import dataclass
@@ -40,11 +41,15 @@ class Verified:
 VERIFIED = record(Verified, {"by_checksum": COUNT, "read": COUNT})
 
 
-def cost_of(files: Files) -> Cost:
-    """What it takes to write the files, as they are laid out; what is linked takes nothing."""
+def cost_of(files: Files, copies: bool = True) -> Cost:
+    """What it takes to write the files, as they are laid out; a file that is taken over takes nothing unless it is one
+    that it `copies`.
+    """
+    links = [content for content in files.values() if isinstance(content, Link)]
+    copied = sum(size(link.path) for link in links) if copies else 0
     pieces = [piece for content in files.values() if not isinstance(content, Link) for piece in content]
     data = [piece.data for piece in pieces]
     lazy = [one for one in data if isinstance(one, Lazy)]
     read = sum(one.length for one in data if isinstance(one, Span))
     read += sum(one.length if one.reads is None else one.reads for one in lazy)
-    return Cost(read, nbytes_of(pieces), max((one.held for one in lazy), default=0))
+    return Cost(copied + read, copied + nbytes_of(pieces), max((one.held for one in lazy), default=0))

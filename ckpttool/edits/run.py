@@ -243,7 +243,8 @@ def _write(
         notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
     done = replace(done, result=output, notes=notes)
     if options.dry_run:
-        return replace(done, cost=cost_of(target.lay_out(output, _shard_size(options))))
+        files, copies = target.lay_out(output, _shard_size(options)), options.link == "copy" and not options.in_place
+        return replace(done, cost=cost_of(files, copies))
     expected = fingerprints(output) if options.verify and options.in_place else output
     written = _edited(options, writer, target, output)
     if written is None or written.way == "copied":

@@ -74,6 +74,47 @@ def test_pytorch_7499_143828_state_of_another_class(
         out.unlink()
 
 
+@pytest.mark.parametrize(
+    ("layout", "picked", "dropped"),
+    [
+        (("model", "a", "b"), "a", "a"),
+        (("model", "a", "b"), "b", "b"),
+        (("model", "a"), "a", "a"),
+        (("model", "a"), None, "a"),
+        (("a",), None, None),  # nothing would be left that could be asked about
+        ((), None, None),
+    ],
+)
+def test_the_optimizer_that_is_asked_about_is_left_out_of_what_else_there_is(
+    layout: tuple[str, ...], picked: str | None, dropped: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = train(models.Net, models.adamw, 1)
+    states = {"model": model.state_dict(), "a": optimizer.state_dict(), "b": optimizer.state_dict()}
+    torch.save({name: states[name] for name in layout} or states["a"], path := str(tmp_path / "old.pt"))
+    new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:sgd")
+    status, found = told(capsys, "diff", *new, f"{path}::{picked}" if picked else path)
+    assert status == 1
+    assert (UNMENDED in found["notes"]) == (dropped is None)
+    outputs = [torch.load(paste(line)) for line in found["fix"]]
+    assert [set(out) for out in outputs] == ([set(layout) - {dropped}] if dropped else [])
+
+
+def test_another_order_of_groups_is_mended_in_the_optimizer_that_is_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one of the file is not compared, before and after."""
+    model, optimizer = train(models.Net, models.in_order, 1)
+    other = train(models.Net, models.decayed_named, 1)[1]
+    path = str(tmp_path / "old.pt")
+    torch.save({"model": model.state_dict(), "a": optimizer.state_dict(), "b": other.state_dict()}, path)
+    new = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:decayed_named")
+    assert told(capsys, "diff", *new, f"{path}::b")[0] == 0
+    status, found = told(capsys, "diff", *new, f"{path}::a")
+    assert status == 1
+    out = paste(found["fix"][0])
+    assert told(capsys, "diff", *new, f"{out}::a")[0] == 0
+
+
 def test_remap_does_not_make_a_file_that_fails_at_the_next_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +272,42 @@ def test_a_renamed_layer_is_no_layer_to_be_dropped(
     assert main(["remap", path, *old, *rule, "-o", out]) == 0
     status, found = told(capsys, *words, out)
     assert status == 0, found["notes"]
+
+
+@pytest.mark.parametrize(
+    ("new", "keys", "status"), [("Net", "id", 0), ("Net", "fqn", 0), ("Grown", "id", 1), ("Grown", "fqn", 0)]
+)
+def test_in_which_of_several_groups_a_new_parameter_belongs_is_not_guessed(
+    new: str, keys: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tagged(tmp_path / "old.pt", models.Net, models.halves)
+    old = ("--model", "optimizer_models:Net", "--optimizer", "optimizer_models:halves")
+    to = ("--to-model", f"optimizer_models:{new}", "--optimizer-keys", keys, "-o", str(tmp_path / "out.pt"))
+    done, found = told(capsys, "remap", path, *old, *to)
+    assert done == status
+    problems = [(one["problem"], one["key"]) for one in found.get("problems", ())]
+    assert problems == ([("in which group?", f"extra.{leaf}") for leaf in ("weight", "bias")] if status else [])
+    if (new, keys) == ("Net", "id"):
+        assert held(str(tmp_path / "out.pt"), models.Net, models.halves)
+
+
+@pytest.mark.parametrize("saved", ["trained", "all"])
+def test_names_do_not_become_the_ids_of_an_optimizer_of_other_parameters(
+    saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, named = str(tmp_path / "old.pt"), str(tmp_path / "named.pt")
+    save(Path(path), *train(models.Frozen, models.in_order if saved == "all" else models.trainable, 1))
+    wanted = {"all": "in_order", "trained": "trainable"}
+    model = ("--model", "optimizer_models:Frozen", "--optimizer")
+    assert (
+        main(["remap", path, *model, f"optimizer_models:{wanted[saved]}", "--optimizer-keys", "fqn", "-o", named]) == 0
+    )
+    (other,) = set(wanted) - {saved}
+    back = ("--optimizer-keys", "id", "-o", str(tmp_path / "back.pt"))
+    status, found = told(capsys, "remap", named, *model, f"optimizer_models:{wanted[other]}", *back)
+    frozen = {name for name, parameter in models.Frozen().named_parameters() if not parameter.requires_grad}
+    assert (status, {problem["key"] for problem in found["problems"]}) == (1, frozen)
+    assert main(["remap", named, *model, f"optimizer_models:{wanted[saved]}", *back]) == 0
 
 
 # Two saved optimizers

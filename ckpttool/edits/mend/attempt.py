@@ -9,7 +9,6 @@ from ckpttool.edits import run as remap
 from ckpttool.edits.mend.command import command
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.errors import CkptError
-from ckpttool.names import Names
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import target_for
 from ckpttool.operands.printed import operand, outputs
@@ -32,7 +31,7 @@ class Question:
     model: ModelOperand | None
     picked: str | None = None
 
-    def of_names(self, left: Checkpoint | None, right: Checkpoint | None) -> Diff:
+    def of_names(self, left: Checkpoint, right: Checkpoint | None) -> Diff:
         """The same question of other checkpoints, without their bytes: no rename changes these, nor suggestions."""
         options = replace(self.options, values=False, rtol=0.0, atol=0.0)
         return run(self._narrowed(left), right, options, self.model, infers=False)
@@ -46,30 +45,19 @@ class Question:
         """The tensors of two checkpoints that have other values, under one name or two."""
         return [] if self.right is None else [entry for entry in diff.entries if entry.status == "value"]
 
-    def _narrowed(self, left: Checkpoint | None) -> Checkpoint | None:
+    def _narrowed(self, left: Checkpoint) -> Checkpoint:
         """Of an output what was asked about: the one optimizer, with the model beside it where a model is asked."""
-        if left is None or self.picked is None:
+        if self.picked is None:
             return left
         if self.right is not None:
             return replace(left, sections=(replace(left.section(self.picked), path=""),))
         kept = (s for s in left.sections if s.kind != "optimizer" or s.path == self.picked)
         return replace(left, sections=tuple(kept))
 
-    @property
-    def is_about_models(self) -> bool:
-        """Whether a model's tensors are compared, and no optimizers."""
-        if self.options.optimizer is not None and self.right is None:
-            return False
-        return self.left is not None and bool(self.left.state_dicts)
-
-    def model_with(self, optimizer: object) -> ModelOperand | None:
-        """The model with an optimizer of it, or none."""
-        return None if self.model is None else self.model.with_optimizer(optimizer)
-
-    @property
-    def names(self) -> Names | None:
-        """The model's names, where there is a model."""
-        return None if self.model is None else self.model.names()
+    def model_with(self, optimizer: object) -> ModelOperand:
+        """The model, which there is, with an optimizer of it, or none."""
+        assert self.model is not None
+        return self.model.with_optimizer(optimizer)
 
 
 @dataclass(frozen=True, slots=True)

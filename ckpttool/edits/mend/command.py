@@ -38,4 +38,4 @@ def _words(options: Any, *, output: bool) -> Iterator[str]:
 def _text(value: Any, mark: Option) -> str:
     if isinstance(value, Mapping):
         return json.dumps(dict(value))
-    return str(value) if isinstance(value, (str, int)) else mark.metavar or "VALUE"
+    return str(value) if isinstance(value, (str, int)) else str(mark.metavar)

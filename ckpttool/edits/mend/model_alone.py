@@ -23,8 +23,8 @@ LOST = (
 
 def of_names(question: Question, diff: Diff) -> Diff:
     """`diff` with the commands, where they work for what the model saves; which checkpoint is meant is not known."""
-    names, asked = question.names, question.options
-    assert names is not None
+    assert question.model is not None
+    names, asked = question.model.names(), question.options
     model = {"model": asked.model, "model_kwargs": asked.model_kwargs, "materialize": asked.materialize}
     try:
         made = remap.run(saved_by(names), RemapOptions(model=names, to="exported")).result

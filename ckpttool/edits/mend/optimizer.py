@@ -13,7 +13,6 @@ from ckpttool.edits.mend.ways import Way
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.printed import operand, outputs
-from ckpttool.queries.diff.optimizer import optimizer_section
 from ckpttool.queries.diff.result import Diff, Remedy
 
 _PLACEHOLDERS = frozenset({"OLD", "OLD_OPTIMIZER", "MODEL", "OPTIMIZER"})
@@ -39,8 +38,7 @@ def mended(question: Question, diff: Diff, remedy: Remedy) -> Diff:
 
 def _without(question: Question, whole: Checkpoint, picked: str | None) -> tuple[str, ...]:
     """The command that leaves the optimizer out, where a model is left that can be asked about."""
-    section = optimizer_section(whole)
-    path = picked or (section.path if section is not None else "")
+    path = picked or whole.optimizers[0].path
     if not path:
         return ()
     of_model = replace(question.options, optimizer=None)

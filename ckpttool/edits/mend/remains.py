@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckpttool.checkpoint import Checkpoint, Section
-from ckpttool.errors import CkptError
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.formats.remarks import PLACEHOLDER
 from ckpttool.naming.wrappers.chain import ADAPTERS
@@ -16,6 +15,10 @@ from ckpttool.queries.diff.result import KIND, OBJECT, Diff, Entry
 from ckpttool.words import plural, some
 
 _FEW = 3
+_ADAPTER = (
+    "the left holds an adapter alone, no model: load it onto its base with PeftModel.from_pretrained(base, FOLDER), "
+    "and save merge_and_unload() for a model without adapters"
+)
 
 # Status of what remains -> what it is called, what is so with it, and what to do instead.
 _SAID: dict[str, tuple[str, str, str]] = {
@@ -62,9 +65,8 @@ def sentences(left: Checkpoint, before: Diff, after: Diff) -> tuple[str, ...]:
     """Why `after`, which is `before` where nothing helped, is not the same: a sentence for each cause."""
     if one_rank(left):
         return ()  # the diff has said so, and that says it all
-    whole = _of_the_file(left) if after is before else None
-    if whole is not None:
-        return (whole,)
+    if after is before and is_adapter(model_section(left)):
+        return (_ADAPTER,)
     return tuple(_said(cause, entries) for cause, entries in _by_cause(after))
 
 
@@ -94,20 +96,6 @@ def _said(cause: str, entries: Sequence[Entry]) -> str:
         is_so, instead = "of another kind", "read it where its class is known, and save plain tensors"
     keys = [(entry.right or entry.left)[0] for entry in entries]
     return f"{plural(len(keys), noun)} {is_so} ({some(keys, _FEW)}): {instead}"
-
-
-def _of_the_file(left: Checkpoint) -> str | None:
-    """What is wrong with the file as a whole, where that says it all."""
-    try:
-        section = model_section(left)
-    except CkptError:
-        return None
-    if is_adapter(section):
-        return (
-            "the left holds an adapter alone, no model: load it onto its base with PeftModel.from_pretrained(base, "
-            "FOLDER), and save merge_and_unload() for a model without adapters"
-        )
-    return None
 
 
 def is_adapter(section: Section) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.mend import ways
 from ckpttool.edits.mend.attempt import Attempt, Question, try_remap
 from ckpttool.edits.mend.remains import sentences
@@ -30,7 +31,7 @@ def answered(question: Question, diff: Diff) -> Diff:
     ruled = suggested.told(values=question.options.comparison is not None)
     if needs_file(ruled) and (not done.fix or PART in done.notes):
         return replace(ruled, notes=(*ruled.notes, *([INFERRED] if diff.inferred.pairs else [])))
-    more = tuple(note for note in ruled.notes if note not in done.notes)
+    more = tuple(note for note in ruled.notes if note not in (*done.notes, PART))  # not of the rules' command
     return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
 
 
@@ -47,12 +48,13 @@ def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -
         from ckpttool.edits.mend.model_alone import of_names
 
         return of_names(question, diff)
-    if not question.is_about_models:
+    of_optimizer = question.options.optimizer is not None and question.right is None
+    if of_optimizer or not question.left.state_dicts:
         return diff
     swaps, notes = _swaps(question)
     if swaps and swaps[0].after.identical:
         return replace(diff, fix=(swaps[0].command,))
-    best = _best(question, diff, suggested)
+    best = _best(question, question.left, diff, suggested)
     best = None if swaps and best and best.drops else best  # the program takes what only a remap would drop
     found = [*swaps, *([best] if best else [])]
     swappable = bool(best and best.infers) and is_about_a_program(question)  # the program's own model knows better
@@ -76,16 +78,15 @@ def _left_over(question: Question, diff: Diff, best: Attempt | None) -> Diff:
     return replace(best.after, entries=(*names, *question.of_values(diff)))
 
 
-def _best(question: Question, diff: Diff, suggested: Suggested | None) -> Attempt | None:
+def _best(question: Question, left: Checkpoint, diff: Diff, suggested: Suggested | None) -> Attempt | None:
     """The first way after which the two are the same; else the one that leaves the least to do, if it helps at all."""
     differing = {entry.status for entry in diff.entries} - {"same"}
     if any(entry.left != entry.right for entry in question.of_values(diff)):
         differing.add("renamed")  # the names can be mended where the values cannot
-    if question.left is not None and one_rank(question.left):
+    if one_rank(left):
         return None  # what the other ranks hold, no command makes of it
-    of_ranks = question.left is not None and question.left.format == "rank_files"
     not_by_names = _NOT_BY_NAMES if question.right is not None else _NOT_BY_NAMES - {"value"}
-    if differing and differing <= not_by_names and not of_ranks:
+    if differing and differing <= not_by_names and left.format != "rank_files":
         return None
     worth = ways.to_load(question, diff) if suggested is None else ways.to_compare(question, diff, suggested)
     best, least = None, question.remaining(diff)
@@ -108,5 +109,5 @@ def _swaps(question: Question) -> tuple[list[Attempt], list[str]]:
 
 def is_about_a_program(question: Question) -> bool:
     """Whether one of two checkpoints is an exported program."""
-    sides = (question.left, question.right)
-    return all(side is not None for side in sides) and any(side is not None and side.format == "pt2" for side in sides)
+    left, right = question.left, question.right
+    return left is not None and right is not None and "pt2" in (left.format, right.format)

@@ -10,7 +10,6 @@ from ckpttool.edits.mend.attempt import Question
 from ckpttool.edits.mend.patterns import common_way, drops
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.rules.mend import Suggested
-from ckpttool.errors import CkptError
 from ckpttool.keys import dotted
 from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import ModelForm
@@ -30,17 +29,17 @@ Way = tuple[str, RemapOptions]  # the word for the output's name, and what is as
 def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     """For a checkpoint that a model is to load."""
     assert question.left is not None
-    assert question.names is not None
-    by_model = _by_model(question, "serialized")
+    assert question.model is not None
+    names, by_model = question.model.names(), _by_model(question, "serialized")
     yield "serialized", by_model
     yield "serialized", replace(by_model, from_="runtime")
-    tables = NameTables(question.names)
+    tables = NameTables(names)
     lost = [key for entry in diff.entries if entry.status == "value" for key in entry.left[:1]]
     yield from _dropping(question.left, lost, by_model)  # tied names of different values: only one of these can be kept
     yield from _without(question.left, diff, by_model, RemapOptions())
-    for names in (tables.serialized_names, tables.runtime_names):
-        yield from _part(question.left, set(names.values()), by_model, RemapOptions(to="serialized"))
-    right = saved_by(question.names)
+    for own in (tables.serialized_names, tables.runtime_names):
+        yield from _part(question.left, set(own.values()), by_model, RemapOptions(to="serialized"))
+    right = saved_by(names)
     yield from _by_inference(Suggested(run(question.left, right, DiffOptions()), question.left, right))
 
 
@@ -50,12 +49,12 @@ def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator
     assert left is not None
     assert right is not None
     base: list[RemapOptions] = []
-    if question.names is not None:
-        form = read(NameTables(question.names), model_section(right)).form
-        if question.model is not None and as_read(question.model, model_section(right), right.source).pretrained:
+    if question.model is not None:
+        form = read(NameTables(question.model.names()), model_section(right)).form
+        if as_read(question.model, model_section(right), right.source).pretrained:
             form = str(ModelForm.PRETRAINED)
         base += [_by_model(question, to) for to in dict.fromkeys((form, "serialized", "runtime", "exported"))]
-    idle = not base and _takes_over_nothing(question, diff)
+    idle = not base and _takes_over_nothing(left, diff)
     if right.format != "memory":
         base.append(RemapOptions(like=right.source))
     for options in () if idle else base:
@@ -65,11 +64,10 @@ def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator
     yield from _by_inference(suggested)
 
 
-def _takes_over_nothing(question: Question, diff: Diff) -> bool:
+def _takes_over_nothing(left: Checkpoint, diff: Diff) -> bool:
     """Whether the names of the other checkpoint change none: the two have names in common, and no tensor has two."""
     both = [entry.left == entry.right for entry in diff.entries if entry.left and entry.right]
-    plain = question.left is not None and question.left.format in _AS_THEY_ARE
-    return plain and bool(both) and all(both)
+    return left.format in _AS_THEY_ARE and bool(both) and all(both)
 
 
 def _by_inference(suggested: Suggested) -> Iterator[Way]:
@@ -99,18 +97,11 @@ def _without(source: Checkpoint, diff: Diff, *rest: RemapOptions) -> Iterator[Wa
 def _dropping(source: Checkpoint, gone: Sequence[str], *rest: RemapOptions) -> Iterator[Way]:
     kept = {key for section in source.sections for key in section.by_key()} - set(gone)
     places = {dotted(s.path, key) for s in source.sections for key in s.by_key()} - set(gone)
-    own = {dotted(_model_path(source), key) for key in gone}
+    own = {dotted(model_section(source).path, key) for key in gone}
     patterns = drops(gone, {*kept, *(places - own), *source.others}) if gone and kept else None
     if patterns:
         for options in rest:
             yield options.to or "without", replace(options, drop=patterns)
-
-
-def _model_path(source: Checkpoint) -> str:
-    try:
-        return model_section(source).path
-    except CkptError:
-        return ""
 
 
 def _part(source: Checkpoint, wanted: set[str], *rest: RemapOptions) -> Iterator[Way]:

@@ -21,9 +21,11 @@ def with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
 
     They are given where all that differs looks like a state_dict hook's work, or a rank's, with the same shapes.
     """
-    left, right = question.left, question.right
-    if left is None or right is None or question.model is not None:
+    if question.model is not None:
         return ()
+    left, right = question.left, question.right
+    assert left is not None
+    assert right is not None
     source = operand(left.source, left.format)
     if left.format == "rank_files" or _lacks_second_names(diff):
         return (_remap(source, "serialized"),)

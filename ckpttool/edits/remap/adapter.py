@@ -175,7 +175,7 @@ def _followed(draft: Draft, moved: _Moved, who: str) -> Draft:
 
 def _moved(key: str, old: str, new: str) -> str:
     """The key with what it begins with, up to the root of PEFT, as it is."""
-    at = key.index(old) if old else 0
+    at = key.index(old)
     return key[:at] + new + key[at + len(old) :]
 
 

@@ -35,8 +35,9 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
             continue
         tensors = tuple(entry for entry in section.tensors if not hit(section.path, entry.key))
         extras = tuple(entry for entry in section.extras if not hit(section.path, entry.key))
-        if tensors or extras or section.kind == "state_dict":
-            sections.append(replace(section, tensors=tensors, extras=extras))
+        rest = replace(section, tensors=tensors, extras=extras)
+        if rest.entries or section.kind != "other":  # an optimizer without state has its hyperparameters still
+            sections.append(rest)
     others = tuple(path for path in checkpoint.others if not hit("", path))
     unreached = tuple(found for found in checkpoint.unreached if not hit("", found.path))
     beside = tuple(name for name in checkpoint.beside if not hit("", name))

@@ -23,7 +23,7 @@ def trained(plan: Plan, tables: NameTables, form: str) -> Plan:
     def is_trained(output: Output) -> bool:
         source = None if form == RUNTIME else tables.saved.get(output.key)
         made_of = {output.key} if source is None else set(ex.refs(source))
-        return not made_of or not made_of <= frozen
+        return not made_of <= frozen
 
     return _only(plan, [output for output in plan.outputs if is_trained(output)], "the parameter is frozen")
 

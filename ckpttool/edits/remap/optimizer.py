@@ -227,7 +227,7 @@ def _shapes_in_file(
     """The shapes of the parameters as the file calls them; of a model's keys, where these are its parameters."""
     if wanted.names is not None and any(isinstance(source, Op) for source in own.values()):
         return {s.key: s.shape for s in wanted.names.serialized}
-    return {source.key: shapes.get(name) for name, source in own.items() if isinstance(source, Ref)}
+    return {ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)}
 
 
 def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, leave_out: str) -> None:

@@ -54,7 +54,7 @@ class TakeOver:
     def apply(self, draft: Draft) -> Draft:
         """Names differ by wrappers' segments only. Raises `Refused` where none does: the naming is another model's."""
         names = align(draft.keys, self.other.by_key())
-        if not names and draft.keys and self.other.by_key():
+        if not names and draft.keys:
             raise Refused(
                 "--like: the two have no name in common, wrappers left aside",
                 hint="what save_pretrained writes has names of its own: --model hf:FOLDER --to pretrained instead; "

@@ -159,7 +159,7 @@ def swap(
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
-        raise Misfit(_advice(program, names, problems), [_of_code(program, problem, have) for problem in problems])
+        raise _misfit(program, names, problems, constants, have)
     return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
 
 
@@ -191,6 +191,13 @@ def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expre
     fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent)
     found = match([entry.key for entry in target.tensors], {name: name for name in fixed})
     return tuple(key for key in found.names if key not in sources)
+
+
+def _misfit(
+    program: Checkpoint, names: Names | None, problems: list[Problem], constants: bool, have: Mapping[str, object]
+) -> Misfit:
+    advice = _advice(program, names, problems, constants)
+    return Misfit(advice, [_of_code(program, problem, have) for problem in problems])
 
 
 def _of_code(program: Checkpoint, problem: Problem, have: Mapping[str, object]) -> Problem:
@@ -248,10 +255,10 @@ def _untied(
     ]
 
 
-def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem]) -> Advice:
+def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool) -> Advice:
     kinds, file = {problem.kind for problem in problems}, program_of(program)
     left, missing = ({p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing"))
-    if {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
+    if not constants and {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
         return "constants"
     if "opaque" in kinds:
         return "code"

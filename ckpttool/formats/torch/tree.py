@@ -128,14 +128,17 @@ def _add_again(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, forei
     add, count = tree.added.get(id(node), (None, 0))
     if not count or (add is not None and foreign and metadata_of(node) is None):
         return False
+    return _looks_again(tree, path, count) and _add(tree, add, node, path, steps, foreign)
+
+
+def _looks_again(tree: Tree, path: tuple[str, ...], count: int) -> bool:
+    """Whether what was looked at already, `count` entries, is looked at here too; a note says from where on no more."""
     left = tree.again_left
     tree.again_left -= count
-    if tree.again_left < 0:
-        if left >= 0:
-            note = f"from {'.'.join(path)} on, sections that stand at several places are looked at in one of them"
-            tree.notes.append(note)
-        return False
-    return _add(tree, add, node, path, steps, foreign)
+    if left >= 0 > tree.again_left:
+        note = f"from {'.'.join(path)} on, sections that stand at several places are looked at in one of them"
+        tree.notes.append(note)
+    return tree.again_left >= 0
 
 
 def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None:
@@ -300,9 +303,12 @@ def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
 
 
 def _add_optimizer(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
-    inner = Tree(tree.storages, seen=set() if id(node) in tree.added else tree.seen)
+    inner = Tree(tree.storages, seen=set() if tree.again_left >= 0 else tree.seen)
     for child_path, child_steps, child in _named_children(node, (), steps):
         _walk_tensors(inner, child, child_path, child_steps)
+    if inner.seen is not tree.seen:  # an optimizer that was saved twice has one state for each parameter
+        _looks_again(tree, path, len(inner.seen & tree.seen))
+        tree.seen |= inner.seen
     name = free(".".join(path), tree.places)
     mapping = mapping_of(node, inner.loose, tree.storages)
     section = Section(name, "optimizer", tuple(inner.loose), mapping=mapping)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,6 +28,7 @@ from ckpttool.operands.printed import outputs
 from ckpttool.tracing import trace as tracing
 from mend_models import hooked, net
 
+State = dict[str, Any]
 Ask = Callable[..., dict[str, Any]]
 MODELS = Path(mend_models.__file__)
 
@@ -120,6 +122,90 @@ def test_no_swap_is_printed_that_would_be_refused(ask: Ask, change: str) -> None
         assert found["fix"] or found["notes"]
 
 
+@pytest.mark.parametrize("program_first", [False, True])
+def test_a_swap_of_constants_to_another_dtype_is_printed_and_mends_all(ask: Ask, program_first: bool) -> None:
+    model = mend_models.lifted()
+    torch.export.save(torch.export.export(model, (torch.ones(1, 4),)), "p.pt2")
+    weights = {key: value.double() for key, value in {**model.state_dict(), "scale": torch.full((4,), 2.0)}.items()}
+    found = ask(*(("p.pt2", saved(weights)) if program_first else (saved(weights), "p.pt2")))
+    (line,) = found["fix"]
+    assert {"--constants", "--cast"} <= set(line.split())
+    assert PART not in found["notes"]
+    swapped = torch.export.load(ran(line)).module()
+    assert torch.equal(swapped(torch.ones(1, 4)), model(torch.ones(1, 4)) * 2)
+
+
+HIDING = {f"{first}.{first}_inner.w": torch.zeros(number + 1) for number, first in enumerate("abcd")}
+HIDDEN = {f"{key[0]}.w": value for key, value in HIDING.items()}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "form"),
+    [
+        (HIDING, HIDDEN, "serialized"),
+        (HIDDEN, HIDING, "exported"),
+        ({**HIDING, "same": torch.ones(1)}, {**HIDDEN, "same": torch.ones(1)}, "serialized"),
+        ({**HIDING, "e.e_inner.n": 3}, {**HIDDEN, "e.n": 3}, "serialized"),  # no tensor, and hidden as they are
+        ({**HIDING, "a.a_inner.w": torch.zeros(7)}, HIDDEN, None),
+        ({**HIDING, "a.a_inner.w": torch.zeros(1).half()}, HIDDEN, None),
+        ({**HIDING, "e.w": torch.ones(9)}, HIDDEN, None),
+        ({**HIDING, "e.w": torch.ones(9)}, {**HIDDEN, "f.w": torch.ones(9)}, None),
+        ({**HIDING, "same": torch.ones(1)}, {**HIDDEN, "same": torch.ones(2)}, None),
+    ],
+)
+def test_what_a_hook_may_hide_is_asked_of_the_model(ask: Ask, left: State, right: State, form: str | None) -> None:
+    """Where one segment less is all that differs, under more names than a few rules tell."""
+    found = ask(saved(left), saved(right, "b.pt"))
+    assert [line for line in found["fix"] if "MODEL" in line] == (
+        [f"ckpttool remap a.pt --model MODEL --to {form} -o a.{form}.pt"] if form else []
+    )
+
+
+def test_a_program_whose_names_a_hook_may_hide_is_swapped_whichever_side_it_is(ask: Ask) -> None:
+    model = hooked()
+    torch.export.save(torch.export.export(model, (torch.ones(1, dtype=torch.int64),)), "p.pt2")
+    for sides in (("p.pt2", saved(state_of(model))), ("a.pt", "p.pt2")):
+        assert ask(*sides)["fix"][0] == "ckpttool swap-weights p.pt2 a.pt --model MODEL -o p.swapped.pt2"
+
+
+@pytest.mark.parametrize(("count", "by_file"), [(2, False), (3, True)])
+def test_rules_that_mend_more_than_names_of_wrappers_do_are_printed(ask: Ask, count: int, by_file: bool) -> None:
+    """As options where they are few, else in a file, whatever part another command would mend."""
+    left = {f"module.{'abcd'[n]}.w": torch.rand(2, n + 1) for n in range(count)} | {"module.z": torch.rand(5)}
+    right = {f"{'pqrs'[n]}.v{n}": torch.rand(2, n + 1) for n in range(count)} | {"z": torch.rand(5)}
+    fix = ask(saved(left), saved(right, "b.pt"))["fix"]
+    assert [line.split()[1] for line in fix] == (["diff", "remap"] if by_file else ["remap"])
+    for line in fix:
+        assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
+    after = ask(fix[-1].split()[-1], "b.pt")
+    assert after["summary"].get("missing", 0) == 0
+
+
+def test_rules_for_what_lies_in_a_store_are_written_here(ask: Ask) -> None:
+    left = {f"{name}.w": torch.rand(2, n + 1) for n, name in enumerate("abcd")}
+    right = {f"{name}.v{n}": value for n, (name, value) in enumerate(zip("pqrs", left.values()))}
+    with fsspec.open("memory://bucket/a.pt", "wb") as file:
+        torch.save(left, file)
+    fix = ask("memory://bucket/a.pt", saved(right, "b.pt"))["fix"]
+    assert fix == [
+        "ckpttool diff memory://bucket/a.pt b.pt --suggest a.rules.toml",
+        "ckpttool remap memory://bucket/a.pt --rules a.rules.toml -o memory://bucket/a.renamed.pt",
+    ]
+    for line in fix:
+        assert main(shlex.split(line)[1:]) == (1 if " diff " in line else 0)
+    assert ask("memory://bucket/a.renamed.pt", "b.pt")["identical"]
+
+
+def test_what_is_in_memory_is_not_named_as_what_a_file_is_to_be_like(ask: Ask) -> None:
+    state = state_of(net())
+    path = saved(inside("module.", {**state, "more": torch.ones(1)}))
+    assert not any("--like" in line for line in diff(path, state).fix)
+    path = saved({**state, "more": torch.ones(1)})
+    (line,) = diff(path, state).fix
+    assert line == "ckpttool remap a.pt --drop more -o a.without.pt"
+    assert diff(ran(line), state).identical
+
+
 @pytest.mark.parametrize(
     ("gone", "more"), [(1, ""), (3, ""), (4, "; and 1 problem more"), (6, "; and 3 problems more")]
 )
@@ -156,6 +242,13 @@ def nothing(): return build()
 def twin(): return build("twin.weight")
 def both(): return build("b.weight", "twin.weight")
 def three(): return build("b.weight", "twin.weight", "a.bias")
+
+def alone():
+    net = nn.Linear(2, 2)
+    net.register_state_dict_post_hook(without_bias)
+    return net
+
+def without_bias(module, state, prefix, meta): del state[prefix + "bias"]
 """
 
 
@@ -165,6 +258,7 @@ def three(): return build("b.weight", "twin.weight", "a.bias")
         ("nothing", None),
         ("twin", None),  # its tensor is saved under its first name
         ("both", "1 tensor is in no key that state_dict() writes (b.weight), so no command"),
+        ("alone", "1 tensor is in no key that state_dict() writes (bias), so no command"),
         ("three", "2 tensors are in no key that state_dict() writes (a.bias, b.weight), so no command"),
     ],
 )
@@ -175,7 +269,8 @@ def test_tensors_that_a_model_does_not_save_are_said_and_no_swap_is_printed(
     found = ask("--model", f"forgetful.py:{name}")
     notes = [note for note in found["notes"] if "in no key that state_dict() writes" in note]
     assert [note.startswith(said or "") for note in notes] == ([True] if said else [])
-    assert [line.split()[1] for line in found["fix"]] == (["remap"] if said else ["swap-weights", "remap"])
+    names_differ = [] if name == "alone" else ["remap"]
+    assert [line.split()[1] for line in found["fix"]] == (names_differ if said else ["swap-weights", "remap"])
 
 
 def test_placeholders_stand_only_for_what_is_not_known(ask: Ask) -> None:

@@ -194,3 +194,19 @@ def test_values_that_depend_on_module_versions_are_not_cut(run: Run, tmp_path: P
     assert bool(list(tmp_path.glob("rank_*"))) == (done.status == 0)
     assert ("(_metadata) are absent, and rank files have no place for them" in done.err) == (done.status == 1)
     assert ("the module versions in _metadata are left out" in done.err) == (done.status == 0)
+
+
+def test_no_plan_puts_files_of_ranks_together(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "m.py").write_text("from torch import nn\ndef net(): return nn.Linear(4, 2)")
+    torch.save(torch.nn.Linear(4, 2).state_dict(), tmp_path / "in.pt")
+    model = ("--model", f"{tmp_path / 'm.py'}:net")
+    ranks = ("--to", "fsdp-sharded", "--world-size", 2, "-o", tmp_path / "rank_{rank}.pt")
+    assert run("remap", tmp_path / "in.pt", *model, *ranks).status == 0
+    words = ("remap", tmp_path / "rank_*.pt", *model, "-o", tmp_path / "out.pt")
+    refused = run(*words, "--save-plan", tmp_path / "plan.json")
+    assert (refused.status, "without a plan" in refused.err) == (2, True)
+    assert not (tmp_path / "plan.json").exists()
+    assert run(*words).status == 0
+    assert torch.load(tmp_path / "out.pt").keys() == torch.load(tmp_path / "in.pt").keys()
+    nowhere = run("remap", tmp_path / "in.pt", *model, *ranks[:-1], tmp_path / "new/rank_{rank}.pt")
+    assert (nowhere.status, f"mkdir -p {tmp_path / 'new'}" in nowhere.err) == (2, True)

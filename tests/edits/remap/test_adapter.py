@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpttool
+from ckpttool.cli.app import main
 from ckpttool.errors import Refused
 
 with warnings.catch_warnings():
@@ -154,6 +155,17 @@ def fused() -> nn.Module:
     return Fused()
 
 
+def saves_kernels() -> nn.Module:
+    model = old()
+    model.register_state_dict_post_hook(_as_kernels)
+    return model
+
+
+def _as_kernels(_: nn.Module, state: dict[str, Any], prefix: str, _meta: object) -> None:
+    for key in list(state):
+        state[f"{key}_kernel"] = state.pop(key)
+
+
 def test_modules_that_are_joined_are_refused_by_name(tmp_path: Path) -> None:
     trained(random.Random(2), 0, tmp_path / "a")
     source = str(tmp_path / "a/adapter_model.safetensors")
@@ -163,6 +175,27 @@ def test_modules_that_are_joined_are_refused_by_name(tmp_path: Path) -> None:
     assert modules
     assert all("both" in problem.problem for problem in modules), modules
     assert "--suggest" in refused.value.hint
+
+
+def test_nothing_is_said_of_the_targets_where_modules_keep_their_last_names(tmp_path: Path) -> None:
+    trained(random.Random(0), 0, tmp_path / "a")
+    source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "o.safetensors")
+    done = ckpttool.remap(source, out, rule=["layers.{x*} => blocks.{x*}"])
+    assert load_file(out).keys() == {key.replace(".layers.", ".blocks.") for key in load_file(source)}
+    assert not any("target_modules" in note for note in done.notes)
+
+
+def test_the_names_of_two_models_are_enough(tmp_path: Path) -> None:
+    """Of one that saves all under other keys: its modules are the same, and the adapter names modules."""
+    trained(random.Random(0), 0, tmp_path / "a")
+    source, out = str(tmp_path / "a/adapter_model.safetensors"), str(tmp_path / "o.safetensors")
+    files = [str(tmp_path / f"{name}.json") for name in ("old", "saves_kernels")]
+    for name, file in zip(("old", "saves_kernels"), files):
+        assert main(["trace", f"{__file__}:{name}", "-o", file]) == 0
+    ckpttool.remap(source, out, model=files[0], to_model=files[1])
+    found, was = load_file(out), load_file(source)
+    assert found.keys() == was.keys()
+    assert all(torch.equal(found[key], was[key]) for key in was)
 
 
 def test_rules_for_the_adapters_own_keys_are_those(tmp_path: Path) -> None:

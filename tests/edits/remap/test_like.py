@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool.errors import CkptError
+from ckpttool.formats.open import open_checkpoint
 from command import Run
 
 GATE = {"gate.weight": torch.ones(2), "head.weight": torch.zeros(3)}
@@ -58,3 +60,21 @@ def test_the_counter_of_an_average_stays_where_the_names_have_a_place_for_it(way
     else:
         torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2)).load_state_dict(found)
         assert (found["n_averaged"].item(), done.dropped) == (3, [])
+
+
+def test_what_is_open_already_is_taken_over_and_not_written_over(tmp_path: Path) -> None:
+    mine, theirs, out = (str(tmp_path / f"{name}.pt") for name in ("mine", "theirs", "out"))
+    torch.save(GATE, mine)
+    torch.save({f"module.{key}": value for key, value in GATE.items()}, theirs)
+    like = open_checkpoint(theirs)
+    with pytest.raises(CkptError, match="is the source itself"):
+        ckpttool.remap(mine, theirs, like=like, force=True)
+    assert ckpttool.remap(mine, out, like=like).counts["renamed"] == 2
+    assert torch.load(out).keys() == torch.load(theirs).keys()
+
+
+def test_nothing_in_common_with_what_is_empty(tmp_path: Path) -> None:
+    torch.save(GATE, tmp_path / "mine.pt")
+    torch.save(nn.Module().state_dict(), tmp_path / "empty.pt")
+    with pytest.raises(CkptError, match="no name in common"):
+        ckpttool.remap(str(tmp_path / "mine.pt"), str(tmp_path / "out.pt"), like=str(tmp_path / "empty.pt"))

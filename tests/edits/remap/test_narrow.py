@@ -28,8 +28,12 @@ def narrowed(state: dict, tmp_path: Path, *options: str) -> dict:
 @pytest.mark.parametrize("options", [(), MODEL])
 @pytest.mark.parametrize("form", ["plain", "compile", "dp", "dp(compile)"])
 def test_a_submodule_is_what_the_submodule_itself_saves(form: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    found = narrowed(wrap(form, net(0)).state_dict(), tmp_path, *options, "--select", "block")
+    state = wrap(form, net(0)).state_dict()
+    found = narrowed(state, tmp_path, *options, "--select", "block")
     assert same(dict(found), dict(net(0).block.state_dict()))
+    if not options:
+        (prefix,) = {key.partition("block")[0] for key in state if "block" in key}
+        assert same(dict(narrowed(state, tmp_path, "--select", f"{prefix}block")), dict(found))
     Net().block.load_state_dict(found)
 
 
@@ -44,6 +48,17 @@ def test_the_submodules_own_wrapper_stays(tmp_path: Path) -> None:
 def test_a_submodule_in_another_wrapper(tmp_path: Path) -> None:
     found = narrowed(wrap("compile", net(0)).state_dict(), tmp_path, "--select", "block", "--to", "dp")
     wrap("dp", net(1).block).load_state_dict(found)
+
+
+@pytest.mark.parametrize("options", [(), ("--select", "block")])
+def test_an_averages_counter_stays_where_the_average_does(options: tuple[str, ...], tmp_path: Path) -> None:
+    """A submodule is another model, and what begins to be averaged there has a counter of its own."""
+    average = torch.optim.swa_utils.AveragedModel(net(0))
+    average.n_averaged += 7
+    found = narrowed(average.state_dict(), tmp_path, *options, "--to", "averaged")
+    assert next(iter(found)) == "n_averaged"
+    found = narrowed(average.state_dict(), tmp_path, *options, "--to", "ddp")
+    assert "n_averaged" not in found
 
 
 def test_keep_prefix_is_torchs_keep_submodule_prefixes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,8 @@ def test_a_saved_plan_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
         "--rule|0.{x} => a.{x}|--drop|other.w|--drop|loose",
         "--drop|optimizer|--drop|rng|--drop|epoch",
         "--drop|optimizer.state.1.exp_avg",
+        "--drop|optimizer.state.*",
+        "--drop|model.1.bias",
         "--drop|model.1.*|--drop|other",
         "--drop|ema|--to|ddp",
         "--select|0|--sections|model",
@@ -260,6 +263,7 @@ def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
     parts = {"model": model.state_dict(), "ema": deepcopy(model.state_dict()), "optimizer": optimizer.state_dict()}
+    parts |= {"plain": torch.optim.SGD(model.named_parameters()).state_dict()}  # without state
     rest = {"other": {"w": torch.ones(5)}, "epoch": 3, "own": {"lr": 0.1}, "loose": torch.ones(7), "rng": [1]}
     source, plan = tmp_path / "in.pt", tmp_path / "plan.json"
     torch.save(parts | rest, source)
@@ -273,6 +277,99 @@ def test_a_plan_of_a_whole_training_does_all_that_its_options_did(tmp_path: Path
     words = line.split("|")
     gone = {words[at + 1] for at, word in enumerate(words) if word == "--drop" and "." not in words[at + 1]}
     assert torch.load(outs[0]).keys() == {*parts, *rest} - gone
+
+
+@pytest.mark.parametrize("line", ["--drop|twin", "--drop|optimizer", "--drop|model.0.bias", "--rule|0.{x} => a.{x}"])
+def test_what_no_pattern_names_stays_in_optimizers_too(tmp_path: Path, run: Run, line: str) -> None:
+    """Of one that has no state, and of one whose state the file holds for another one too."""
+    model = nn.Sequential(nn.Linear(2, 3))
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    adam.step()
+    saved = {"model": model.state_dict(), "optimizer": adam.state_dict(), "twin": adam.state_dict()}
+    torch.save(saved | {"plain": sgd.state_dict()}, tmp_path / "in.pt")
+    plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
+    assert run("remap", tmp_path / "in.pt", *line.split("|"), "-o", outs[0], "--save-plan", plan).status == 0
+    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", outs[1]).status == 0
+    for found in map(torch.load, outs):
+        assert found.keys() == {*saved, "plain"} - {line.removeprefix("--drop|")}
+        for name in found.keys() - {"model"}:
+            assert same_objects(found[name], torch.load(tmp_path / "in.pt")[name])
+
+
+def same_objects(one: Any, other: Any) -> bool:
+    """Whether two saved objects are the same to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_objects(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same_objects, one, other))
+    return bool(one == other)
+
+
+class Held:
+    """An object that holds what no tensor is made of."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+
+@pytest.mark.parametrize("gone", ["one", "two", "x"])
+def test_what_is_no_tensor_is_dropped_by_name_and_by_a_plan(tmp_path: Path, run: Run, gone: str) -> None:
+    """The others stay, with the storages that they hold."""
+    held = {name: Held(torch.full((size,), 1.0).untyped_storage()) for name, size in (("one", 2), ("two", 3))}
+    torch.save({"model": {"w": torch.ones(2)}, **held, "x": 1}, tmp_path / "in.pt")
+    plan, outs = tmp_path / "plan.json", [tmp_path / "one.pt", tmp_path / "two.pt"]
+    assert run("remap", tmp_path / "in.pt", "--drop", gone, "-o", outs[0], "--save-plan", plan).status == 0
+    assert run("remap", tmp_path / "in.pt", "--plan", plan, "-o", outs[1]).status == 0
+    for out in outs:
+        found = torch.load(out, weights_only=False)
+        assert found.keys() == {"model", "one", "two", "x"} - {gone}
+        assert all(found[n].storage.tolist() == h.storage.tolist() for n, h in held.items() if n != gone)
+        assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != gone]
+
+
+def test_what_another_section_alone_lacks_is_said_of_it(tmp_path: Path, run: Run) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    less = {key: value for key, value in model.state_dict().items() if key != "1.bias"}
+    (tmp_path / "m.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))"
+    )
+    torch.save({"model": model.state_dict(), "ema": less}, tmp_path / "in.pt")
+    asked = ("--model", f"{tmp_path / 'm.py'}:net", "--to", "ddp", "--sections", "model,ema")
+    words = (*asked, "-o", tmp_path / "out.pt", "--format", "json")
+    assert run("remap", tmp_path / "in.pt", *words).data["notes"] == ["ema: 1 name of the model not in the checkpoint"]
+    torch.save({"model": less, "ema": dict(less)}, tmp_path / "in.pt")
+    notes = run("remap", tmp_path / "in.pt", *words, "--force").data["notes"]
+    assert notes == ["1 name of the model not in the checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problems"),
+    [
+        ({"width": 3}, {"0.weight", "0.bias", "1.weight"}),
+        ({"layers": 1}, {"1.weight", "1.bias"}),
+        ({"width": 3, "layers": 1}, {"0.weight", "0.bias", "1.weight", "1.bias"}),
+        ({}, set()),
+    ],
+)
+def test_tensors_that_do_not_fit_another_model_are_refused_by_name(
+    tmp_path: Path, run: Run, kwargs: dict[str, int], problems: set[str]
+) -> None:
+    (tmp_path / "m.py").write_text(
+        "from torch import nn\n"
+        "def net(width=2, layers=2):\n"
+        "    return nn.Sequential(*(nn.Linear(*sizes) for sizes in ((2, width), (width, 2))[:layers]))"
+    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torch.save(torch.optim.swa_utils.AveragedModel(model).state_dict(), tmp_path / "in.pt")
+    operand = f"{tmp_path / 'm.py'}:net"
+    words = ("--model", operand, "--to-model", operand, "--to-model-kwargs", json.dumps(kwargs), "--format", "json")
+    done = run("remap", tmp_path / "in.pt", *words, "-o", tmp_path / "out.pt")
+    assert {problem["key"].removeprefix("module.") for problem in done.data.get("problems", ())} == problems
+    if not problems:
+        model.load_state_dict(torch.load(tmp_path / "out.pt"))
 
 
 def test_a_plan_that_drops_what_is_not_there(tmp_path: Path) -> None:

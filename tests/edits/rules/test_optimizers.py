@@ -320,3 +320,95 @@ def test_splits_of_hooks_need_no_torch_in_a_plan(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert same(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt"))
+
+
+def trained_under(names: dict[str, str], wrapper: str = "") -> dict[str, Any]:
+    """A model of two layers, its keys in a wrapper, and its optimizer by names; `names` are other ones for these."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    called = [names.get(name, name) for name, _ in model.named_parameters()]
+    state = {name: saved["state"][at] for at, name in enumerate(called) if name}
+    groups = [{**saved["param_groups"][0], "params": list(state)}]
+    weights = {wrapper + key: value for key, value in model.state_dict().items()}
+    return {"model": weights, "optimizer": {"state": state, "param_groups": groups}}
+
+
+JOINED = """join = ["0.weight", "1.weight"]\ninto = "both.weight\""""
+
+
+@pytest.mark.parametrize(
+    ("names", "rule", "problems"),
+    [
+        ({"0.bias": "x"}, 'rename = "0.weight => z"', {"is no tensor of the model that the rules change @ x"}),
+        ({"1.weight": ""}, JOINED, {"is made of 1.weight too, which the optimizer has not @ both.weight"}),
+        (
+            {"1.weight": "", "0.bias": "x"},
+            JOINED,
+            {
+                "is made of 1.weight too, which the optimizer has not @ both.weight",
+                "is no tensor of the model that the rules change @ x",
+            },
+        ),
+        (dict.fromkeys(("0.weight", "1.weight"), ""), JOINED, set()),  # what is trained has no part in it
+        ({}, JOINED, set()),
+    ],
+)
+def test_an_optimizer_that_the_rules_do_not_fit_is_refused_with_all_that_does_not(
+    names: dict[str, str], rule: str, problems: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(trained_under(names), tmp_path / "in.pt")
+    (tmp_path / "r.toml").write_text(f"[[rule]]\n{rule}\n")
+    words = ("--rules", str(tmp_path / "r.toml"), "-o", str(tmp_path / "out.pt"), "--format", "json")
+    assert main(["remap", str(tmp_path / "in.pt"), *words]) == bool(problems)
+    told = json.loads(capsys.readouterr().out)
+    assert {f"{one['problem']} @ {one['key']}" for one in told.get("problems", ())} == problems
+    if not problems:
+        saved = torch.load(tmp_path / "out.pt")
+        trained = ["0.bias", "1.bias", *([] if names else ["both.weight"])]
+        assert sorted(saved["optimizer"]["state"]) == trained
+        assert all(saved["optimizer"]["state"][name]["exp_avg"].shape == saved["model"][name].shape for name in trained)
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
+def test_names_without_the_wrappers_of_the_keys_follow_rules_for_these(wrapper: str, tmp_path: Path) -> None:
+    torch.save(trained_under({}, wrapper), tmp_path / "in.pt")
+    (tmp_path / "r.toml").write_text(f'[[rule]]\nrename = "{wrapper}0.{{x}} => {wrapper}body.{{x}}"\n')
+    words = ("--rules", str(tmp_path / "r.toml"), "-o", str(tmp_path / "out.pt"))
+    assert main(["remap", str(tmp_path / "in.pt"), *words]) == 0
+    found = torch.load(tmp_path / "out.pt")
+    assert [key.removeprefix(wrapper) for key in found["model"]] == list(found["optimizer"]["state"])
+    assert list(found["optimizer"]["state"]) == ["body.weight", "body.bias", "1.weight", "1.bias"]
+
+
+def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the model has one of them alone, so that its keys do not collide."""
+    saved = trained_under({})
+    del saved["model"]["1.weight"]
+    torch.save(saved, tmp_path / "in.pt")
+    assert main(["remap", str(tmp_path / "in.pt"), "--rule", "0.weight => 1.weight", "-o", str(tmp_path / "o.pt")]) == 1
+    assert "several parameters of the optimizer one name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saved", "words", "status", "said"),
+    [
+        ({"w": torch.ones(1)}, ("--optimizer-keys", "fqn"), 1, "holds no optimizer"),
+        (
+            {"model": {"w": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": []}},
+            ("--optimizer-keys", "fqn"),
+            0,
+            "",
+        ),
+        (trained_under({}), ("--to-model", "torch.nn:Module"), 1, "pass --model MODEL too"),
+    ],
+)
+def test_what_there_is_of_optimizers_is_asked_first(
+    saved: Any, words: tuple[str, ...], status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(saved, tmp_path / "in.pt")
+    assert main(["remap", str(tmp_path / "in.pt"), *words, "-o", str(tmp_path / "out.pt")]) == status
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "out.pt").exists() == (status == 0)

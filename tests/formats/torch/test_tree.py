@@ -108,6 +108,19 @@ def test_tensors_inside_of_what_two_entries_share_are_listed_in_both(tmp_path: P
     assert keys == ["w", "a_extra_state.0", "a_extra_state.1.deep", "b_extra_state.1.0", "b_extra_state.1.1.deep"]
 
 
+def test_optimizers_that_share_their_state_have_all_of_it(tmp_path: Path) -> None:
+    """As `optimizer.state_dict()` gives it twice; where too much is shared, a note says from where on none is seen."""
+    shared = {"exp_avg": W, "pad": [[number] for number in range(1000)]}
+    few = {name: {"state": {0: shared}, "param_groups": []} for name in "abc"}
+    found = opened(tmp_path, few)
+    assert [[entry.key for entry in section.tensors] for section in found.sections] == [["state.0.exp_avg"]] * 3
+    many = opened(tmp_path, {str(number): {"state": {0: shared}, "param_groups": []} for number in range(110)})
+    assert 90 < sum(len(section.tensors) for section in many.sections) < 110
+    assert [note.partition(" on, ")[2] for note in many.notes] == [
+        "sections that stand at several places are looked at in one of them"
+    ]
+
+
 def test_what_stands_beside_sections_is_named_where_it_stands(tmp_path: Path) -> None:
     value = {"m": STATE, "a": {"n": STATE | {}, "x": 1}, "b": {"x": 1}, "c": [1, 2], "o": Foreign(m=LINEAR, x=1)}
     assert opened(tmp_path, value).others == ("a.x", "b", "c")

@@ -209,6 +209,56 @@ def test_what_is_not_asked_rightly_is_no_answer(repository: Path, run: Run) -> N
     assert run("diff", "CKPT", "--update").status == 2
 
 
+LAYERS = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        for name, size in sizes:
+            setattr(self, name, nn.Linear(4, size))
+
+def net(): return Net(("first", 3), ("second", 5))
+def turned(): return Net(("second", 5), ("first", 3))
+def fused(): return Net(("qkv", 12), ("out", 6))
+def split(): return Net(*((name, 4) for name in ("q_proj", "k_proj", "v_proj")), ("out", 6))
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "commands"), [("net", "turned", ["remap"]), ("fused", "split", ["diff", "remap"])]
+)
+def test_what_no_rename_mends_is_mended_by_a_file_of_rules_and_another_order_by_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, old: str, new: str, commands: list[str]
+) -> None:
+    """Without an optimizer too: what a state belongs to is asked of the order of the parameters."""
+    monkeypatch.chdir(tmp_path)
+    Path("layers.py").write_text(LAYERS)
+    assert run("trace", f"layers.py:{old}", "-o", "names.json").status == 0
+    spec = importlib.util.spec_from_file_location("layers", "layers.py")
+    assert spec is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    net = getattr(module, old)()
+    optimizer = torch.optim.Adam(net.parameters())
+    sum(parameter.sum() for parameter in net.parameters()).backward()
+    optimizer.step()
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state if new == "turned" else state["model"], "CKPT")
+    fix = run("diff", "names.json", "--model", f"layers.py:{new}", "--format", "json").data["fix"]
+    assert [line.split()[1] for line in fix] == commands
+    for line in fix:
+        follow(run, line)
+    migrated = torch.load(fix[-1].split()[-1])
+    net = getattr(module, new)()
+    net.load_state_dict(migrated.get("model", migrated), strict=True)
+    if "optimizer" in migrated:
+        optimizer = torch.optim.Adam(net.parameters())
+        optimizer.load_state_dict(migrated["optimizer"])
+        assert all(optimizer.state[parameter]["exp_avg"].shape == parameter.shape for parameter in net.parameters())
+
+
 def test_two_names_files(repository: Path, run: Run) -> None:
     names = json.loads(Path("names.json").read_text())
     names["serialized"][0]["shape"] = [3, 3]
