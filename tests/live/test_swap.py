@@ -889,6 +889,8 @@ def test_a_loaded_package_takes_checked_weights(package: Any, tmp_path: Path) ->
         swap_weights(compiled, nn.Linear(2, 2).state_dict(), nn.Linear(2, 2))
     assert other.value.message == "no constant of the package is a weight of the model"
     assert "no such weight in the model @ inner.bias" in problems(other)
+    with pytest.raises(Refused, match="no constant of the package"):
+        swap_weights(compiled, good.state_dict(), lambda: nn.LazyLinear(2))  # whose tensors have no shapes yet
     with pytest.raises(CkptError) as unknown:
         swap_weights(compiled, good.state_dict())
     assert "does not say what shapes and dtypes" in unknown.value.message
