@@ -24,7 +24,8 @@ from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import check_assumed, filesystem, forget, stat
+from ckpttool.io.remote.kept import Stat
+from ckpttool.io.remote.read import check_assumed, filesystem, forget, stat, there
 from ckpttool.io.sources import note_streamed
 from ckpttool.values import dataclass
 
@@ -109,17 +110,15 @@ def _paths(pieces: Pieces) -> set[str]:
 
 def _joined(pieces: Pieces) -> Iterator[Piece]:
     """The pieces; spans that go on where the one before them ended are one."""
-    last: Piece | None = None
-    for piece in pieces:
-        if last is not None and _goes_on(last, piece):
+    last, *others = pieces
+    for piece in others:
+        if _goes_on(last, piece):
             assert isinstance(last.data, Span)
             last = Piece(Span(last.data.path, last.data.offset, last.nbytes + piece.nbytes))
-            continue
-        if last is not None:
+        else:
             yield last
-        last = piece
-    if last is not None:
-        yield last
+            last = piece
+    yield last
 
 
 def _goes_on(last: Piece, piece: Piece) -> bool:
@@ -190,10 +189,15 @@ def check_absent(url: str) -> None:
     """Raises `CkptError` where an object is there by now."""
     forget(url)
     if stat(url) is not None:
-        raise CkptError(
-            f"{url} exists: another process has written it meanwhile",
-            hint="pass --force to overwrite it, or name another file",
-        )
+        raise came_meanwhile(url)
+
+
+def came_meanwhile(url: str) -> CkptError:
+    """What is said where somebody else was quicker."""
+    return CkptError(
+        f"{url} exists: another process has written it meanwhile",
+        hint="pass --force to overwrite it, or name another place",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +245,8 @@ class Upload:
         if any(part["ETag"].strip('"') != part["MD5"] for part in parts):
             return False
         whole = hashlib.md5(b"".join(bytes.fromhex(part["MD5"]) for part in parts), usedforsecurity=False)
-        found = stat(self.url)
-        tag = ("ETag", f'"{whole.hexdigest()}-{len(parts)}"')
-        return found is not None and (found.size, found.version) == (nbytes, tag)
+        tag = f'"{whole.hexdigest()}-{len(parts)}"'
+        return stat(self.url) == Stat(folder=False, size=nbytes, version=("ETag", tag))
 
     def _in_order(self) -> list[dict[str, Any]]:
         return sorted(self.parts, key=lambda part: int(part["PartNumber"]))
@@ -290,8 +293,9 @@ class Upload:
         Not where `there` is what it says of one that is there, and it is the same by its MD5.
         """
         md5 = self._md5(part)
-        has = there is not None and there["ETag"].strip('"') == md5
-        return {**(there if there is not None and has else self._put(number, part)), "MD5": md5}
+        if there is None or there["ETag"].strip('"') != md5:
+            there = self._put(number, part)
+        return {**there, "MD5": md5}
 
     def _put(self, number: int, part: Span | bytes) -> dict[str, Any]:
         if isinstance(part, bytes):
@@ -314,10 +318,8 @@ class Upload:
         check_assumed(span.path)
         note_streamed(span.path)
         bucket, key, version = self.fs.split_path(filesystem(span.path)[1])
-        found = stat(span.path)
-        known = found is not None and found.version[0] == "ETag"
         return {
             "CopySource": {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})},
             "CopySourceRange": f"bytes={span.offset}-{span.offset + span.length - 1}",
-            **({"CopySourceIfMatch": found.version[1]} if found is not None and known else {}),
+            "CopySourceIfMatch": there(span.path).version[1],
         }

@@ -6,7 +6,6 @@ Python's own reader lets duplicate keys, ``NaN``, ``-0`` as an integer and lone 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -34,8 +33,9 @@ def loads(text: str, *, surrogates: bool = False) -> Any:
     With `surrogates` strings may hold lone ones, as keys of a pickle may.
     """
     decoder = _DECODER if "-0" in text else _PLAIN_DECODER  # reading integers in Python is half of the time
-    value, end = _value(text, _after(_BLANKS, text, 0), decoder)
-    _check_end(text, end)
+    value, end = _value(text, len(text) - len(text.lstrip(_BLANKS)), decoder)
+    if text[end:].strip(_BLANKS):
+        raise ValueError(f"more text after the end of the JSON value at character {end}")
     if not surrogates:
         _check_surrogates(text, value)
     return value
@@ -58,14 +58,7 @@ def quoted(text: str) -> str:
     return json.encoder.encode_basestring(text)
 
 
-_BLANKS = re.compile(r"[ \t\n\r]*")
-
-
-def _after(mark: re.Pattern[str], text: str, at: int) -> int:
-    match = mark.match(text, at)
-    if match is None:
-        raise ValueError(f"{text[at : at + 10]!r} at character {at} is out of place")
-    return match.end()
+_BLANKS = " \t\n\r"
 
 
 def _value(text: str, at: int, decoder: json.JSONDecoder | None = None) -> tuple[Any, int]:
@@ -73,11 +66,6 @@ def _value(text: str, at: int, decoder: json.JSONDecoder | None = None) -> tuple
         return (decoder or _DECODER).raw_decode(text, at)
     except RecursionError:
         raise ValueError("nested too deep") from None
-
-
-def _check_end(text: str, at: int) -> None:
-    if _after(_BLANKS, text, at) != len(text):
-        raise ValueError(f"more text after the end of the JSON value at character {at}")
 
 
 def _check_surrogates(text: str, value: Any) -> None:

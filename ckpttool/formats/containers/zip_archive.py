@@ -147,7 +147,7 @@ class _Window(NamedTuple):
     length: int
 
     def read(self, offset: int, count: int) -> bytes:
-        if offset < 0 or offset + count > self.length:
+        if offset + count > self.length:
             raise _corrupt(self.path, "the zip directory points outside the file")
         return _read_at(self.path, self.file, count, self.base + offset)
 
@@ -204,7 +204,7 @@ def _by_layout(window: _Window, entries: Sequence[_Entry], directory: int) -> di
         return found
     placed = sorted(entries, key=lambda entry: entry.start)
     for entry, end in zip(placed, [*(entry.start for entry in placed[1:]), directory]):
-        usual = entry.method == STORED and entry.size == entry.nbytes and entry.flags & HAS_DESCRIPTOR
+        usual = entry.method == STORED and entry.flags & HAS_DESCRIPTOR
         data = data_of(entry.raw_name, entry.start, entry.size, end) if usual and is_storage(entry.raw_name) else None
         if data is not None:
             found[entry.start] = _record(window, entry, data)
@@ -282,6 +282,8 @@ def _parse_directory(path: str, directory: bytes, end: _End) -> list[_Entry]:
             size, nbytes, start = wide
         if disk not in (0, U16):
             raise _corrupt(path, "the archive is one part of several (multi-disk)")
+        if method == STORED and size != nbytes:
+            raise _corrupt(path, "a stored record has two different sizes", [_decode(path, raw_name, flags)])
         entries.append(_Entry(raw_name, flags, method, crc, nbytes, size, start, directory[at:after]))
         at = after
     if at != len(directory):
@@ -309,14 +311,12 @@ def extra_fields(extra: bytes) -> Iterable[tuple[int, bytes]]:
 
 def _locate(window: _Window, entry: _Entry) -> Record:
     """The record of a directory entry; its local header says where the data begins."""
-    raw_name, flags, method, _, nbytes, size, start, _ = entry
+    raw_name, start = entry.raw_name, entry.start
     header = window.read(start, LOCAL.size + len(raw_name))
     name_length, extra_length = header[26] | header[27] << 8, header[28] | header[29] << 8
-    name = _decode(window.path, raw_name, flags)
     if not header.startswith(LOCAL_SIGNATURE) or name_length != len(raw_name) or header[LOCAL.size :] != raw_name:
+        name = _decode(window.path, raw_name, entry.flags)
         raise _corrupt(window.path, "the zip directory points to where no such record is", [name])
-    if method == STORED and size != nbytes:
-        raise _corrupt(window.path, "a stored record has two different sizes", [name])
     return _record(window, entry, start + LOCAL.size + name_length + extra_length)
 
 

@@ -53,10 +53,9 @@ def layout_archive(
     for entry in entries:
         if isinstance(entry, NewRecord):
             layout.add(entry)
-        elif source is not None:
-            layout.keep(source, entry)
         else:
-            raise ValueError("a kept record needs the archive that it is kept from")
+            assert source is not None
+            layout.keep(source, entry)
     layout.finish()
     return layout.pieces
 
@@ -125,11 +124,10 @@ class _Layout:
     def add(self, record: NewRecord) -> None:
         start, size, name = self.cursor, record.nbytes, record.name.encode()
         flags = za.UTF8 | (za.HAS_DESCRIPTOR if size else 0)  # torch writes no descriptor behind an empty record
-        known = zlib.crc32(record.data) if not record.crc and isinstance(record.data, bytes) else record.crc
+        crc = record.crc or (zlib.crc32(record.data) if isinstance(record.data, bytes) else 0)
         fixed = za.LOCAL.pack(za.LOCAL_SIGNATURE, 0, flags, za.STORED, 0, 0, 0, 0, 0, 0, 0)
         header = _local_header(fixed, name, b"", start, size, self.alignment)
-        late = Crc() if not known and size and not isinstance(record.data, bytes) else None
-        crc = known or 0
+        late = Crc() if size and not crc and not isinstance(record.data, bytes) else None
         descriptor = _descriptor(start, size, size, crc) if size else b""
         if isinstance(record.data, bytes):
             self.put(header + record.data + descriptor)
@@ -145,7 +143,7 @@ class _Layout:
 
     def keep(self, source: Archive, record: Record) -> None:
         start = self.cursor
-        step = self._step(source, record)
+        step = self._step(record)
         header = None if self._fits(record, step) else _padded_header(source, record, start, step)
         if header is None:
             self.put(_region(source, record.start, record.end))
@@ -162,11 +160,11 @@ class _Layout:
                 self.put(descriptor)
         self.directory.append((_central_entry(record.central, start, record.nbytes, record.size), None))
 
-    def _step(self, source: Archive, record: Record) -> int:
+    def _step(self, record: Record) -> int:
         """Bytes by a multiple of which the record's data may move: large data keeps its place within a block, so that
         two files can share it."""
         aligned = not record.data % self.alignment and not BLOCK % self.alignment
-        return BLOCK if aligned and record.nbytes >= LEAST and not source.base % BLOCK else self.alignment
+        return BLOCK if aligned and record.nbytes >= LEAST else self.alignment
 
     def _fits(self, record: Record, step: int) -> bool:
         """True where the record's own local header is right at the cursor too: its data stays aligned."""
@@ -241,7 +239,7 @@ def _descriptor(start: int, nbytes: int, size: int, crc: int) -> bytes:
 
 
 def _late_descriptor(length: int, start: int, size: int, late: Crc) -> Lazy:
-    return Lazy(length, lambda: [_descriptor(start, size, size, late.value)] if length else [])
+    return Lazy(length, lambda: [_descriptor(start, size, size, late.value)])
 
 
 def _late_directory(directory: Sequence[tuple[bytes, Crc | None]]) -> Iterable[bytes]:

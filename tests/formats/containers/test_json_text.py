@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.formats.containers.json_text import dumps, loads, quoted, value_at
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.json_text import dumps, loads, quoted, read_file, value_at
+from ckpttool.limits import Limits, limited
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -27,6 +29,14 @@ def test_what_python_writes_is_read(value, indent, ascii_only):
 @given(st.text())
 def test_a_quoted_text_is_that_of_dumps(text):
     assert quoted(text) == dumps(text)
+
+
+def test_blanks_around_a_value_are_no_part_of_it(tmp_path):
+    (tmp_path / "a.json").write_text(" \t\r\n[1]\n\r\t ")
+    with limited(Limits(json_bytes=11)):
+        assert read_file(str(tmp_path / "a.json"), "") == [1]
+    with limited(Limits(json_bytes=10)), pytest.raises(CkptError, match="--limit json_bytes"):
+        read_file(str(tmp_path / "a.json"), "")
 
 
 def test_a_name_stands_once():
@@ -48,6 +58,8 @@ NO_OBJECTS = [
     "{a:1}",
     "{'a':1}",
     "\ufeff{}",
+    "\x0b{}",
+    "{}\xa0",
 ]
 NO_VALUES = ["NaN", "-Infinity", "1e999", "01", "+1", '"\\ud800"', '"\n"', "[" * 99_999, "9" * 5000]
 

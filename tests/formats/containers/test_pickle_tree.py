@@ -119,9 +119,10 @@ SHARED = ["shared"]
 OBJECTS: dict[str, Any] = {
     "scalars": [None, True, False, 0, 1, 255, 256, 65535, 65536, -1, -(2**31), 2**31 - 1, 2**31, 1.5, -0.0, 1e300],
     "big ints": [2**63, -(2**63), 2**100, -(2**100), 2**2000, -(2**64) - 1, -128, -(2**39), -(2**40) + 1],
+    "ints of 255 bytes": [2**2039 - 1, -(2**2039)],
     "special floats": [float("inf"), float("-inf"), float("nan")],
-    "strings": ["", "a", "abc", "ü", "日本語", "\ud800", "a\nb", "x" * 300, "x" * 70_000, "\U0001f600"],
-    "bytes": [b"", b"a", b"\x00\xff" * 200, bytearray(b"abc"), bytearray()],
+    "strings": ["", "a", "abc", "ü", "日本語", "\ud800", "a\nb", "x" * 255, "x" * 256, "x" * 70_000, "\U0001f600"],
+    "bytes": [b"", b"a", b"\x00\xff" * 128, b"\xff" * 255, bytearray(b"abc"), bytearray()],
     "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((),), (("a",),) * 5],
     "containers": {"list": [], "dict": {}, "set": {1}, "frozen": frozenset("a"), "empty": [set(), frozenset()]},
     "complex and ranges": [1 + 2j, range(3), slice(1, 2)],
@@ -321,6 +322,16 @@ def test_a_call_whose_result_is_thrown_away_is_still_seen() -> None:
     assert dumps(tree) == b"\x80\x02}q\x00."
 
 
+@pytest.mark.parametrize("arguments", ["(0, 1)", "(1, 1)", "(1,)", "(1, 1, 1)", "()"])
+def test_only_what_sets_a_state_of_the_object_below_is_its_state(arguments: str) -> None:
+    """A call that is thrown away, as a state setter is, with the objects 0 (below it) and 1 as arguments."""
+    parts = {"0": b"h\x00", "1": b"h\x01", "(": b"(", ")": b"t"}
+    made = b"".join(parts.get(word, b"") for word in arguments)
+    root = loads(b"\x80\x02ca\nb\n)Rq\x01ca\nb\n)Rq\x00cset\nstate\n" + made + b"R0\x86.").root
+    assert (root[1].setter is not None) == (arguments == "(0, 1)")
+    assert root[1].state is (root[0] if root[1].setter else ABSENT)
+
+
 def test_pickles_that_follow_each_other() -> None:
     data = pickle.dumps([1], 2) + pickle.dumps({"a": 2}, 2)
     first = loads(data)
@@ -353,10 +364,14 @@ def test_references_come_in_reading_order() -> None:
         (b"(I1\nt.", (1,)),
         (b"]p5\n0g5\n.", []),
         (b"K\x012\x86.", (1, 1)),
+        (b"\x88.", True),
+        (b"I" + b"9" * 4300 + b"\n.", 10**4300 - 1),
+        (b"}\x8a\x09" + b"\xff" * 8 + b"\x00K\x01s.", {2**64 - 1: 1}),
     ],
 )
 def test_opcodes_of_old_pickles(data: bytes, value: Any) -> None:
     assert loads(data).root == value == pickle.loads(data)
+    assert loads(data).protocol == 0
     assert pickle.loads(dumps(loads(data))) == value
 
 
@@ -386,8 +401,9 @@ def test_strings_of_python_2_keep_their_bytes() -> None:
 
 
 def test_a_global_with_a_line_end_in_its_name_does_not_become_opcodes() -> None:
-    tree = loads(b"\x80\x02X\x01\x00\x00\x00aX\x05\x00\x00\x00b\nK\x01.\x93.")
-    assert loads(dumps(tree)).root == Global("a", "b\nK\x01.")
+    for name in (b"b\nK\x01.", b"\xed\xa0\x80", "ü".encode()):
+        tree = loads(b"\x80\x02X\x01\x00\x00\x00aX" + struct.pack("<i", len(name)) + name + b"\x93.")
+        assert loads(dumps(tree)).root == Global("a", name.decode("utf-8", "surrogatepass"))
 
 
 BAD = {
@@ -401,7 +417,8 @@ BAD = {
     "pop of nothing": b"\x80\x020.",
     "tuple without mark": b"\x80\x02t.",
     "appends without mark": b"\x80\x02]e.",
-    "mark below what is left": b"\x80\x02](0\x86t.",
+    "mark below what is left": b"\x80\x02]](\x86t\x86.",
+    "pop below a mark": b"\x80\x02]](\x860.",
     "unknown memo": b"\x80\x02h\x07.",
     "unknown opcode": b"\x80\x02\xff.",
     "extension": b"\x80\x02\x82\x01.",
@@ -421,6 +438,7 @@ BAD = {
     "list as key": b"\x80\x02}]K\x01s.",
     "dict in a tuple as key": b"\x80\x02}}\x85K\x01s.",
     "endless int as key": b"\x80\x02}\x8a\x20" + b"\x01" * 32 + b"K\x01s.",
+    "int of 65 bits as key": b"\x80\x02}\x8a\x09" + bytes(8) + b"\x01K\x01s.",
     "key without value": b"\x80\x02}(K\x01u.",
     "append to a tuple": b"\x80\x02)K\x01a.",
     "set on a list": b"\x80\x02]K\x01K\x01s.",
@@ -429,6 +447,9 @@ BAD = {
     "append after build": b"\x80\x02cos\nsystem\n)R}bK\x01a.",
     "call without tuple": b"\x80\x02cos\nsystem\n]R.",
     "name that is no string": b"\x80\x04K\x01K\x02\x93.",
+    "module that is no string": b"\x80\x04K\x01\x8c\x01a\x93.",
+    "keywords that are none": b"\x80\x04ca\nb\n)]\x92.",
+    "arguments beside keywords that are none": b"\x80\x04ca\nb\n]}\x92.",
     "persistent id that is none": b"\x80\x02]Q.",
     "items for a frozenset": b"\x80\x04(\x91\x94(h\x00\x90.",
     "protocol cut off": b"\x80",
@@ -454,6 +475,8 @@ def test_whether_a_pickle_ends_too_early_or_asks_for_too_much_is_told_apart() ->
 def test_limits() -> None:
     with limited(Limits(pickle_bytes=3)), pytest.raises(CkptError, match="--limit pickle_bytes=6"):
         loads(b"\x80\x02].")
+    with limited(Limits(pickle_bytes=3)):
+        assert loads(b"abK\x07.", start=2).root == 7
     with limited(Limits(pickle_opcodes=50)), pytest.raises(CkptError, match="--limit pickle_opcodes=100"):
         loads(b"\x80\x02" + b"]0" * 100 + b"].")
 
@@ -505,6 +528,8 @@ def test_a_tuple_of_ever_more_stays_small() -> None:
 
 
 def test_a_number_repeated_stays_small() -> None:
+    for number in (2**2039, -(2**2039) - 1):  # of 256 bytes
+        assert pickle.loads(dumps(loads(pickle.dumps([number] * 2, 2)))) == [number] * 2
     data = b"\x80\x02(\x8b" + struct.pack("<i", 100_000) + b"\x01" * 100_000 + b"q\x00" + b"h\x00" * 10_000 + b"t."
     assert len(dumps(loads(data))) < 200_000
 

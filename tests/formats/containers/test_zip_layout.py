@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ import pytest
 import torch
 
 from ckpttool.checkpoint import Lazy, Span
-from ckpttool.formats.containers.zip_archive import Archive, Record, read_archive, read_record
-from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.containers.zip_archive import DEFLATED, Archive, Record, read_archive, read_record
+from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive, layout_behind
 from ckpttool.formats.containers.zip_place import U32
-from ckpttool.io.pieces import Pieces
+from ckpttool.io.pieces import BLOCK, LEAST, Pieces
 from files import content, write_pieces
 
 
 def save(tmp_path: Path, count: int = 6) -> Archive:
     path = tmp_path / "source.pt"
-    torch.save({f"w{i}": torch.full((i + 1,), float(i)) for i in range(count)}, path)
+    torch.save({f"w{i}": torch.full((i,), float(i)) for i in range(count)}, path)  # the first is empty
     return read_archive(str(path))
 
 
@@ -100,6 +101,27 @@ def test_records_dropped_and_reordered(tmp_path: Path) -> None:
     assert all(record.data % 64 == 0 for record in changed.records)
 
 
+def test_records_in_reverse(tmp_path: Path) -> None:
+    """Each fits at another's place, so that all are copied as they are."""
+    path = tmp_path / "source.pt"
+    torch.save({f"w{i}": torch.full((16,), float(i)) for i in range(4)}, path)
+    archive = read_archive(str(path))
+    entries = sorted(archive.records, key=lambda record: record.name if "/data/" in record.name else "", reverse=True)
+    changed = check(layout_archive(archive, entries), tmp_path / "out.pt")
+    assert list(contents(changed).items()) == [(record.name, contents(archive)[record.name]) for record in entries]
+
+
+@pytest.mark.parametrize("alignment", [64, 8192])
+def test_large_records_keep_their_alignment(tmp_path: Path, alignment: int) -> None:
+    new = [NewRecord("a/first", b"1"), NewRecord("a/x", b"x" * LEAST), NewRecord("a/y", b"y" * LEAST)]
+    archive = check(layout_archive(None, new, alignment), tmp_path / "source.pt")
+    for first in (b"1" * 5000, b"1" * 9000):
+        entries: list[Record | NewRecord] = [NewRecord("a/first", first), *archive.records[1:]]
+        changed = check(layout_archive(archive, entries, alignment), tmp_path / "out.pt")
+        assert {record.data % alignment for record in changed.records} == {0}
+        assert [record.data % BLOCK for record in changed.records[1:]] == [r.data % BLOCK for r in archive.records[1:]]
+
+
 def test_another_alignment(tmp_path: Path) -> None:
     changed = check(layout_archive(None, [NewRecord("a/x", b"1"), NewRecord("a/y", b"2")], 4096), tmp_path / "out.pt")
     assert [record.data for record in changed.records] == [4096, 8192]
@@ -113,9 +135,40 @@ def test_checksums_computed_while_writing(tmp_path: Path) -> None:
         NewRecord("a/lazy", Lazy(4, lambda: [b"ab", memoryview(b"cd")])),
         NewRecord("a/empty", Span(str(source), 3, 0)),
         NewRecord("a/bytes", b"efg"),
+        NewRecord("a/zero", b"\x9d\x0a\xd9\x6d"),  # whose checksum is 0
     ]
+    assert zlib.crc32(b"\x9d\x0a\xd9\x6d") == 0
     changed = check(layout_archive(None, entries), tmp_path / "out.zip")
-    assert contents(changed) == {"a/span": b"23456", "a/lazy": b"abcd", "a/empty": b"", "a/bytes": b"efg"}
+    expected = {"a/span": b"23456", "a/lazy": b"abcd", "a/empty": b"", "a/bytes": b"efg", "a/zero": b"\x9d\x0a\xd9\x6d"}
+    assert contents(changed) == expected
+
+
+def test_records_behind_an_archive_with_a_new_one_among_them(tmp_path: Path) -> None:
+    archive = save(tmp_path)
+    first = NewRecord(archive.records[0].name, b"other")
+    edited = edit_behind(archive, [first, *archive.records[1:], NewRecord("source/new", b"new")])
+    assert edited is not None
+    old = contents(archive)
+    assert contents(check(edited.pieces, tmp_path / "out.pt")) == {
+        **old,
+        archive.records[0].name: b"other",
+        "source/new": b"new",
+    }
+    assert edited.before.endswith(b"\0" + old[archive.records[0].name])
+    assert edited.index.endswith(b"\0other\0new")
+
+
+def test_a_compressed_record_without_a_checksum_is_kept_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "plain.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
+        for name in ("a", "b"):
+            out.writestr(name, name * 100)
+    data = path.read_bytes().replace(struct.pack("<I", zlib.crc32(b"b" * 100)), bytes(4))
+    path.write_bytes(data)
+    archive = read_archive(str(path))
+    write_pieces(layout_archive(archive, [NewRecord("a", b"new"), archive.by_name["b"]]), tmp_path / "out.zip")
+    kept = read_archive(str(tmp_path / "out.zip"))
+    assert (kept.by_name["b"].method, contents(kept)["b"]) == (DEFLATED, b"b" * 100)
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -126,10 +179,14 @@ def test_records_of_other_writers_are_kept(tmp_path: Path, compression: int) -> 
             info = zipfile.ZipInfo(name, (2020, 2, 3, 4, 5, 6))
             info.comment, info.extra = b"of " + name.encode(), struct.pack("<HH3s", 0x7777, 3, b"own")
             out.writestr(info, name.encode() * 100, compression)
+        with out.open("wide", "w", force_zip64=True) as wide:  # its header has a field, and none to pad with
+            wide.write(b"d" * 100)
     archive = read_archive(str(path))
     pieces = layout_archive(archive, [NewRecord("a", b"new"), *archive.records[1:]])
     changed = check(pieces, tmp_path / "out.zip")
-    assert contents(changed) == {"a": b"new", "b": b"b" * 100, "c": b"c" * 100}
+    assert contents(changed) == {"a": b"new", "b": b"b" * 100, "c": b"c" * 100, "wide": b"d" * 100}
+    ((old, before), (new, after)) = ((a.by_name["wide"], Path(a.path).read_bytes()) for a in (archive, changed))
+    assert after[new.start : new.end] == before[old.start : old.end]
     kept = zipfile.ZipFile(tmp_path / "out.zip").getinfo("b")
     assert (kept.date_time, kept.comment, kept.extra[-7:]) == ((2020, 2, 3, 4, 5, 6), b"of b", b"ww\3\0own")
 
@@ -167,31 +224,53 @@ def sparse(tmp_path: Path, name: str, nbytes: int) -> Path:
     return path
 
 
-def test_storages_beyond_four_gibibytes(tmp_path: Path) -> None:
-    """Headers, descriptors and directory of zip64 records, as torch writes them."""
+def is_like(pieces: Pieces, path: Path) -> bool:
+    """Whether the pieces are as the file; the bytes of spans, which lie in holes, are not read."""
+    at = 0
+    with open(path, "rb") as file:
+        for piece in pieces:
+            if isinstance(piece.data, bytes):
+                file.seek(at)
+                if file.read(len(piece.data)) != piece.data:
+                    return False
+            at += piece.nbytes
+    return at == path.stat().st_size
+
+
+def all_new(archive: Archive) -> list[NewRecord]:
+    return [NewRecord(record.name, archive.span(record), record.crc) for record in archive.records]
+
+
+@pytest.mark.parametrize("size", [U32 - 1, U32, U32 + 70, None])
+def test_storages_beyond_four_gibibytes(tmp_path: Path, size: int | None) -> None:
+    """Headers, descriptors and directory of zip64 records, as torch writes them; one begins where they begin."""
+    if size is None:
+        size = U32 - 16 - read_archive(str(sparse(tmp_path, "big.pt", 1 << 31))).by_name["big/data/0"].data
+    path = sparse(tmp_path, "big.pt", size)
+    archive = read_archive(str(path))
+    assert archive.by_name["big/data/1"].start >= U32
+    assert is_like(layout_archive(None, all_new(archive)), path)
+
+
+def test_the_descriptor_of_a_large_record_with_another_behind_it_that_is_none_any_more(tmp_path: Path) -> None:
     path = sparse(tmp_path, "big.pt", U32 + 70)
     archive = read_archive(str(path))
-    assert archive.by_name["big/data/1"].data > U32
-    entries: list[Record | NewRecord] = []
-    for record in archive.records:
-        data = Span(archive.path, record.data, record.nbytes)
-        entries.append(NewRecord(record.name, data, record.crc))
-    rewritten = layout_archive(None, entries)
-    assert sum(piece.nbytes for piece in rewritten) == archive.length
-    at = 0
-    for piece in rewritten:  # without reading the four gibibytes
-        if isinstance(piece.data, bytes):
-            with open(path, "rb") as file:
-                file.seek(at)
-                assert file.read(len(piece.data)) == piece.data
-        at += piece.nbytes
+    pieces = layout_behind(archive, [record for record in archive.records if record.name != "big/data/1"])
+    with open(path, "ab") as out:
+        out.writelines(chunk for piece in pieces[1:] for chunk in content(piece.data))
+    changed = read_archive(str(path))
+    assert not changed.is_tight
+    assert changed.by_name["big/data/0"] == archive.by_name["big/data/0"]
 
 
-def test_records_that_move_across_four_gibibytes(tmp_path: Path) -> None:
-    path = sparse(tmp_path, "big.pt", U32 - 100_000)
+@pytest.mark.parametrize("size", [U32 - 100_000, U32 - 1])
+@pytest.mark.parametrize("more", [200_000, 3200 * 64])
+def test_records_that_move_across_four_gibibytes(tmp_path: Path, size: int, more: int) -> None:
+    """Or beyond them; by whole alignments, or others."""
+    path = sparse(tmp_path, "big.pt", size)
     archive = read_archive(str(path))
-    assert archive.by_name["big/data/1"].start < U32
-    longer: list[Record | NewRecord] = [NewRecord("big/data.pkl", bytes(200_000)), *archive.records[1:]]
+    first = archive.records[0]
+    longer: list[Record | NewRecord] = [NewRecord(first.name, bytes(first.nbytes + more)), *archive.records[1:]]
     pieces = layout_archive(archive, longer)
     moved = tmp_path / "moved.pt"
     ends = 1 << 16  # of each span; what lies between is the big storage, and stays a hole
@@ -214,6 +293,9 @@ def test_records_that_move_across_four_gibibytes(tmp_path: Path) -> None:
     after = changed.by_name["big/data/1"]
     assert after.start >= U32
     assert after.data % 64 == 0
+    assert is_like(layout_archive(None, all_new(changed)), moved)
     reader: Any = torch._C.PyTorchFileReader(str(moved))
     assert reader.get_record_offset("data/1") == after.data
     assert read_record(changed, changed.by_name["big/version"], 100) == b"3\n"
+    original = NewRecord("big/data.pkl", read_record(archive, archive.records[0], 1000))
+    assert is_like(layout_archive(changed, [original, *changed.records[1:]]), path)

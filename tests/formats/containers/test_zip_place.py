@@ -26,6 +26,18 @@ def test_every_storage_that_torch_writes_is_told_from_its_place_and_its_size(tmp
         assert data_of(*place, record.end - 1) is None
 
 
+def test_a_storage_that_begins_at_the_end_of_four_gibibytes(tmp_path: Path) -> None:
+    """From there on its header holds its place in 64 bits."""
+    sizes = [1 << 31, 7]
+    for _ in range(2):
+        with torch.serialization.skip_data():
+            torch.save([torch.empty(size, dtype=torch.uint8) for size in sizes], tmp_path / "a.pt")
+        first, record = (r for r in read_archive(str(tmp_path / "a.pt")).records if is_storage(r.name.encode()))
+        sizes = [U32 - 16 - first.data, 7]
+    assert record.start == U32
+    assert data_of(record.name.encode(), record.start, record.nbytes, record.end) == record.data
+
+
 @pytest.mark.parametrize("length", range(1, 66))
 def test_wherever_the_name_ends(tmp_path: Path, length: int) -> None:
     """The name of the archive, which stands in that of each record, moves the data through a whole alignment."""

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,19 @@ def test_constants_that_are_no_tensors_stay(version, tmp_path):
     with pytest.raises(Refused) as caught:
         layout(replace(found, sections=(found.sections[0], replace(found.sections[1], extras=()))))
     assert [str(p) for p in caught.value.problems] == ["its objects that are no tensors cannot be changed @ constants"]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("version", STATE)
+def test_a_state_dict_keeps_its_type_under_other_names(version, kind, tmp_path):
+    state = loaded(records(program(version).source)[STATE[version]])
+    old = read(rewritten(version, tmp_path / "old.pt2", STATE[version], saved(kind(state))))
+    new = {key: key.replace("norm.", "other.") for key in state}
+    sections = [replace(s, tensors=tuple(e.under(new.get(e.key, e.key)) for e in s.tensors)) for s in old.sections]
+    out = write_pieces(layout(replace(old, sections=tuple(sections))), tmp_path / "out.pt2")
+    found = loaded(records(out)[STATE[version]])
+    assert (type(found), list(found)) == (kind, list(new.values()))
+    assert all(torch.equal(found[new[key]], state[key]) for key in state)
 
 
 # Hostile and damaged files

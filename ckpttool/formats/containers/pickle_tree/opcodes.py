@@ -38,13 +38,6 @@ class State:
 Handler = Callable[[bytes, int, "list[Any]", "dict[int, Any]", State], int]
 
 
-def _take(data: bytes, at: int, length: int) -> bytes:
-    taken = data[at : at + length]
-    if len(taken) != length:
-        raise ValueError(f"{length} bytes are announced, {len(taken)} are left")
-    return taken
-
-
 def _line(data: bytes, at: int) -> tuple[bytes, int]:
     end = data.find(b"\n", at)
     if end < 0:
@@ -178,7 +171,6 @@ def _dup(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: St
 
 def _skip(width: int) -> Handler:
     def skip(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
-        _take(data, at, width)
         return at + width
 
     return skip
