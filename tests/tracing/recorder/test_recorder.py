@@ -50,6 +50,8 @@ def viewed(chance: random.Random, x: torch.Tensor) -> torch.Tensor:
         lambda: x.detach().squeeze_(),
         lambda: x.detach().as_strided_((2, 2), (1, 3)),
         lambda: x.detach().as_strided_((2, 2), (2, 1), 5),
+        lambda: torch.ops.aten.set_(x.detach(), x[:1]),
+        lambda: x.detach().resize_(1, 2),
         lambda: x.conj(),
         lambda: x.imag,
         lambda: torch._neg_view(x),
