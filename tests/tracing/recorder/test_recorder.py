@@ -154,6 +154,35 @@ def test_every_tensor_is_what_it_is_said_to_be(first: int, small: int, monkeypat
     assert told > (0.7 if small else 0.4) * wanted, (told, wanted)
 
 
+SEVERAL_WAYS: dict[str, Callable[[torch.Tensor], object]] = {
+    "by elements of another size": lambda whole: whole.view(torch.float16)[2:, 3:].neg_(),
+    "as elements of another size": lambda whole: whole[3:].view(torch.int16).zero_(),
+    "a part of a part that was written": lambda whole: (whole[1:3].view(12).copy_(torch.ones(12)), whole[1, 0].zero_()),
+    "between the columns that were written": lambda whole: (whole[1].fill_(1), whole[1, 0].zero_()),
+    "strides in place": lambda whole: whole[1:3].detach().as_strided_((2, 2), (1, 3), 7),
+    "strides of a part in place": lambda whole: whole.t()[1:].detach().as_strided_((2, 2), (1, 3)),
+    "one place as several elements": lambda whole: whole.as_strided((2, 2), (1, 1)).neg_(),
+    "read while it is written": lambda whole: torch.mul(
+        whole.as_strided((2, 2), (1, 3)), whole.as_strided((2,), (2,)), out=whole.as_strided((2, 2), (1, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SEVERAL_WAYS.values(), ids=SEVERAL_WAYS)
+def test_memory_that_is_seen_in_several_ways(change: Callable[[torch.Tensor], object]) -> None:
+    whole = torch.arange(2.0, 26).reshape(4, 6)
+    names = {"whole": whole, "columns": whole.t()[2:4], "middle": whole[1:3], "end": whole[2:]}
+    before, recorder = {name: tensor.clone() for name, tensor in names.items()}, Recorder()
+    for name, tensor in names.items():
+        recorder.name(tensor, Ref(name))
+    with recorder:
+        out = change(whole)
+        seen = [*names.values(), whole[1:3].view(12), whole[1], *([out] if isinstance(out, torch.Tensor) else [])]
+    for tensor in seen:
+        value = recorder.value(tensor)
+        assert is_opaque(value) or same_bits(evaluate(value, before.__getitem__), tensor), value
+
+
 def cuts(chance: random.Random, size: int) -> list[tuple[int, int]]:
     """Ranges that make up `size` places."""
     edges = sorted({0, size, *chance.choices(range(1, size), k=chance.randint(1, 2))})
