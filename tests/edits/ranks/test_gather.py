@@ -144,6 +144,22 @@ def test_a_flat_parameter_is_taken_apart_whatever_its_strides_are(run: Run, tmp_
     assert same(torch.load(tmp_path / "out.pt"), expected)
 
 
+@pytest.mark.parametrize("runtime", [False, True])
+@pytest.mark.parametrize("beside", [(), ("b",)])
+def test_what_stands_beside_a_flat_parameter_has_names_of_either_form(
+    run: Run, tmp_path: Path, runtime: bool, beside: tuple[str, ...]
+) -> None:
+    """FSDP leaves out of a flat parameter what it is told to ignore."""
+    model = Shifted()
+    own = {"a": model.a.detach(), "b": model.b.detach(), "seen": torch.tensor([3.0, 4])}
+    flat = torch.cat([own[name].flatten() for name in "ab" if name not in beside])
+    rest = {name if runtime else SAVED[name]: own[name] for name in (*beside, "seen")}
+    torch.save({"flat_param": flat, **rest}, tmp_path / "flat.pt")
+    done = run("remap", tmp_path / "flat.pt", *SHIFTED, "--to", "runtime", "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert same(torch.load(tmp_path / "out.pt"), own)
+
+
 @pytest.mark.parametrize(
     ("change", "says", "key"),
     [
