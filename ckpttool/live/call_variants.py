@@ -234,7 +234,7 @@ def _place(holder: nn.Module, name: str, fqn: str) -> tuple[dict[str, Any], type
 
 
 def _is_function(new: Any) -> bool:
-    return callable(new) and not isinstance(new, (nn.Module, torch.Tensor, type))
+    return callable(new) and not isinstance(new, (nn.Module, type))
 
 
 def _same_value(one: object, other: object) -> bool:

@@ -48,7 +48,7 @@ def module_target(module: nn.Module) -> Target:
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise Refused(
-            f"{plural(len(lazy), 'parameter')} of the module {'is' if len(lazy) == 1 else 'are'} not initialised yet",
+            f"the module is not initialised yet: it has {plural(len(lazy), 'lazy parameter')}",
             hint="run the module once on an example, then swap",
             problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
         )

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry, contiguous_stride
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate import with_torch
 from ckpttool.tracing.recorder.identity import inside, token
 from ckpttool.tracing.runtime import dtype_name, is_special, layout_of
 from ckpttool.values import dataclass
+from ckpttool.words import plural
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,15 +25,12 @@ class Packed:
     def content(self) -> bytes | None:
         """Equal for tensors that mean the same by the same bytes; of DTensors, for this rank's parts."""
         found = hashlib.blake2b()
-        try:
-            for level in _levels(self.tensor.detach()):
-                found.update(_told(level).encode(errors="surrogatepass"))
-                if layout_of(level) == "strided":
-                    found.update(with_torch.to_bytes(level.cpu()))
-                elif not inside(level):
-                    return None
-        except (RuntimeError, NotImplementedError):
-            return None
+        for level in _levels(self.tensor.detach()):
+            found.update(_told(level).encode(errors="surrogatepass"))
+            if layout_of(level) == "strided":
+                found.update(with_torch.to_bytes(level.cpu()))
+            elif not inside(level):
+                return None
         return found.digest()
 
 
@@ -40,21 +38,28 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     """The state dict as a section. Tensors keep their storage: nothing is copied until bytes are compared.
 
     What is no dense block of memory (quantized, sparse, subclasses, meta) has no storage but a `layout`. Raises
-    `CkptError` where a key is no string.
+    `CkptError` where a key is no string, and where the memory of a tensor, or of a part of it, was freed: whoever reads
+    that ends the process.
     """
     tensors: list[TensorEntry] = []
     extras: list[ExtraEntry] = []
     storages: dict[int, Storage] = {}
     first: dict[object, Packed] = {}
+    freed: list[Problem] = []
     for key, value in state_dict.items():
         if not isinstance(key, str):
             raise CkptError(f"the state dict has a key that is no string: {key!r}", hint="pass model.state_dict()")
         if isinstance(value, torch.Tensor):
-            one = token(value), *(map(_told, _levels(value.detach())) if is_special(value) else ())
+            levels = list(_levels(value.detach()))
+            freed += [Problem("its memory was freed", key)] if any(map(_is_freed, levels)) else []
+            one = token(value), *(map(_told, levels) if is_special(value) else ())
             tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
         else:
-            plain = value is None or type(value) in (bool, int, float, str)
+            plain = _is_plain(value)
             extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
+    if freed:
+        hint = "gather it first, as FSDP's own state_dict() does"
+        raise CkptError(f"{plural(len(freed), 'tensor')} without memory", hint=hint, problems=freed)
     versions = getattr(state_dict, "_metadata", None)
     modules = {path: dict(own) for path, own in versions.items()} if isinstance(versions, Mapping) else None
     return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
@@ -63,6 +68,15 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
 def context(tensor: torch.Tensor) -> object:
     """What a wrapper subclass knows beside its parts (a scale, a block size, ...): None where it is none."""
     return tensor.__tensor_flatten__()[1] if hasattr(tensor, "__tensor_flatten__") else None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a file has the value as it is: numbers, words, and lists of such."""
+    return all(map(_is_plain, value)) if type(value) is list else type(value) in (bool, int, float, str)
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return layout_of(tensor) == "strided" and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -15,9 +15,8 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Expression, Ref
-from ckpttool.live.section import context
 from ckpttool.live.sharded import local_part, placed
-from ckpttool.tracing.recorder.identity import Token, address, inside, token
+from ckpttool.tracing.recorder.identity import Token, address, token
 from ckpttool.tracing.recorder.memory import geometry
 from ckpttool.tracing.runtime import layout_of
 from ckpttool.values import dataclass
@@ -57,13 +56,10 @@ def stage(
     problems: list[Problem] = []
     made: dict[int, New] = {}
     for fqn, old in tensors.items():
-        if id(old) in made and not made[id(old)].whole:
-            continue  # planning has compared what the names of one dense tensor get
+        if id(old) in made:
+            continue  # planning has compared what the names of one tensor get
         try:
-            new = _new(fqn, old, sources[fqn], state, taken)
-            first = made.setdefault(id(old), new)
-            if not _equal(first.value, new.value):
-                problems.append(_tied(first, new))
+            made[id(old)] = _new(fqn, old, sources[fqn], state, taken)
         except (RuntimeError, TypeError, ValueError, NotImplementedError, CkptError) as error:
             problems.append(Problem(_reason(error), fqn))
     problems += _overlaps(list(made.values()))
@@ -134,9 +130,7 @@ def _unwritable(new: New) -> str | None:
     old = new.memory[0]
     if old.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor"
-    if geometry(old).overlaps_itself:
-        return "several of its elements are one in memory"
-    return "its memory was freed" if old.numel() and not old.untyped_storage().nbytes() else None
+    return "several of its elements are one in memory" if geometry(old).overlaps_itself else None
 
 
 def _new(fqn: str, old: torch.Tensor, source: Expression, state: Mapping[str, Any], taken: _Ground) -> New:
@@ -167,12 +161,12 @@ def _loaded(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """What loading `value` into `old` gives, by the tensors' own `module_load`; `old` itself is left alone."""
     trial = old.detach().clone()
     found: torch.Tensor = trial.module_load(value, assign=False)
-    if found is value or found is trial:
-        found = found.detach().clone() if found is value else found.detach()
+    if found is value:
+        found = value.clone()
     for what in ("shape", "dtype", "device"):
         if getattr(found, what) != getattr(old, what):
             raise CkptError(f"its module_load gives the {what} {getattr(found, what)}", hint="it must keep it")
-    if isinstance(old, nn.Parameter) and not isinstance(found, nn.Parameter):
+    if isinstance(old, nn.Parameter):
         found = nn.Parameter(found, old.requires_grad)
     found.__dict__.update({name: value for name, value in old.__dict__.items() if name not in found.__dict__})
     return found
@@ -188,7 +182,7 @@ def _overlaps(news: list[New]) -> list[Problem]:
     for group in by_memory.values():
         first: dict[Token, New] = {}  # planning knows what one storage has twice, and not what numpy has given to two
         for new in group:
-            if not _equal(first.setdefault(token(new.old), new).value, new.value):
+            if not same_bits(first.setdefault(token(new.old), new).value, new.value):
                 problems.append(_tied(first[token(new.old)], new))
         problems += _clashes(list(first.values())) if len(first) > 1 else []
     return problems
@@ -204,7 +198,7 @@ def _clashes(group: list[New]) -> list[Problem]:
     except RuntimeError as error:  # one of them is expanded
         return [Problem(_reason(error), new.fqn) for new in group]
     reason = "shares memory with another weight that gets another value"
-    return [Problem(reason, new.fqn) for new, view in zip(group, views) if not _equal(view, new.value)]
+    return [Problem(reason, new.fqn) for new, view in zip(group, views) if not same_bits(view, new.value)]
 
 
 def arranged(group: list[New]) -> list[torch.Tensor]:
@@ -222,21 +216,6 @@ def _seen(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     view.set_(memory, like.storage_offset(), like.shape, like.stride())
     view = view.conj() if like.is_conj() else view
     return torch._neg_view(view) if like.is_neg() else view
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two values are the same bytes, whatever they are made of."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if layout_of(one) == "strided":
-        return same_bits(one, other)
-    if one.is_quantized:
-        return torch.equal(one, other)
-    made_of = inside(one), inside(other)
-    alike = bool(context(one) == context(other)) and len(made_of[0]) == len(made_of[1]) > 0
-    return alike and all(map(_equal, *made_of))
 
 
 def _reason(error: Exception) -> str:

@@ -76,7 +76,7 @@ def swap_weights(
         return _into_module(target, state_dict, model, cast, in_place is not False)
     if isinstance(target, ExportedProgram):
         return _into_program(target, state_dict, model, cast, in_place is True)
-    if hasattr(target, "load_constants") and hasattr(target, "get_constant_fqns"):
+    if hasattr(target, "load_constants"):
         return _into_package(target, state_dict, model, cast)
     raise CkptError(
         f"{a(target)} holds no weights that can be swapped",
@@ -147,14 +147,13 @@ class _Plan:
 
 def _taking(target: Target, plan: _Plan) -> dict[str, torch.Tensor]:
     """The tensors that get new values."""
-    every = {**target.tensors, **target.constants}
-    return {fqn: old for fqn, old in every.items() if fqn in plan.sources and isinstance(old, torch.Tensor)}
+    every: dict[str, Any] = {**target.tensors, **target.constants}
+    return {fqn: old for fqn, old in every.items() if fqn in plan.sources}
 
 
 def _planned(target: Target, state: Mapping[str, object], model: Model | None, cast: bool) -> _Plan:
     """The plan and the refusals of the command, over an index of what is in memory."""
-    constants = {fqn: value for fqn, value in target.constants.items() if isinstance(value, torch.Tensor)}
-    sections = section_of(target.tensors), replace(section_of(constants), path=CONSTANTS, kind="other")
+    sections = section_of(target.tensors), replace(section_of(target.constants), path=CONSTANTS, kind="other")
     have = Checkpoint(target.title, "memory", 0, sections)
     operand = None if model is None else ModelOperand(model)
     names = None if operand is None else operand.names()

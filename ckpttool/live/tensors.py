@@ -21,7 +21,7 @@ def write(news: Sequence[New]) -> None:
     Tensor objects are swapped first, which torch may refuse (then those before are swapped back); the memory of all
     others is written last, in one call, in which nothing is left to go wrong: Ctrl-C waits for its end.
     """
-    plain = [_as_it_lies(*new.memory) for new in news if new.memory is not None and new.memory[0].numel()]
+    plain = [_as_it_lies(*new.memory) for new in news if new.memory is not None]
     with uninterrupted():
         _write(news, plain)
 
@@ -88,16 +88,14 @@ def _fresh(group: list[New]) -> list[torch.Tensor]:
 
 def put(fresh: Mapping[int, torch.Tensor], module: nn.Module) -> None:
     """Puts new tensors (by id of the old one) wherever `module` holds the old ones, each in one assignment."""
-    done: list[tuple[Any, Any, torch.Tensor]] = []
+    places = [(table, at, old) for table in _tables(module) for at, old in _items(table) if id(old) in fresh]
     try:
-        for table in _tables(module):
-            for at, old in _items(table):
-                if isinstance(old, torch.Tensor) and id(old) in fresh:
-                    done.append((table, at, old))
-                    table[at] = fresh[id(old)]
+        for table, at, old in places:
+            table[at] = fresh[id(old)]
     except BaseException:
-        for table, at, old in reversed(done):
-            table[at] = old
+        for table, at, old in places:
+            if table[at] is not old:
+                table[at] = old
         raise
 
 

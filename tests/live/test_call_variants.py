@@ -99,13 +99,23 @@ def test_a_new_module_behind_a_preserved_signature_is_called_as_in_the_model() -
     assert torch.equal(module(example()), model(example()))
 
 
+def test_what_only_a_dispatcher_leads_to_is_changed_too() -> None:
+    module, model, other = program(Called), made(Called), nn.Linear(4, 4)
+    assert swap_module(module, "gate.proj", other) == ("gate.proj",)
+    model.get_submodule("gate").proj = other
+    assert torch.equal(module(example()), model(example()))
+    with pytest.raises(Refused) as refused:
+        swap_module(module, "gate.proj", Pair())
+    assert {problem.key for problem in refused.value.problems} == {"proj"}
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
 def test_a_module_that_cannot_take_the_calls_changes_nothing() -> None:
     module, model = program(Nested), made(Nested)
-
-    class Pair(nn.Module):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x + y
-
     with pytest.raises(Refused) as refused:
         swap_module(module, "block.gate", Pair())
     called = {"block.gate", "block.gate@1", "block@1.gate@1"}  # no graph calls block@1.gate
@@ -154,6 +164,7 @@ def test_an_attribute_keeps_its_kind() -> None:
         (lambda m: swap_attribute(m, "none", 1), "the module has no attribute 'none'"),
         (lambda m: swap_attribute(m, "gate", 1), "gate is a submodule"),
         (lambda m: swap_attribute(m, "gate.training", 1), "gate.training is a bool, the new value an int"),
+        (lambda m: swap_attribute(m, "gate.training", nn.ReLU()), "gate.training is a bool, the new value a ReLU"),
         (
             lambda m: swap_attribute(m, "gate.shift", lambda t: t.double()),
             "gate.shift has the dtype torch.float32, the new value torch.float64",
@@ -186,12 +197,96 @@ def test_attributes_of_any_kind_are_set() -> None:
     assert isinstance(module[0].weight, nn.Parameter)
 
 
-def test_variants_that_differ_are_not_set_together() -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.ones(4), torch.ones(4), True),
+        (torch.ones(4), torch.zeros(4), False),
+        (torch.ones(4), torch.ones(4).double(), False),
+        (torch.ones(4), nn.Parameter(torch.ones(4), False), False),
+        (torch.ones(4), None, False),
+        (None, torch.ones(4), False),
+        (None, None, True),
+    ],
+)
+def test_variants_that_differ_are_not_set_together(
+    one: torch.Tensor | None, other: torch.Tensor | None, same: bool
+) -> None:
     module = program(Twice)
-    module.get_submodule("gate@1")._buffers["scale"] = torch.ones(4)
+    for name, value in (("gate", one), ("gate@1", other)):
+        module.get_submodule(name)._buffers["scale"] = value
+    if same:
+        assert swap_attribute(module, "gate.scale", torch.zeros(4)) == ("gate.scale", "gate@1.scale")
+        return
     with pytest.raises(Refused) as refused:
         swap_attribute(module, "gate.scale", torch.zeros(4))
     assert [problem.key for problem in refused.value.problems] == ["gate@1.scale"]
+
+
+def test_plain_attributes_that_differ_are_not_set_together() -> None:
+    module = program(Twice)
+    for one, other in (([1], [2]), (1, True)):
+        vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = one, other
+        with pytest.raises(Refused) as refused:
+            swap_attribute(module, "gate.kind", one)
+        assert [problem.key for problem in refused.value.problems] == ["gate@1.kind"]
+    vars(module.gate)["kind"], vars(module.get_submodule("gate@1"))["kind"] = [1], [1]
+    assert swap_attribute(module, "gate.kind", [2]) == ("gate.kind", "gate@1.kind")
+
+
+def test_a_class_is_a_value_and_no_function() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    vars(module[0])["kind"] = nn.ReLU
+    assert swap_attribute(module, "0.kind", nn.GELU) == ("0.kind",)
+    assert vars(module[0])["kind"] is nn.GELU
+
+
+class Stateful(nn.Linear):
+    """A class as an unflattened program keeps its name, and state that is no tensor."""
+
+    def __init__(self, kind: str | None, weight: nn.Parameter | None) -> None:
+        super().__init__(2, 2, bias=False)
+        self.weight = cast(Any, weight)
+        if kind is not None:
+            self._ty = kind
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+
+WEIGHT = nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("A", WEIGHT), ("A", WEIGHT), True),
+        (("A", WEIGHT), ("B", WEIGHT), False),
+        (("A", WEIGHT), (None, WEIGHT), True),
+        (("A", WEIGHT), ("A", nn.Parameter(torch.ones(2, 2))), False),
+        (("A", WEIGHT), ("A", None), False),
+        (("A", None), ("A", WEIGHT), False),
+        (("A", None), ("A", None), True),
+        (("A", None), ("B", None), False),
+        ((None, None), (None, None), False),
+    ],
+)
+def test_variants_have_one_class_and_the_same_tensors(one: Any, other: Any, same: bool) -> None:
+    module = nn.Module()
+    module.add_module("gate", Stateful(*one))
+    module.add_module("gate@1", Stateful(*other))
+    assert variants(module, "gate") == (("gate", "gate@1") if same else ("gate",))
+
+
+def test_names_of_variants_stand_for_themselves_where_nothing_else_is_called_so() -> None:
+    module = nn.Module()
+    module.add_module("gate@1", nn.Linear(2, 2))
+    module.add_module("gate", None)
+    assert variants(module, "gate@1") == ("gate@1",)
+    vars(module)["_call_modules"] = ["a word"]
+    assert variants(module, "gate@1") == ("gate@1",)
+    with pytest.raises(CkptError, match="no submodule 'gate'"):
+        variants(module, "gate")
 
 
 def test_modules_that_are_only_called_so_are_no_variants() -> None:

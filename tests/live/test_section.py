@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpttool
+from ckpttool.errors import CkptError
 
 Z = torch.tensor([[1 + 1j, 2 - 3j], [4 + 0.5j, -1j]])
 X = torch.arange(6.0).reshape(2, 3)
@@ -81,3 +83,42 @@ def test_a_model_takes_from_memory_what_it_takes_from_a_file(
         loads = False
     for have in (state, str(tmp_path / "saved.pt")):
         assert ckpttool.diff(have, model=lambda: Holder(like.clone()), materialize=True).identical is loads, have
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (3, 4),
+        ("a", "b"),
+        (True, 1),
+        (1.5, None),
+        (0.0, -0.0),
+        ([1], [2]),
+        ([[1, "a"], []], [[1], []]),
+    ],
+)
+def test_what_is_no_tensor_is_compared_as_in_a_file(value: object, other: object, tmp_path: Path) -> None:
+    have, state = {"w": X, "n": value}, {"w": X, "n": other}
+    torch.save(have, tmp_path / "same.pt")
+    torch.save(state, tmp_path / "other.pt")
+    assert ckpttool.diff(have, str(tmp_path / "same.pt"), values=True).identical
+    assert not ckpttool.diff(have, state, values=True).identical
+    assert not ckpttool.diff(have, str(tmp_path / "other.pt"), values=True).identical
+
+
+@pytest.mark.parametrize("made", [torch.ones, lambda size: TwoTensor(torch.ones(size), torch.ones(size))])
+def test_memory_that_was_freed_is_not_read(made: Any) -> None:
+    """As FSDP frees it; torch itself would end the process, and so neither side of anything may be such a tensor."""
+    freed, live = made(2), Holder(torch.zeros(2))
+    (freed.b if isinstance(freed, TwoTensor) else freed).untyped_storage().resize_(0)
+    state = {"w": freed}
+    for call in (
+        lambda: ckpttool.diff(state, {"w": made(2)}, values=True),
+        lambda: ckpttool.diff(state, model=lambda: Holder(torch.zeros(2))),
+        lambda: ckpttool.swap_weights(live, state),
+        lambda: ckpttool.swap_weights(Holder(freed), {"w": torch.ones(2)}),
+    ):
+        with pytest.raises(CkptError) as caught:
+            call()
+        assert [str(problem) for problem in caught.value.problems] == ["its memory was freed @ w"]
+    assert live.get_buffer("w").tolist() == [0, 0]

@@ -248,6 +248,28 @@ def test_a_recurrent_module_computes_with_the_new_weights() -> None:
     assert torch.equal(live(x)[0], other(x)[0])
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tensors_without_elements_keep_their_shapes(in_place: bool) -> None:
+    live, state = nn.Module(), {"a": torch.ones(0, 2), "b": torch.ones(3, 0), "w": torch.ones(2)}
+    for name, tensor in state.items():
+        live.register_buffer(name, torch.zeros_like(tensor))
+    swap_weights(live, state, in_place=in_place)
+    assert {name: tensor.tolist() for name, tensor in live.named_buffers()} == {
+        name: tensor.tolist() for name, tensor in state.items()
+    }
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_wrapper_that_has_a_tensor_of_its_own_name_keeps_both(in_place: bool) -> None:
+    """Without the wrapper's segment the two would have one name."""
+    live, other = (nn.DataParallel(seeded(nn.Linear, seed, 2, 2)) for seed in (0, 1))
+    for seed, module in enumerate((live, other)):
+        module.register_buffer("weight", torch.full((3,), float(seed)))
+    swap_weights(live, other.state_dict(), in_place=in_place)
+    assert torch.equal(live.module.weight, other.module.weight)
+    assert live.weight.tolist() == [1, 1, 1]
+
+
 # The same refusals as the command
 
 
@@ -305,7 +327,7 @@ def test_the_model_says_what_hooks_renamed() -> None:
         (object(), {}, "an object holds no weights that can be swapped"),
         (nn.Linear(1, 1), [1], "a list is no state dict"),
         (nn.Linear(1, 1), {1: torch.ones(1)}, "the state dict has a key that is no string: 1"),
-        (nn.LazyLinear(1), {}, "2 parameters of the module are not initialised yet"),
+        (nn.LazyLinear(1), {}, "the module is not initialised yet: it has 2 lazy parameters"),
     ],
 )
 def test_what_cannot_be_swapped_is_said(target: Any, state: Any, says: str) -> None:
@@ -350,6 +372,10 @@ def test_tensors_that_cannot_take_a_value_are_refused_before_anything_is_written
         other = nn.Linear(2, 2)
         swap_weights(live, other.state_dict(), in_place=False)
         assert torch.equal(live(torch.ones(2)), other(torch.ones(2)))
+    with torch.inference_mode():
+        again, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        swap_weights(again, other.state_dict())
+        assert torch.equal(again.weight, other.weight)
 
 
 def test_values_without_data_are_refused() -> None:
@@ -532,6 +558,89 @@ def test_a_failing_module_load_changes_nothing() -> None:
         ident, value = before[name]
         assert id(tensor) == ident
         assert tensor.data8 is value if isinstance(tensor, Weight8) else torch.equal(tensor, value)
+
+
+class Own(Weight8):
+    """Its `module_load` gives whatever the test says."""
+
+    given: Any = None
+    locked: frozenset[int] = frozenset()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.module_load:
+            return cls.given(*args)
+        if func is torch.Tensor.requires_grad_ and id(args[0]) in cls.locked:
+            raise ValueError("not now")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def owning(value: float) -> nn.Module:
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(Own.of(torch.full((2, 2), value)), requires_grad=False)
+    return layer
+
+
+GIVEN: list[tuple[Any, str | None]] = [
+    (lambda own, other: other, None),
+    (lambda own, other: other.clone(), None),
+    (lambda own, other: nn.Parameter(other.clone(), requires_grad=True), None),
+    (
+        lambda own, other: Own(other.data8.clone(), other.factor.double()),
+        "its module_load gives the dtype torch.float64",
+    ),
+    (
+        lambda own, other: Own(other.data8[:1].clone(), other.factor),
+        "its module_load gives the shape torch.Size([1, 2])",
+    ),
+]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("given", "refused"), GIVEN)
+def test_what_module_load_gives_is_the_modules_own(
+    monkeypatch: pytest.MonkeyPatch, given: Any, refused: str | None, in_place: bool
+) -> None:
+    """Also where it is the very tensor of the state dict: what is trained on later is not the state dict."""
+    monkeypatch.setattr(Own, "given", staticmethod(given))
+    live, new = owning(1.0), Own.of(torch.full((2, 2), 3.0))
+    if refused is not None:
+        with pytest.raises(Refused) as caught:
+            swap_weights(live, {"weight": new}, in_place=in_place)
+        assert problems(caught) == {f"{refused} @ weight"}
+        return
+    swap_weights(live, {"weight": new}, in_place=in_place)
+    weight: Any = live.weight
+    assert torch.equal(weight.factor, new.factor)
+    assert weight.factor.data_ptr() != new.factor.data_ptr()
+    assert (isinstance(weight, nn.Parameter), weight.requires_grad) == (True, False)
+
+
+def test_a_swap_that_a_class_fails_halfway_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises."""
+    live = nn.ModuleList([owning(1.0), owning(2.0)])
+    monkeypatch.setattr(Own, "given", staticmethod(lambda own, other: other.clone()))
+    monkeypatch.setattr(Own, "locked", frozenset([id(live[1].weight)]))
+    before = [(id(layer.weight), layer.weight.factor) for layer in live]
+    with pytest.raises(ValueError, match="not now"):
+        swap_weights(live, {f"{at}.weight": Own.of(torch.full((2, 2), 5.0)) for at in (0, 1)})
+    assert [(id(layer.weight), layer.weight.factor) for layer in live] == before
+
+
+class Locked(list[torch.Tensor]):
+    """A list of weights in which nothing can be replaced."""
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        raise TypeError("locked")
+
+
+def test_new_tensors_that_cannot_be_put_there_are_taken_back() -> None:
+    live = seeded(nn.Linear, 0, 2, 2)
+    live.held = Locked([live.bias])
+    before = snapshot(live)
+    with pytest.raises(TypeError, match="locked"):
+        swap_weights(live, seeded(nn.Linear, 1, 2, 2).state_dict(), in_place=False)
+    assert unchanged(before, live)
 
 
 def test_a_swap_that_torch_refuses_halfway_is_taken_back() -> None:
@@ -790,6 +899,8 @@ def test_a_loaded_package_takes_checked_weights(package: Any, tmp_path: Path) ->
         swap_weights(compiled, nn.Linear(2, 2).state_dict(), nn.Linear(2, 2))
     assert other.value.message == "no constant of the package is a weight of the model"
     assert "no such weight in the model @ inner.bias" in problems(other)
+    with pytest.raises(Refused, match="no constant of the package"):
+        swap_weights(compiled, good.state_dict(), lambda: nn.LazyLinear(2))  # whose tensors have no shapes yet
     with pytest.raises(CkptError) as unknown:
         swap_weights(compiled, good.state_dict())
     assert "does not say what shapes and dtypes" in unknown.value.message

@@ -37,7 +37,8 @@ def either_sign(chance: random.Random, dim: int, rank: int) -> int:
 def sliced(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
     dim = chance.randrange(value.dim())
     start, end = chance.randint(-value.shape[dim], value.shape[dim]), chance.choice([chance.randint(-3, 7), ENDLESS])
-    return Op("aten.slice.Tensor", (node, either_sign(chance, dim, value.dim()), start, end))
+    step = [(), (), (chance.randint(1, 3),)][chance.randrange(3)]
+    return Op("aten.slice.Tensor", (node, either_sign(chance, dim, value.dim()), start, end, *step))
 
 
 def in_pieces(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool) -> Expression:
@@ -91,6 +92,7 @@ def shaped(chance: random.Random, node: Expression, value: torch.Tensor, _: Pool
         Op("aten.squeeze.dim", (node, dim)),
         Op("aten.flatten.using_ints", (node, 0, dim)),
         Op("aten.expand.default", (node, tuple(value.shape))),
+        Op("aten.expand.default", (node, (2, *value.shape))),
         Op("aten.select.int", (node, either_sign(chance, dim, value.dim()), chance.randint(-1, 0))),
     ]
     return chance.choice(ways)
@@ -137,6 +139,56 @@ def test_the_value_stays(first: int) -> None:
             assert same_bits(again, value), (seed, node, found)
             simpler += found != node
     assert simpler > 300  # of a thousand
+
+
+A, B = Ref("a"), Ref("b")
+HALF = Special("dtype", "float16")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Op("aten.cat.default", ((), 0)),
+        Op("aten.cat.default", ((1, 2), 0)),
+        Op("aten.cat.default", (A, 0)),
+        Op("aten.cat.default", ((A, B), "x")),
+        Op("aten.stack.default", ((A, None), 0)),
+        Op("aten.slice.Tensor", (A,)),
+        Op("aten.slice.Tensor", (A, 0, 1)),
+        Op("aten.slice.Tensor", (A, 0, None, 2)),
+        Op("aten.slice.Tensor", (7, 0, 1, 2)),
+        Op("aten.permute.default", (A, ())),
+        Op("aten.permute.default", (A, (0, "x"))),
+        Op("aten.permute.default", (Op("aten.permute.default", (A, 1)), (1, 0))),
+        Op("aten.select.int", (A, 0, None)),
+        Op("aten._to_copy.default", (A,)),
+        Op("aten._to_copy.default", (A,), (("dtype", "float16"),)),
+        Op("aten._to_copy.default", ("a",), (("dtype", HALF),)),
+        Op("getitem", (A, 0)),
+        Op("getitem", (Op("aten.split.Tensor", (A, 2)), "x")),
+        Op("getitem", (Op("aten.max.dim", (A, 0)), 0)),
+        Op("aten.neg.default", (A,)),
+        Op("aten.neg.default", (Op("aten.flip.default", (A, (0,))),)),
+        Op("aten.clone.default", ()),
+        Op("no.such.operator", (A,)),
+    ],
+)
+def test_what_no_rule_fits_stays_as_it_is(node: Op) -> None:
+    """Files of names hold what their authors like."""
+    simplifier = Simplifier({name: torch.empty(4, 6, device="meta") for name in "ab"})
+    assert simplifier.simplify(node) == node
+
+
+def test_parts_of_several_dtypes_are_not_taken_out_of_a_join() -> None:
+    """They are cast where they are joined."""
+    simplifier = Simplifier(
+        {"a": torch.empty(4, 6, device="meta"), "b": torch.empty(4, 6, device="meta", dtype=torch.float64)}
+    )
+    whole = Op("aten.cat.default", ((A, B), 0))
+    first = Op("aten.slice.Tensor", (whole, 0, 0, 4))
+    assert simplifier.simplify(first) == first
+    same = Op("aten.cat.default", ((A, A), 0))
+    assert simplifier.simplify(Op("aten.slice.Tensor", (same, 0, 0, 4))) == A
 
 
 # What is put back

@@ -111,9 +111,11 @@ class Memory:
 
     def write(self, geom: Geometry, value: Expression) -> None:
         """Replaces what is seen through `geom`; every other root that it reaches into is changed along."""
-        reached = {root: old for root, old in self.roots.items() if root != geom and _meet(root, geom)}
+        if geom.overlaps_itself:  # one place is given several values, and keeps the last of them
+            value = opaque(value)
+        self.pieces = {root: _untouched(parts, geom) for root, parts in self.pieces.items() if root != geom}
+        reached = {root: old for root, old in self.roots.items() if root != geom and meet(root, geom)}
         changed = {root: _overwritten(root, old, geom, value) for root, old in reached.items()}
-        self.pieces.pop(geom, None)
         for root, new in changed.items():
             whole = _made_of(root, self._pieced(root, geom, value)) or new
             self.roots[root] = whole or self._through_whole(root, geom, changed) or opaque(self.roots[root], value)
@@ -123,9 +125,8 @@ class Memory:
 
     def _pieced(self, root: Geometry, geom: Geometry, value: Expression) -> Mapping[Geometry, Expression]:
         """The parts of `root` that were written one by one and still hold what was written, `geom` the last of them."""
-        old = self.pieces.get(root, {})
-        kept = {piece: part for piece, part in old.items() if len(old) < _MOST_PIECES and not _meet(piece, geom)}
-        self.pieces[root] = {**kept, geom: value}
+        known = self.pieces.get(root, {})
+        self.pieces[root] = {**(known if len(known) < _MOST_PIECES else {}), geom: value}
         return self.pieces[root]
 
     @staticmethod
@@ -149,9 +150,14 @@ def _holds(outer: Geometry, inner: Geometry) -> bool:
     return outer.dtype == inner.dtype and outer.offset <= inner.offset and inner.end <= outer.end
 
 
-def _meet(one: Geometry, other: Geometry) -> bool:
+def _untouched(parts: Mapping[Geometry, Expression], geom: Geometry) -> dict[Geometry, Expression]:
+    return {part: value for part, value in parts.items() if not meet(part, geom)}
+
+
+def meet(one: Geometry, other: Geometry) -> bool:
     """True where the two share an element (or might: very large interleaved ones are not looked into)."""
-    if one.offset >= other.end or other.offset >= one.end:
+    size, others = one.dtype.itemsize, other.dtype.itemsize  # bytes: a view may have elements of another size
+    if one.offset * size >= other.end * others or other.offset * others >= one.end * size:
         return False
     if one.dtype != other.dtype or max(one.end, other.end) > _SMALL:
         return True
@@ -177,7 +183,7 @@ def _made_of(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expressio
 def _joined(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression | None:
     """The pieces put behind each other, where they make up all of `root` along one dimension."""
     ordered = sorted(pieces, key=lambda piece: piece.offset)
-    for dim, size in enumerate(root.shape):
+    for dim in range(len(root.shape)):
         at = 0
         for piece in ordered:
             rest = piece.shape[:dim] + piece.shape[dim + 1 :] == root.shape[:dim] + root.shape[dim + 1 :]
@@ -185,8 +191,7 @@ def _joined(root: Geometry, pieces: Mapping[Geometry, Expression]) -> Expression
                 break
             at += piece.shape[dim]
         else:
-            if at == size:
-                return Op("aten.cat.default", (tuple(pieces[piece] for piece in ordered), dim))
+            return Op("aten.cat.default", (tuple(pieces[piece] for piece in ordered), dim))
     return None
 
 
@@ -217,7 +222,7 @@ def _overwritten(root: Geometry, old: Expression, geom: Geometry, value: Express
     covered = _window(geom, value, root)
     if covered is not None:
         return covered
-    flat = _flat(root, old) if geom.is_plain and _holds(root, geom) and not geom.overlaps_itself else None
+    flat = _flat(root, old) if geom.is_plain and _holds(root, geom) else None
     if flat is None:
         return None
     changed = Op("aten.as_strided_scatter.default", (flat, value, geom.shape, geom.stride, geom.offset - root.offset))

@@ -25,7 +25,7 @@ class Questions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func in _READS:
             self.recorder.read(args[:1])
-        elif func == torch.Tensor.data_ptr and args[0].device.type == "meta" and args[0].layout == torch.strided:
+        elif func == torch.Tensor.data_ptr and args[0].device.type == "meta":
             tensor = args[0]
             return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
         elif func == _IS_META:
@@ -41,7 +41,7 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 def storages_told_apart() -> Iterator[None]:
     """On meta every storage lies at address 0, and code that finds shared ones by it would take all for one."""
     storages: Any = torch.UntypedStorage
-    plain, own = storages.data_ptr, vars(storages).get("data_ptr")
+    plain = storages.data_ptr  # of a class that it is derived from
 
     def data_ptr(storage: Any) -> int:
         return storage._cdata if storage.device.type == "meta" else plain(storage)
@@ -50,7 +50,4 @@ def storages_told_apart() -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
-            del storages.data_ptr
-        else:
-            storages.data_ptr = own
+        del storages.data_ptr

@@ -44,15 +44,14 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, va
     if base in _FILLS:
         return full(tuple(out.shape), _FILLS[base], out.dtype)
     if base in _FILL_ARGUMENT:
-        position = _FILL_ARGUMENT[base]
-        fill = args[position] if len(args) > position else kwargs.get("fill_value", kwargs.get("value"))
+        fill = args[_FILL_ARGUMENT[base]]
         if not isinstance(fill, torch.Tensor):
             return full(tuple(out.shape), fill, out.dtype)
         same = value(fill) if fill.dtype == out.dtype else cast(value(fill), out.dtype)
         return Op("aten.expand.default", (same, tuple(out.shape)))
     if base in _RANDOM_LIKE:
         return opaque()
-    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags:
         return opaque(*(value(arg) for arg in args if isinstance(arg, torch.Tensor)))
     if name in _RESHAPES:
         return Op("aten.reshape.default", (value(args[0]), tuple(out.shape)))
@@ -63,7 +62,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, va
     return Op(
         str(func),
         tuple(argument(arg, value) for arg in args),
-        tuple((key, argument(arg, value)) for key, arg in kwargs.items() if key not in _PLACEMENT and arg is not None),
+        tuple((key, argument(arg, value)) for key, arg in kwargs.items() if key not in _PLACEMENT),
     )
 
 
@@ -76,8 +75,6 @@ def argument(arg: Any, value: Value) -> Argument:
     for kind, cls in (("dtype", torch.dtype), ("layout", torch.layout), ("memory_format", torch.memory_format)):
         if isinstance(arg, cls):
             return Special(kind, str(arg).removeprefix("torch."))
-    if isinstance(arg, torch.device):
-        return Special("device", "cpu")
     if isinstance(arg, complex):
         return Special("complex", repr(arg))
     return arg if isinstance(arg, (type(None), bool, int, float, str)) else opaque()
@@ -96,7 +93,7 @@ def full(shape: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Expression:
 
 def literal(tensor: torch.Tensor) -> Expression:
     """A constant's values, written out; opaque where they cannot be read or are too many."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not plain or tensor.device.type == "meta" or tensor.is_quantized or tensor.numel() > _LITERAL_LIMIT:
         return opaque()
     shape, values = tuple(tensor.shape), tensor.detach().cpu().reshape(-1).tolist()

@@ -18,7 +18,7 @@ from ckpttool.expression import Argument, Expression, Op, refs
 from ckpttool.tracing.load_model import says_meta
 from ckpttool.tracing.recorder import operators as fn
 from ckpttool.tracing.recorder.identity import Token, inside, token
-from ckpttool.tracing.recorder.memory import Memory, opaque
+from ckpttool.tracing.recorder.memory import Memory, meet, opaque
 
 # Questions about a tensor that are answered without reading its values.
 _HARMLESS = frozenset({"is_pinned", "is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
@@ -104,9 +104,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_made_of_others(func):  # in inference mode such an operator arrives whole
             with self:
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
+                return func.decompose(*args, **kwargs)
         written = _written(func)
         if written:
             return self._in_place(func, args, kwargs, written)
@@ -146,7 +144,7 @@ class Recorder(TorchDispatchMode):
             return
         whole = fn.call(func, args, kwargs, out, self.value)
         for index, (item, mark) in enumerate(zip(out, marks)):
-            if mark is not None and not self._is_known(mark):
+            if mark is not None:
                 self._note(item, mark, Op("getitem", (whole, index)))
 
     def _is_known(self, mark: Token) -> bool:
@@ -227,6 +225,7 @@ class Recorder(TorchDispatchMode):
         inputs = [self.value(tensor) for tensor in given]
         places = Counter(map(_place, map(token, given)))
         in_turn = len(targets) > 1 and any(places[_place(token(target))] > 1 for target in targets)  # one reads another
+        in_turn = in_turn or any(_is_read_meanwhile(target, given) for target in targets)
         if pure is None or in_turn or torch.Tag.nondeterministic_seeded in func.tags:
             return [opaque(*inputs) for _ in targets]
         pure_kwargs = {name: value for name, value in kwargs.items() if not _is_out(func, name)}
@@ -246,7 +245,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(source, torch.Tensor):  # torch takes a number too
             return fn.full(tuple(target.shape), source, target.dtype)
         value = self.value(source)
-        if torch.nn.parameter.is_lazy(source) or torch.nn.parameter.is_lazy(target):
+        if torch.nn.parameter.is_lazy(source):
             return value
         if source.dtype != target.dtype:
             self.conversions.append((token(target), source.dtype, target.dtype, value))
@@ -258,16 +257,10 @@ class Recorder(TorchDispatchMode):
     def _reshape_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         """``t_``, ``squeeze_``, …: the tensor sees the same memory differently; ``set_`` gives it other memory."""
         before = self.value(args[0])
-        pure = fn.functional(func)
         out = func(*args, **kwargs)
         mark = token(args[0])
-        if (
-            pure is not None
-            and "set_" not in func.__name__
-            and "resize" not in func.__name__
-            and not self._is_known(mark)
-        ):
-            self._note(args[0], mark, Op(str(pure), (before, *(fn.argument(a, self.value) for a in args[1:]))))
+        if not func.__name__.startswith(("set_", "resize_")) and not self._is_known(mark):
+            self._note(args[0], mark, fn.call(fn.functional(func), args, kwargs, args[0], lambda _: before))
         return out
 
     def _is_unreal(self, tensor: torch.Tensor) -> bool:
@@ -318,6 +311,13 @@ def _place(mark: Token) -> Any:
     return mark[0] if isinstance(mark[0], int) else mark
 
 
+def _is_read_meanwhile(target: torch.Tensor, given: Iterable[torch.Tensor]) -> bool:
+    """Whether a part of what is written is read, and not as the target: then it matters what is written first."""
+    mark = token(target)
+    others = (other for other in map(token, given) if other[0] == mark[0] and other != mark)
+    return isinstance(mark[0], int) and any(meet(other[1], mark[1]) for other in others)
+
+
 def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether meta may accept what real tensors refuse: a computation in a dtype that few operators know."""
     dtypes = {tensor.dtype for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)}
@@ -329,15 +329,12 @@ def _is_doubtful(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
 
 @cache
 def _is_made_of_others(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and getattr(func, "_can_decompose", lambda: False)()
+    return bool(func._can_decompose())
 
 
 @cache
 def _written(func: Any) -> tuple[str, ...]:
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return ()
-    return tuple(arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write)
+    return tuple(arg.name for arg in func._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write)
 
 
 def _refuse_overlap(target: torch.Tensor) -> None:

@@ -22,25 +22,24 @@ def same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
+SAVED = {"a": "seen", "b": "c", "seen": "b"}  # the keys of `Shifted`, by runtime names
+
+
 class Shifted(nn.Module):
-    """Saves ``a`` as ``b`` and ``b`` as ``c``: a key of the one form is another tensor's in the other."""
+    """A key of its state dict is another tensor's name, and a parameter's key a buffer's name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Parameter(torch.arange(6.0).reshape(2, 3)), nn.Parameter(torch.arange(4.0) + 10)
         self.register_buffer("seen", torch.zeros(2))
-        self.register_state_dict_post_hook(self._saving)
-        self.register_load_state_dict_pre_hook(self._loading)
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: _renamed(state, prefix, SAVED))
+        names = {key: name for name, key in SAVED.items()}
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: _renamed(state, prefix, names))
 
-    @staticmethod
-    def _saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        state[f"{prefix}c"] = state.pop(f"{prefix}b")
-        state[f"{prefix}b"] = state.pop(f"{prefix}a")
 
-    @staticmethod
-    def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        state[f"{prefix}a"] = state.pop(f"{prefix}b")
-        state[f"{prefix}b"] = state.pop(f"{prefix}c")
+def _renamed(state: dict[str, Any], prefix: str, names: dict[str, str]) -> None:
+    values = {prefix + new: state.pop(prefix + old) for old, new in names.items()}
+    state.update(values)
 
 
 SHIFTED = ["--model", f"{__file__}:Shifted"]
@@ -49,10 +48,10 @@ SHIFTED = ["--model", f"{__file__}:Shifted"]
 def of_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor]) -> Path:
     """What two ranks have with `use_orig_params`, in runtime names or those of `state_dict()`."""
     model = Shifted()
-    names = {"a": "a", "b": "b"} if runtime else {"a": "b", "b": "c"}
+    names = dict(zip(SAVED, SAVED)) if runtime else SAVED
     for rank, change in enumerate(changes):
         own = {names[name]: value.detach().flatten().chunk(2)[rank].clone() for name, value in model.named_parameters()}
-        torch.save({**own, "seen": torch.full((2,), rank), **change}, folder / f"rank_{rank}.pt")
+        torch.save({**own, names["seen"]: torch.full((2,), rank), **change}, folder / f"rank_{rank}.pt")
     return folder / "rank_*.pt"
 
 
@@ -61,7 +60,8 @@ def of_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor]) -
 def test_slices_under_the_names_of_either_form(run: Run, tmp_path: Path, runtime: bool, to: str) -> None:
     done = run("remap", of_shifted(tmp_path, runtime, {}, {}), *SHIFTED, "--to", to, "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
-    assert "seen differs between the ranks: rank 0's is taken" in done.err
+    buffer = "seen" if runtime else "b"
+    assert f"{buffer} differs between the ranks: rank 0's is taken" in done.err
     model = Shifted()
     expected = model.state_dict() if to == "serialized" else {"a": model.a, "b": model.b, "seen": model.seen}
     assert same(torch.load(tmp_path / "out.pt"), expected)
@@ -142,6 +142,22 @@ def test_a_flat_parameter_is_taken_apart_whatever_its_strides_are(run: Run, tmp_
     torch.save(saved, tmp_path / "flat.pt")
     assert run("remap", tmp_path / "flat.pt", *MODEL, "-o", tmp_path / "out.pt").status == 0
     assert same(torch.load(tmp_path / "out.pt"), expected)
+
+
+@pytest.mark.parametrize("runtime", [False, True])
+@pytest.mark.parametrize("beside", [(), ("b",)])
+def test_what_stands_beside_a_flat_parameter_has_names_of_either_form(
+    run: Run, tmp_path: Path, runtime: bool, beside: tuple[str, ...]
+) -> None:
+    """FSDP leaves out of a flat parameter what it is told to ignore."""
+    model = Shifted()
+    own = {"a": model.a.detach(), "b": model.b.detach(), "seen": torch.tensor([3.0, 4])}
+    flat = torch.cat([own[name].flatten() for name in "ab" if name not in beside])
+    rest = {name if runtime else SAVED[name]: own[name] for name in (*beside, "seen")}
+    torch.save({"flat_param": flat, **rest}, tmp_path / "flat.pt")
+    done = run("remap", tmp_path / "flat.pt", *SHIFTED, "--to", "runtime", "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert same(torch.load(tmp_path / "out.pt"), own)
 
 
 @pytest.mark.parametrize(

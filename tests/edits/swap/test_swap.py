@@ -430,3 +430,31 @@ def test_operands_in_the_wrong_order_are_said_with_the_output(tmp_path: Path, ru
         done = run("swap-weights", new, program, *words)
         assert done.status == 2
         assert f"hint: the program comes first: ckpttool swap-weights {program} {new} -o {out}" in done.err
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(3))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * self.x
+
+
+class Wide(Narrow):
+    """Has a weight more, which it saves under a name that no tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.y = nn.Parameter(torch.ones(3))
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(z=state.pop("y")))
+        self.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(y=state.pop("z")))
+
+
+@pytest.mark.parametrize("key", ["z", "y"])
+def test_a_weight_of_the_model_that_the_program_has_not_is_left_over(tmp_path: Path, run: Run, key: str) -> None:
+    torch.save({"x": torch.ones(3), key: torch.ones(3)}, tmp_path / "new.pt")
+    words = [exported(Narrow(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Wide"]
+    done = run("swap-weights", *words, "-o", tmp_path / "out.pt2", "--format", "json")
+    said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
+    assert (done.status, said) == (1, [f"left over: the program has no such weight @ {key}"])

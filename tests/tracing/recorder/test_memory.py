@@ -16,8 +16,11 @@ def test_the_stride_of_a_dimension_of_one_element_is_no_difference(stride: tuple
 
 
 @pytest.mark.parametrize(
-    ("shape", "stride"), [((3, 2), (2, 1)), ((3, 2), (0, 1)), ((2, 3), (1, 1)), ((2, 3), (1, 2)), ((1, 3), (0, 1))]
+    ("shape", "stride"), [((3, 2), (2, 1)), ((3, 2), (0, 1)), ((2, 3), (1, 1)), ((2, 3), (1, 2)), ((1, 3), (0, 1)),
+                        ((2, 2), (3, 0)), ((2, 2), (3, 1)), ((2, 2), (1, 1)), ((2, 3), (3, 1)), ((0, 3), (3, 1))]
 )  # fmt: skip
 def test_whether_one_element_is_several(shape: tuple[int, int], stride: tuple[int, int]) -> None:
-    x = torch.arange(12).as_strided(shape, stride)
+    x = torch.arange(20).as_strided(shape, stride, 5)
     assert geometry(x).overlaps_itself == (x.unique().numel() < x.numel())
+    reach = int(x.max() - x.min()) + 1 if x.numel() else 0
+    assert geometry(x).is_dense == (reach == x.numel() == x.unique().numel())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
-from ckpttool.expression import Op, Ref, is_opaque, refs
-from ckpttool.tracing.recorder.identity import token
+from ckpttool.expression import Op, Ref, is_opaque, operators, refs
+from ckpttool.tracing.recorder import memory
+from ckpttool.tracing.recorder.identity import inside, token
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 
 SEEDS = int(os.environ.get("CKPTTOOL_SEEDS", "100"))
@@ -42,12 +45,22 @@ def viewed(chance: random.Random, x: torch.Tensor) -> torch.Tensor:
         lambda: x.chunk(2, dim)[-1],
         lambda: x.diagonal(),
         lambda: x.as_strided((2, 2), (1, 3), x.storage_offset()),
+        lambda: x.as_strided((2, 2), (1, 1)),
         lambda: x.detach().t_(),
+        lambda: x.detach().squeeze_(),
+        lambda: x.detach().as_strided_((2, 2), (1, 3)),
+        lambda: x.detach().as_strided_((2, 2), (2, 1), 5),
+        lambda: torch.ops.aten.set_(x.detach(), x[:1]),
+        lambda: x.detach().resize_(1, 2),
+        lambda: x.conj(),
+        lambda: x.imag,
+        lambda: torch._neg_view(x),
+        lambda: x.split([1, x.shape[dim] - 1], dim)[1],
         lambda: x.view({torch.float32: torch.int32, torch.float64: torch.int64}[x.dtype]),
     ]
     try:
         return chance.choice(ways)()
-    except (RuntimeError, IndexError, KeyError):  # there is no such view
+    except (RuntimeError, IndexError, KeyError, ZeroDivisionError):  # there is no such view
         return x
 
 
@@ -56,7 +69,8 @@ def computed(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> torch.T
         lambda: x + 1,
         lambda: x.neg(),
         lambda: x.clone(),
-        lambda: x.to(torch.float64),
+        lambda: x.to(torch.complex128 if x.is_complex() else torch.float64),
+        lambda: x.resolve_conj(),
         lambda: torch.stack([x, x]),
         lambda: x * y,
         lambda: torch.full_like(x, 3.0, device="cpu"),
@@ -76,6 +90,7 @@ def write(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
     ways: list[Callable[[], object]] = [
         lambda: x.copy_(y),
         lambda: x.copy_(y),
+        lambda: torch.ops.aten.copy_(x, number),
         lambda: x.add_(y),
         lambda: x.mul_(number),
         lambda: x.fill_(number),
@@ -95,15 +110,23 @@ def write(chance: random.Random, x: torch.Tensor, y: torch.Tensor) -> None:
         x.fill_(number)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Casting complex values to real", "ignore:An output with one or more elements was resized"
+)
+@pytest.mark.parametrize("small", [1 << 22, 0])
 @pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_every_tensor_is_what_it_is_said_to_be(first: int) -> None:
+def test_every_tensor_is_what_it_is_said_to_be(first: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where memory is too large for every element of it to be looked at."""
+    monkeypatch.setattr(memory, "_SMALL", small)
     told = wanted = 0
     for seed in range(first, first + 100):
         chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         whole = torch.randint(-9, 9, (4, 6), generator=generator).float()
+        if chance.random() < 0.2:
+            whole = (whole * (1 + 2j)).conj()
         names = {"whole": whole, "other": torch.randint(-9, 9, (6,), generator=generator).float()}
-        if chance.random() < 0.5:
-            names["part"] = whole[1:3] if chance.random() < 0.5 else whole.t()[2:4]  # another name in one storage
+        for number in range(chance.randrange(3)):  # other names in one storage
+            names[f"part{number}"] = chance.choice([whole[1:3], whole.t()[2:4], whole[2:], whole[0]])
         before = {name: tensor.clone() for name, tensor in names.items()}
         recorder = Recorder()
         for name, tensor in names.items():
@@ -122,12 +145,42 @@ def test_every_tensor_is_what_it_is_said_to_be(first: int) -> None:
         for tensor in pool:
             value = recorder.value(tensor)
             wanted += 1
-            if not is_opaque(value):
+            if not is_opaque(value) and "aten._neg_view.default" not in operators(value):  # which no plan may hold
                 told += 1
                 found = evaluate(value, before.__getitem__)
                 assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), (seed, value)
-                assert same_bits(found, tensor), (seed, value)
-    assert told > 0.8 * wanted, (told, wanted)
+                signs = tensor.is_complex()  # a zero that is lazily conjugated or negated has either sign
+                assert torch.equal(found, tensor) if signs else same_bits(found, tensor), (seed, value)
+    assert told > (0.7 if small else 0.4) * wanted, (told, wanted)
+
+
+SEVERAL_WAYS: dict[str, Callable[[torch.Tensor], object]] = {
+    "by elements of another size": lambda whole: whole.view(torch.float16)[2:, 3:].neg_(),
+    "as elements of another size": lambda whole: whole[3:].view(torch.int16).zero_(),
+    "a part of a part that was written": lambda whole: (whole[1:3].view(12).copy_(torch.ones(12)), whole[1, 0].zero_()),
+    "between the columns that were written": lambda whole: (whole[1].fill_(1), whole[1, 0].zero_()),
+    "strides in place": lambda whole: whole[1:3].detach().as_strided_((2, 2), (1, 3), 7),
+    "strides of a part in place": lambda whole: whole.t()[1:].detach().as_strided_((2, 2), (1, 3)),
+    "one place as several elements": lambda whole: whole.as_strided((2, 2), (1, 1)).neg_(),
+    "read while it is written": lambda whole: torch.mul(
+        whole.as_strided((2, 2), (1, 3)), whole.as_strided((2,), (2,)), out=whole.as_strided((2, 2), (1, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SEVERAL_WAYS.values(), ids=SEVERAL_WAYS)
+def test_memory_that_is_seen_in_several_ways(change: Callable[[torch.Tensor], object]) -> None:
+    whole = torch.arange(2.0, 26).reshape(4, 6)
+    names = {"whole": whole, "columns": whole.t()[2:4], "middle": whole[1:3], "end": whole[2:]}
+    before, recorder = {name: tensor.clone() for name, tensor in names.items()}, Recorder()
+    for name, tensor in names.items():
+        recorder.name(tensor, Ref(name))
+    with recorder:
+        out = change(whole)
+        seen = [*names.values(), whole[1:3].view(12), whole[1], *([out] if isinstance(out, torch.Tensor) else [])]
+    for tensor in seen:
+        value = recorder.value(tensor)
+        assert is_opaque(value) or same_bits(evaluate(value, before.__getitem__), tensor), value
 
 
 def cuts(chance: random.Random, size: int) -> list[tuple[int, int]]:
@@ -255,3 +308,195 @@ def test_the_inside_of_a_tensor_is_known_to_be_its_own() -> None:
     assert set(refs(recorder.value(part))) == {"whole"}
     assert is_opaque(recorder.value(part))
     assert not recorder.outside
+
+
+# One operator at a time
+
+
+def numbers(*values: complex) -> torch.Tensor:
+    """Made outside of torch."""
+    return torch.from_numpy(np.array(values))
+
+
+OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "full": lambda w: torch.full((2, 3), 3),
+    "full, in complex numbers": lambda w: torch.full((2,), 1j),
+    "full by the operator's own words": lambda w: torch.ops.aten.full.default([2], fill_value=3),
+    "fill with a tensor": lambda w: torch.zeros(3).fill_(w[0, 0]),
+    "fill with one of another dtype": lambda w: torch.zeros(3, dtype=torch.int32).fill_(w[0, 0]),
+    "times a complex number": lambda w: w * (1 + 2j),
+    "an argument that is None": lambda w: w.sum(0, dtype=None),
+    "a dtype as argument": lambda w: w.sum(0, dtype=torch.float64),
+    "a stride": lambda w: w[:, 1::2],
+    "a list of tensors": lambda w: torch.cat([w, w]),
+    "one of several": lambda w: w.max(0).values,
+    "constants": lambda w: w + numbers(1.0, 2.0, 3.0),
+    "complex constants": lambda w: w * numbers(1j, 2, 3),
+    "a constant throughout": lambda w: w + numbers(2.0, 2.0, 2.0),
+    "nothing": lambda w: numbers(),
+    "as many as are written out": lambda w: w[0, 0] + numbers(*range(4096)),
+    "out of two": lambda w: torch.sort(w, out=(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long)))[0],
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_an_operator_is_said_as_data(operator: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight, recorder = torch.arange(6.0).reshape(2, 3), Recorder()
+    before = weight.clone()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        made = operator(weight)
+    told = recorder.value(made)
+    assert not is_opaque(told), told
+    found = evaluate(told, {"weight": before}.__getitem__)
+    assert (found.dtype, found.shape) == (made.dtype, made.shape)
+    assert same_bits(found, made)
+
+
+def test_of_several_outputs_those_that_are_none_are_no_tensors() -> None:
+    weight, recorder = torch.ones(1, 2, 3), Recorder()
+    recorder.name(weight, Ref("weight"))
+    wanted, rest = [True, False, False], (None, [1], [0], [1], False, [0], 1)
+    with recorder:
+        found = torch.ops.aten.convolution_backward(torch.ones(1, 1, 1), weight, weight, *rest, wanted)
+    assert found[1:] == (None, None)
+    assert set(refs(recorder.value(found[0]))) == {"weight"}
+
+
+class Own(torch.Tensor):
+    """A class of its own, whose values may mean anything."""
+
+
+OWN = numbers(1.0, 2.0).as_subclass(Own)
+QUANTIZED = torch.quantize_per_tensor(torch.arange(3.0), 0.5, 0, torch.qint8)
+SPARSE = torch.tensor(np.diag(np.arange(5000))).to_sparse()
+NOT_SAID: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "no values yet": (torch.empty_like, False),
+    "random, of a shape": (torch.rand_like, False),
+    "random, by values": (lambda w: torch.bernoulli(w / 9), True),
+    "more constants than are written out": (lambda w: numbers(*range(4097)), False),
+    "constants of a class": (lambda w: OWN, False),
+    "quantized constants": (lambda w: QUANTIZED, False),
+    "sparse constants": (lambda w: SPARSE, False),
+}
+
+
+@pytest.mark.parametrize(("operator", "by_weight"), NOT_SAID.values(), ids=NOT_SAID)
+def test_what_cannot_be_said_says_what_it_is_made_of(
+    operator: Callable[[torch.Tensor], torch.Tensor], by_weight: bool
+) -> None:
+    weight, recorder = torch.arange(6.0).reshape(2, 3), Recorder()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        made = operator(weight)
+    told = recorder.value(made)
+    assert is_opaque(told)
+    assert set(refs(told)) == ({"weight"} if by_weight else set())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_questions_that_need_no_values_are_no_reading(device: str) -> None:
+    weight, recorder = torch.zeros(2, 3, device=device), Recorder()
+    recorder.name(weight, Ref("weight"))
+    with recorder:
+        assert torch.ops.aten.is_same_size(weight, weight)
+        assert not weight.is_pinned()
+    assert (recorder.reads, recorder.blind) == ([], False)
+    with recorder, contextlib.suppress(NeedsValues, RuntimeError):
+        torch.equal(weight, weight)
+    assert (bool(recorder.reads), recorder.blind) == (device == "cpu", device == "meta")
+
+
+@pytest.mark.parametrize(
+    ("operator", "doubtful"),
+    [
+        (lambda w: w.view(6), False),
+        (lambda w: w.clone(), False),
+        (lambda w: w.detach().copy_(w), False),
+        (lambda w: torch.empty(2, 3, device="meta").copy_(w), True),
+        (lambda w: torch.cat([w, w]), True),
+    ],
+)
+def test_meta_may_do_what_no_values_can(operator: Callable[[torch.Tensor], torch.Tensor], doubtful: bool) -> None:
+    """Of a dtype that few operators know, what only moves is done anywhere."""
+    recorder = Recorder()
+    with recorder:
+        operator(torch.empty(2, 3, dtype=torch.float8_e4m3fn, device="meta"))
+    assert recorder.doubtful == doubtful
+
+
+def _bumped(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[Any]:
+    """Operators of somebody's own that write in place, most of them without a functional one that says the same."""
+    found = torch.library.Library("ckpttool_test", "DEF")
+    for schema in (
+        "bump_(Tensor(a!) x) -> Tensor(a!)",
+        "quiet_(Tensor(a!) x) -> ()",
+        "both_(Tensor(a!) x, Tensor(b!) y) -> (Tensor(a!), Tensor(b!))",
+        "half_(Tensor(a!) x, Tensor(b!) y) -> (Tensor(a!), Tensor(b!))",
+        "half(Tensor x, Tensor y) -> Tensor",
+    ):
+        found.define(schema)
+    for device in ("CPU", "Meta"):
+        found.impl("bump_", lambda x: x.add_(1), device)
+        found.impl("quiet_", _bumped, device)
+        for name in ("both_", "half_"):
+            found.impl(name, lambda x, y: (x.add_(1), y.add_(2)), device)
+        found.impl("half", lambda x, y: x + 1, device)
+    yield torch.ops.ckpttool_test
+    found._destroy()
+
+
+@pytest.mark.parametrize("name", ["bump_", "quiet_", "both_", "half_"])
+@pytest.mark.parametrize("unreal", [False, True])
+def test_operators_of_somebodys_own_that_write(library: Any, name: str, unreal: bool) -> None:
+    """What each tensor holds then is made of all that was given; memory that follows meta can be read no more."""
+    recorder = Recorder()
+    tensors = [torch.ones(2), torch.ones(2)][: 1 if name in ("bump_", "quiet_") else 2]
+    for at, tensor in enumerate(tensors):
+        recorder.name(tensor, Ref(f"t{at}"))
+    with recorder:
+        if unreal:
+            tensors[0].copy_(torch.ones(2, device="meta"))
+        out = getattr(library, name)(*tensors)
+        assert (out is None) == (name == "quiet_")
+        assert not isinstance(out, tuple) or list(map(id, out)) == list(map(id, tensors)) or not unreal
+        for tensor in tensors:
+            with pytest.raises((NeedsValues, RuntimeError)) if unreal else contextlib.nullcontext():
+                tensor.sum().item()
+    for tensor in tensors:
+        assert is_opaque(recorder.value(tensor))
+    named = {f"t{at}" for at in range(unreal, len(tensors))}
+    assert {key for tensor in tensors for key in refs(recorder.value(tensor))} == named
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_a_sparse_tensor_is_what_it_is_made_of(layout: str) -> None:
+    def made() -> torch.Tensor:
+        sizes = [(1, 1)] if layout.startswith("bs") else []
+        dense = torch.eye(2)
+        return dense.to_sparse() if layout == "coo" else getattr(dense, f"to_sparse_{layout}")(*sizes)
+
+    one = made()
+    assert token(one) == token(one.detach()) != token(made())
+    assert len(inside(one)) == (2 if layout == "coo" else 3)
+    assert all(token(mine) == token(same) for mine, same in zip(inside(one), inside(one.detach())))
+
+
+@pytest.mark.parametrize("most", [3, 4, 5])
+def test_more_pieces_than_are_looked_at_are_not_put_together(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MOST_PIECES", most)
+    value, recorder = torch.arange(8.0).reshape(4, 2), Recorder()
+    recorder.name(value, Ref("value"))
+    with recorder:
+        made = torch.empty(4, 2)
+        for at in range(4):
+            made[at].copy_(value[at])
+    told = recorder.value(made)
+    assert is_opaque(told) == (most < 4)
+    assert is_opaque(told) or same_bits(evaluate(told, {"value": value}.__getitem__), made)
