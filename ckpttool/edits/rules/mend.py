@@ -37,8 +37,9 @@ class Suggested:
         return _suggestion(self._diff, self._left, self._right)
 
     def renames(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """The rules and the patterns that they drop, where these are few and say all of it."""
-        return None if self._by_names is None else _few(self._by_names)
+        """The rules and the patterns that they drop, where these are few and say all of it; without rules it is none."""
+        found = self._by_names
+        return _few(found) if found is not None and found.plain else None
 
     def told(self, values: bool = False) -> Diff:
         """The diff with the rules, the commands that carry them out, and what they leave undone.
