@@ -21,7 +21,7 @@ from ckpttool.values import dataclass
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
-Step = tuple[str, Any]  # ("item", key or index), ("arg", index) or ("state", None)
+Step = tuple[str, Any]  # ("item", key or index), ("arg", index), ("kwarg", name), ("element", index), ("state", None)
 Steps = tuple[Step, ...]
 Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
 
@@ -70,7 +70,7 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
     The dicts at the dotted paths `whole` are state dicts.
     """
     tree = Tree(storages, whole=whole)
-    if not _walk(tree, root, (), (), foreign=False) and not tree.others:
+    if not _walk(tree, root, (), (), foreign=False):
         tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(root, (), ()))
     if tree.loose:
         path = "" if "" not in tree.places else "(other)"

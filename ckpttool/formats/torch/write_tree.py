@@ -11,7 +11,7 @@ from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
 from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.optimizer_mapping import node_of
 from ckpttool.formats.torch.rebuild import Rebuilder
-from ckpttool.formats.torch.tensors import Carried, Storages, malformed
+from ckpttool.formats.torch.tensors import Carried, Storages
 from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
 from ckpttool.optimizer_state import kept
 from ckpttool.values import dataclass
@@ -46,8 +46,19 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
     edits.update((steps, _REMOVE) for path, steps in tree.others.items() if path not in kept)
+    _check_arguments(edits)
     _check_rings(edits, tree)
     return _edited(root, edits) if edits else root
+
+
+def _check_arguments(edits: Mapping[Steps, Any]) -> None:
+    """Raises `Refused` where an object would be made without an argument or its state: it would be another one."""
+    gone = [steps for steps, node in edits.items() if node is _REMOVE and steps[-1][0] in ("arg", "kwarg", "state")]
+    if gone:
+        paths = (".".join(str(name) for _, name in steps if name is not None) for steps in gone)
+        problems = [Problem("an object is made of it", path) for path in paths]
+        hint = "drop the whole object, or nothing of it"
+        raise Refused("an object cannot be made without what it is made of", hint=hint, problems=problems)
 
 
 def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
@@ -310,16 +321,13 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
         return sequence("item", node)
     if type(node) is tuple:
         return tuple(sequence("item", node))
-    if type(node) is not Call:
-        raise malformed("a change below what holds nothing")
     made = _clone(node)
-    made.args = tuple(sequence("arg", node.args))
+    made.args = tuple(changed(("arg", index), arg) for index, arg in enumerate(node.args))
     made.kwargs = None if node.kwargs is None else {k: changed(("kwarg", k), v) for k, v in node.kwargs.items()}
     made.items = None if node.items is None else sequence("element", node.items)
     made.pairs = None if node.pairs is None else mapping(node.pairs)
     if node.state is not ABSENT:
-        state = changed(("state", None), node.state)
-        made.state = ABSENT if state is _REMOVE else state
+        made.state = changed(("state", None), node.state)
     return made
 
 
