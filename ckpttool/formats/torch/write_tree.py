@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -13,6 +13,7 @@ from ckpttool.formats.torch.optimizer_mapping import node_of
 from ckpttool.formats.torch.rebuild import Rebuilder
 from ckpttool.formats.torch.tensors import Carried, Storages
 from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
+from ckpttool.keys import dotted
 from ckpttool.optimizer_state import kept
 from ckpttool.values import dataclass
 
@@ -78,17 +79,23 @@ def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
     """Raises `Refused` where a storage is to be left out that something in the tree refers to."""
     kept = {found.path for found in checkpoint.unreached}
     held = [found.path for found in tree.unreached if found.is_referred and found.path not in kept]
-    inside = [path for path in held if _is_carried(checkpoint, path)]
+    gone = _gone(checkpoint, tree) if held else set[str]()
+    inside = [path for path in held if not any(path == name or path.startswith(f"{name}.") for name in gone)]
     if inside:
         problems = [Problem("what holds it stays, and cannot be written without it", path) for path in inside]
         raise Refused("a storage cannot be left out of what holds it", hint=_HINT, problems=problems)
 
 
-def _is_carried(checkpoint: Checkpoint, path: str) -> bool:
-    """Whether what stands at `path`, or around it, is still part of the checkpoint."""
-    have = {*checkpoint.others, *(section.path for section in checkpoint.sections)}
-    steps = path.split(".")
-    return not have or any(".".join(steps[:length]) in have for length in range(len(steps) + 1))
+def _gone(checkpoint: Checkpoint, tree: Tree) -> set[str]:
+    """The paths of what stood in the tree, and is no part of the checkpoint any more."""
+
+    def paths(sections: Iterable[Section], others: Iterable[str]) -> set[str]:
+        own = [section for section in sections if section.kind != "other"]
+        extras = {dotted(section.path, extra.key) for section in own for extra in section.extras}
+        return {*others, *(section.path for section in own), *extras}
+
+    was = paths((place.section for place in tree.places.values()), tree.others)
+    return was - paths(checkpoint.sections, checkpoint.others)
 
 
 def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
