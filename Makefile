@@ -20,7 +20,7 @@ SIZE ?= 1
 RUNS ?= 4
 CASES ?=
 
-.PHONY: help demo test bench browser docs dist faults check man wild models fuzz mutants fix coverage floor constraints clean
+.PHONY: help demo test bench browser docs dist faults check man wild models fuzz mutants conditions fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,7 +79,10 @@ fuzz: $(VENV)/for-test ## every reader for its share of TIME=600 seconds (ARGS='
 	PYTHONPATH=.:tests/fuzz:tests/support $(BIN)/python tests/fuzz/run.py --time $(TIME) $(ARGS)
 
 mutants: $(VENV)/for-dev ## N=100 changes of the code, drawn by SEED=0; the tests notice 95 % (ONLY='ckpttool/edits': of that package)
-	$(BIN)/python tests/mutants/run.py -n $(N) --seed $(SEED) --only $(ONLY) $(ARGS)
+	$(BIN)/python tests/mutants/mutants.py -n $(N) --seed $(SEED) --only $(ONLY) $(ARGS)
+
+conditions: $(VENV)/for-dev ## what the code asks and no test decides both ways, a line each
+	$(BIN)/python tests/mutants/conditions.py -n $(JOBS) --dist loadfile $(ARGS)
 
 coverage: $(VENV)/for-dev ## which lines and branches the tests reach: a table, and pages in build/coverage
 	$(BIN)/coverage erase

@@ -5,7 +5,7 @@ A plan is checked against the index of its source before a byte is written, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field, replace
 from typing import Any
 
@@ -150,13 +150,21 @@ class Plan:
             outputs[output.section].append(output)
         for drop in self.dropped:
             dropped[drop.section].append(drop.key)
-        problems = [p for path in paths for p in _check_section(path, outputs[path], dropped[path], source)]
-        known = {(run.section, run.way) for run in self.runs}
-        return problems + [
-            Problem("the plan does not say which model's code computes it", output.key)
-            for output in self.computed
-            if any((output.section, call.op) not in known for call in ex.calls(output.source))
-        ]
+        given: dict[str, list[Expression]] = {}
+        for run in self.runs:
+            given.setdefault(run.section, []).extend(run.given.values())
+        found = (_check_section(path, outputs[path], dropped[path], given.get(path, ()), source) for path in paths)
+        return [problem for problems in found for problem in problems] + self._without_code()
+
+    def _without_code(self) -> list[Problem]:
+        """What code computes of which the plan does not say whose it is, or not before another run is given it."""
+        known: set[tuple[str, str]] = set()
+        unknown: list[str] = []
+        for run in self.runs:
+            unknown += [name for name, source in run.given.items() if not _is_said(run.section, source, known)]
+            known.add((run.section, run.way))
+        unknown += [output.key for output in self.computed if not _is_said(output.section, output.source, known)]
+        return [Problem("the plan does not say which model's code computes it", key) for key in unknown]
 
     def to_json(self) -> dict[str, Any]:
         """The PLAN object of the contract.
@@ -208,7 +216,14 @@ PLAN = record(
 )
 
 
-def _check_section(path: str, outputs: list[Output], dropped: list[str], source: Checkpoint) -> list[Problem]:
+def _is_said(section: str, source: Expression, known: Collection[tuple[str, str]]) -> bool:
+    """Whether every value of a run of code in it is one of a run that is `known`, by its name there."""
+    return all((section, call.op) in known and [*map(type, call.args[:1])] == [str] for call in ex.calls(source))
+
+
+def _check_section(
+    path: str, outputs: list[Output], dropped: list[str], given: Iterable[Expression], source: Checkpoint
+) -> list[Problem]:
     try:
         have = source.section(path).by_key()
     except KeyError:
@@ -217,7 +232,8 @@ def _check_section(path: str, outputs: list[Output], dropped: list[str], source:
     computed = [output for output in outputs if not isinstance(output.source, Ref)]
     read |= dict.fromkeys(key for output in computed for key in ex.refs(output.source))
     gone = set(dropped)
-    problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in read if key not in have]
+    wanted = read | dict.fromkeys(key for one in given for key in ex.refs(one))
+    problems = [Problem("the plan reads a key that the checkpoint has not", key) for key in wanted if key not in have]
     problems += [Problem("the plan drops a key that the checkpoint has not", key) for key in dropped if key not in have]
     problems += _collisions(outputs)
     problems += [

@@ -135,12 +135,15 @@ def test_into_an_exported_program(experts: Saved, tmp_path: Path, run: Run) -> N
     inputs = {"input_ids": torch.arange(12).reshape(2, 6), "use_cache": False}
     program = torch.export.export(pretrained_models.build("experts", 2), (), inputs, strict=False)
     torch.export.save(program, tmp_path / "p.pt2")
-    out = tmp_path / "o.pt2"
-    done = run("swap-weights", tmp_path / "p.pt2", experts.folder, "--model", f"hf:{experts.folder}", "-o", out)
-    assert done.status == 0, done.err
-    with torch.no_grad():
-        found = torch.export.load(out).module()(**inputs).logits
-        assert torch.equal(found, experts.model(**inputs).logits)
+    words = ["swap-weights", tmp_path / "p.pt2", experts.folder, "--model", f"hf:{experts.folder}", "-o"]
+    for said in ([], ["--from", "pretrained"]):
+        out = tmp_path / f"o{len(said)}.pt2"
+        done = run(*words, out, *said)
+        assert done.status == 0, done.err
+        with torch.no_grad():
+            found = torch.export.load(out).module()(**inputs).logits
+            assert torch.equal(found, experts.model(**inputs).logits)
+    assert run(*words, tmp_path / "no.pt2", "--from", "serialized").status == 1
 
 
 def test_what_has_no_such_names_is_refused(experts: Saved, tmp_path: Path, run: Run) -> None:

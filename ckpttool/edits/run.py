@@ -57,8 +57,8 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
         dry_run=options.dry_run,
     )
     if options.to_ranks and model is not None:
-        return _write_ranks(source, options, writer, model, done)
-    return done if target is None else _write(source, options, writer, target, done, model)
+        return _write_ranks(options, writer, model, done)
+    return done if target is None else _write(options, writer, target, done, model)
 
 
 def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -> Target | None:
@@ -93,7 +93,8 @@ def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) 
     """What `options`, of which the model is read, make of `source`, whatever is to hold it. Raises as `run` does."""
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
-        return by_plan(source.read_for(plan.reads), plan, _runners(plan, model, _to_operand(options, model)))
+        done = by_plan(source.read_for(plan.reads), plan, _runners(plan, model, _to_operand(options, model)))
+        return replace(done, notes=(*source.notes, *done.notes))
     source = made_whole(read_for_model(source, model))
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
@@ -116,7 +117,7 @@ def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) 
         from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 
         done = with_gathered_optimizers(done, gathered, names)
-    return with_optimizers(done, wanted)
+    return with_optimizers(replace(done, notes=(*source.notes, *done.notes)), wanted)
 
 
 def _named_by(
@@ -229,7 +230,6 @@ def fitted(done: Remap, target: Target, options: RemapOptions, model: ModelOpera
 
 
 def _write(
-    source: Checkpoint,
     options: RemapOptions,
     writer: Writer,
     target: Target,
@@ -238,7 +238,7 @@ def _write(
 ) -> Remap:
     """Writes the output, unless it is a dry run; what was made, with notes on what the output does not hold."""
     output = fitted(done, target, options, model)
-    notes = (*source.notes, *done.notes, *losses(done.result, target.format))
+    notes = (*done.notes, *losses(done.result, target.format))
     if options.max_shard_size is not None and not target.format.name.startswith("sharded"):
         notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
     done = replace(done, result=output, notes=notes)
@@ -295,7 +295,7 @@ def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Check
     return writer.edit(target, target.lay_in_place(fitted))
 
 
-def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
+def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
     """Cuts what was made into the files of ranks and writes these, unless it is a dry run."""
     from ckpttool.edits.ranks.scatter import scatter
 
@@ -311,7 +311,7 @@ def _write_ranks(source: Checkpoint, options: RemapOptions, writer: Writer, mode
     alike = [section.title for section in done.result.state_dicts if section.path not in models]
     notes = [f"not cut: every rank's file holds all of {', '.join(alike)}"] if alike else []
     notes += ["the module versions in _metadata are left out: FSDP1 has others, by what it wraps"] if versions else []
-    return replace(done, form=options.to, notes=(*source.notes, *done.notes, *notes))
+    return replace(done, form=options.to, notes=(*done.notes, *notes))
 
 
 def _like(options: RemapOptions, model: ModelOperand | None) -> Section | None:

@@ -152,15 +152,15 @@ class Writer:
         from ckpttool.io import write_remote
         from ckpttool.io.together import send
 
-        home, replace = folder, self.force
+        home = folder
         if stale is not None:
-            home, replace = job.of_first("home", lambda: write_remote.home_of(files, folder, stale)), True
+            home = job.of_first("home", lambda: write_remote.home_of(files, folder, stale, replace=self.force))
         with work.doing(folder, _nbytes(files), "written"):
             plan = None if decided is None else decided()
             urls = {name: join(home, name) for name in files}
             held = self._proved(files) if home == folder else None
             with send.sent(job, files, urls, folder, plan, verify=held is not None) as contents:
-                write_remote.complete(contents, home, folder, stale or (), replace=replace)
+                write_remote.complete(contents, home, folder, stale or (), replace=self.force)
                 if held is not None:
                     send.note(held, files, contents)
 

@@ -131,12 +131,10 @@ def _size(name: str, call: Any, args: list[Any], kwargs: dict[str, Any], given: 
     without = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
     try:
         return sizes(call(*map(_without_data, args), **{key: _without_data(arg) for key, arg in without.items()}))
-    except NotImplementedError as error:
-        most = OPERATORS[name].most
-        if most is not None:
-            return most(given)
-        raise _unfit(name, first_line(error)) from error
     except Exception as error:
+        most = OPERATORS[name].most
+        if most is not None and isinstance(error, NotImplementedError):
+            return most(given)
         raise _unfit(name, first_line(error)) from error
 
 
@@ -179,7 +177,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and str(value).removeprefix("torch.") in PLAIN
+    return str(value).removeprefix("torch.") in PLAIN
 
 
 _TYPES: Mapping[str, Callable[[Any], bool]] = {

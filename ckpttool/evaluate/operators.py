@@ -47,7 +47,7 @@ def is_integer(value: object) -> bool:
 def _inside(given: Arguments) -> str | None:
     """`as_strided` counts the elements of its tensor: the last one that it reaches has to be one of them."""
     size, stride, offset = given["size"], given["stride"], given.get("storage_offset") or 0
-    if len(size) != len(stride) or len(size) > 64 or min((*size, *stride, offset), default=0) < 0:
+    if len(size) != len(stride) or min((*size, *stride, offset), default=0) < 0:
         return "sizes, strides and the offset are not those of a tensor"
     last = offset + sum((n - 1) * step for n, step in zip(size, stride))
     if 0 not in size and last >= given["self"].numel():
@@ -61,7 +61,7 @@ def _few_parts(given: Arguments) -> str | None:
     if not -len(shape) <= dim < len(shape):
         return f"there is no dimension {dim}"
     size = given.get("split_size", 1)
-    if isinstance(size, int) and size < 1:
+    if size < 1:
         return "parts without elements have no number"
     count = given["chunks"] if "chunks" in given else -(-shape[dim] // size)
     return None if count <= limits().made_parts else f"{count:,} parts; {limits().named('made_parts')}"
@@ -131,7 +131,7 @@ def _scales(given: Arguments) -> str | None:
     """The factors of an interpolation are those that lead from the input's size to the output's."""
     size = given.get("output_size")
     before = (given.get("self", given.get("input"))).shape[2:]
-    factors = [value for name, value in given.items() if name.startswith("scales") and name != "scale_factors"]
+    factors = [value for name, value in given.items() if name.startswith("scales")]
     factors = given.get("scale_factors") or factors
     if not before or 0 in before or (size is not None and len(size) != len(before)):
         return "it interpolates dimensions that the tensor has not"

@@ -28,9 +28,9 @@ def window(entry: TensorEntry, start: int, count: int) -> Part:
 
 
 def across(entries: Iterable[TensorEntry], start: int, count: int) -> list[Part]:
-    """Elements `start` to `start + count` of contiguous entries that are laid end to end."""
+    """Elements `start` to `start + count` of entries that are laid end to end, each in row-major order."""
     parts, at = [], 0
-    for entry in entries:
+    for entry in map(row_major, entries):
         low, high = max(start, at), min(start + count, at + entry.numel)
         if low < high:
             parts.append(window(entry, low - at, high - low))

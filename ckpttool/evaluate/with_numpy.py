@@ -109,14 +109,13 @@ def cast(old: str, new: str) -> Callable[[bytes], memoryview] | None:
 
     None for dtypes that are left to torch.
     """
-    read = reader(old)
-    return partial(_cast, read, new) if read is not None and {old, new} <= _FLOATS else None
+    return partial(_cast, old, new) if {old, new} <= _FLOATS else None
 
 
-def _cast(read: Read, new: str, data: bytes) -> memoryview:
+def _cast(old: str, new: str, data: bytes) -> memoryview:
     import numpy as np
 
-    values = read(data)
+    values = _bfloat16(data) if old == "bfloat16" else _direct(old, data)
     with np.errstate(all="ignore"):
         if new == "bfloat16":
             made = _rounded(values.astype("<f4", copy=False))
@@ -177,9 +176,8 @@ def difference(dtype: str, left: Chunks, right: Chunks, rtol: float, atol: float
             farthest = max(farthest, float(far.max()))
             exponents += np.bincount(far.view(np.uint64).astype(np.int64).reshape(-1) >> 52, minlength=_EXPONENTS)
     if count:
-        distance = f", by {farthest:.3g} at most" if farthest else ""
         spread = tuple((int(at) - _BIAS, int(exponents[at])) for at in np.flatnonzero(exponents) if at)
-        return Difference(f"{count:,} of {total:,} elements differ{distance}", spread)
+        return Difference(f"{count:,} of {total:,} elements differ, by {farthest:.3g} at most", spread)
     return None if rtol or atol else Difference(EQUAL)
 
 

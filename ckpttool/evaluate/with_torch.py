@@ -47,9 +47,9 @@ def entry_of(key: str, source: Expression, have: Mapping[str, TensorEntry | Extr
 
 def _offset(result: torch.Tensor, leaf: torch.Tensor, entry: TensorEntry) -> int | None:
     """The offset of `result` in the entry's storage, in elements; None where it is no view of `leaf`."""
-    if result.layout != torch.strided or result.is_conj() or result.is_neg():
+    if result.is_conj() or result.is_neg() or not result.numel():
         return None
-    if not result.numel() or result.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
+    if result.untyped_storage()._cdata != leaf.untyped_storage()._cdata:
         return None
     size = result.element_size()
     at, rest = divmod(entry.offset * leaf.element_size() + int(result.storage_offset()) * size, size)

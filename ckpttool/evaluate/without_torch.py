@@ -163,16 +163,17 @@ def _clone(entry: TensorEntry | None) -> TensorEntry | None:
 
 def _ordered(entry: TensorEntry | None) -> TensorEntry | None:
     """A clone in row-major order."""
-    return _clone(None if entry is None or entry.layout != "strided" else row_major(entry))
+    return None if entry is None else _clone(row_major(entry))
 
 
 def _cast(entry: TensorEntry | None, dtype: str) -> TensorEntry | None:
-    made = None if entry is None or entry.layout != "strided" else with_numpy.cast(entry.dtype, dtype)
+    made = None if entry is None else with_numpy.cast(entry.dtype, dtype)
     if entry is None or made is None:
         return None
+    assert entry.storage is not None
     chunks = partial(with_numpy.whole_elements, size=itemsize(entry.dtype))
-    held = 0 if entry.storage is None else entry.storage.held
-    lazy = Lazy(entry.numel * itemsize(dtype), lambda: map(made, chunks(elements(entry))), None, entry.nbytes, held)
+    length, held = entry.numel * itemsize(dtype), entry.storage.held
+    lazy = Lazy(length, lambda: map(made, chunks(elements(entry))), None, entry.nbytes, held)
     return in_row_major(entry.key, dtype, entry.shape, Storage(lazy))
 
 

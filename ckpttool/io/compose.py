@@ -12,17 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import field
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 from ckpttool.checkpoint import Span
+from ckpttool.errors import CkptError
 from ckpttool.io import work
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
-from ckpttool.io.remote.read import check_assumed, filesystem, stat
+from ckpttool.io.remote.kept import Stat
+from ckpttool.io.remote.read import check_assumed, filesystem, forget, stat, there
 from ckpttool.io.sources import note_streamed
 from ckpttool.values import dataclass
 
@@ -107,17 +110,15 @@ def _paths(pieces: Pieces) -> set[str]:
 
 def _joined(pieces: Pieces) -> Iterator[Piece]:
     """The pieces; spans that go on where the one before them ended are one."""
-    last: Piece | None = None
-    for piece in pieces:
-        if last is not None and _goes_on(last, piece):
+    last, *others = pieces
+    for piece in others:
+        if _goes_on(last, piece):
             assert isinstance(last.data, Span)
             last = Piece(Span(last.data.path, last.data.offset, last.nbytes + piece.nbytes))
-            continue
-        if last is not None:
+        else:
             yield last
-        last = piece
-    if last is not None:
-        yield last
+            last = piece
+    yield last
 
 
 def _goes_on(last: Piece, piece: Piece) -> bool:
@@ -173,6 +174,32 @@ def begun(out: str, *, replace: bool, verify: bool = False) -> Iterator[Upload]:
         raise
 
 
+def is_exclusive(fs: Any) -> bool:
+    """Whether the store itself refuses to replace an object where it is asked to.
+
+    That is S3, where both the driver (s3fs 2024.12) and what speaks for it (botocore 1.35) know how to ask.
+    """
+    if not hasattr(fs, "call_s3") or "mode" not in signature(fs._pipe_file).parameters:
+        return False
+    asked = fs.s3.meta.service_model.operation_model("CompleteMultipartUpload").input_shape
+    return "IfNoneMatch" in asked.members
+
+
+def check_absent(url: str) -> None:
+    """Raises `CkptError` where an object is there by now."""
+    forget(url)
+    if stat(url) is not None:
+        raise came_meanwhile(url)
+
+
+def came_meanwhile(url: str) -> CkptError:
+    """What is said where somebody else was quicker."""
+    return CkptError(
+        f"{url} exists: another process has written it meanwhile",
+        hint="pass --force to overwrite it, or name another place",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Upload:
     """A multipart upload to `url`, begun at `place`; `parts` is what the store said of each part so far.
@@ -200,6 +227,8 @@ class Upload:
         """Makes the object of the parts; without `replace` not where one is there already. Raises `CkptError`."""
         absent = {} if replace else {"IfNoneMatch": "*"}
         parts = [{"PartNumber": part["PartNumber"], "ETag": part["ETag"]} for part in self._in_order()]
+        if not replace and not is_exclusive(self.fs):
+            check_absent(self.url)
         with answered(self.url), uninterrupted(insisting=True):
             self.call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **absent)
         self.fs.invalidate_cache(filesystem(self.url)[1])
@@ -216,9 +245,8 @@ class Upload:
         if any(part["ETag"].strip('"') != part["MD5"] for part in parts):
             return False
         whole = hashlib.md5(b"".join(bytes.fromhex(part["MD5"]) for part in parts), usedforsecurity=False)
-        found = stat(self.url)
-        tag = ("ETag", f'"{whole.hexdigest()}-{len(parts)}"')
-        return found is not None and (found.size, found.version) == (nbytes, tag)
+        tag = f'"{whole.hexdigest()}-{len(parts)}"'
+        return stat(self.url) == Stat(folder=False, size=nbytes, version=("ETag", tag))
 
     def _in_order(self) -> list[dict[str, Any]]:
         return sorted(self.parts, key=lambda part: int(part["PartNumber"]))
@@ -265,8 +293,9 @@ class Upload:
         Not where `there` is what it says of one that is there, and it is the same by its MD5.
         """
         md5 = self._md5(part)
-        has = there is not None and there["ETag"].strip('"') == md5
-        return {**(there if there is not None and has else self._put(number, part)), "MD5": md5}
+        if there is None or there["ETag"].strip('"') != md5:
+            there = self._put(number, part)
+        return {**there, "MD5": md5}
 
     def _put(self, number: int, part: Span | bytes) -> dict[str, Any]:
         if isinstance(part, bytes):
@@ -289,10 +318,8 @@ class Upload:
         check_assumed(span.path)
         note_streamed(span.path)
         bucket, key, version = self.fs.split_path(filesystem(span.path)[1])
-        found = stat(span.path)
-        known = found is not None and found.version[0] == "ETag"
         return {
             "CopySource": {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})},
             "CopySourceRange": f"bytes={span.offset}-{span.offset + span.length - 1}",
-            **({"CopySourceIfMatch": found.version[1]} if found is not None and known else {}),
+            "CopySourceIfMatch": there(span.path).version[1],
         }

@@ -54,13 +54,13 @@ def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Wri
     Where that cannot be, nothing is done, and the answer says why. Raises `CkptError` where the disk fails, or another
     process was faster: all is as it was.
     """
-    if files is None or is_url(folder):
+    if files is None:
         return Written("copied", reason=_MOVED)
-    with failing(folder):
+    with failing(os.path.join(folder, [*files][-1])):
         place, changes = _changes(files, folder)
         if isinstance(changes, str):
             return Written("copied", reason=changes)
-        if changes and all(change.before == change.index for change in changes.values()):
+        if all(change.before == change.index for change in changes.values()):
             return Written("edited", 0)  # nothing changes, and the way back of the last edit stays
         if any(change.patch.shift and _is_mapped(place / name) for name, change in changes.items()):
             return Written("copied", reason=_MAPPED)
@@ -116,8 +116,6 @@ def _is_mapped(path: Path) -> bool:
 
 def _unfit(path: Path, state: os.stat_result) -> str:
     """Why the file is not to be changed where it lies; nothing where it may be."""
-    if not stat.S_ISREG(state.st_mode):
-        return _MOVED
     if state.st_nlink > 1:
         return _LINKED
     writable = state.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)

@@ -234,7 +234,7 @@ def _being_edited(what: object) -> CkptError:
 
 def _half_done(journal: Path, error: OSError) -> CkptError:
     return CkptError(
-        f"{journal.parent} holds a file that is half edited, which cannot be undone now: {error.strerror or error}",
+        f"{journal.parent} holds a file that is half edited, which cannot be undone now: {error.strerror}",
         hint=f"nothing is lost, the way back is in {journal}: the next command that can write there takes it",
     )
 

@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpttool.errors import CkptError
 from ckpttool.io import sources, work
@@ -131,7 +131,7 @@ def opened_at(urls: Iterable[str]) -> dict[str, object]:
     return {url: said for url in urls if (said := kept.stats.get(url)) is not None}
 
 
-def read_on(opened: Mapping[str, object]) -> None:
+def read_on(opened: Mapping[str, Any]) -> None:
     """An index is used again for which these files and URLs were opened as they were then.
 
     Raises `CkptError` where one has changed: its bytes would be taken from the places that the old one had.
@@ -218,7 +218,7 @@ def names_in(folder: str) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        raise CkptError(f"cannot read {folder}: {error.strerror or error}", hint=_HINT) from error
+        raise CkptError(f"cannot read {folder}: {error.strerror}", hint=_HINT) from error
 
 
 def is_glob(path: str) -> bool:

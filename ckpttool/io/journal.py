@@ -144,13 +144,21 @@ def finish_begun(folder: str | Path) -> None:
         from ckpttool.io.edit_journal import settle as settle_edits
 
         settle_edits(folder, names)
-    for staging in (path for path in (Path(folder, name) for name in names) if (path / JOURNAL).exists()):
-        _finish_begun(staging, folder)
+    for name in names:
+        _finish_begun(Path(folder, name), folder)
 
 
 def _finish_begun(staging: Path, folder: str | Path) -> None:
-    _check_mine(staging)
-    dead = temporary.is_dead(staging.name, time.time()) or _age(staging / JOURNAL) > PATIENCE
+    try:
+        owner, begun = staging.stat(), (staging / JOURNAL).stat().st_mtime
+    except OSError:  # nothing is begun there, or another user keeps to himself what is
+        return
+    if not temporary.is_mine(owner):
+        raise CkptError(
+            f"{folder} was left half replaced by another user (number {owner.st_uid})",
+            hint="let that user run any command on it, which finishes it",
+        )
+    dead = temporary.is_dead(staging.name, time.time()) or time.time() - begun > PATIENCE
     if temporary.is_alive(staging.name) or not dead:
         raise being_replaced(folder)
     try:
@@ -170,22 +178,6 @@ def being_replaced(folder: object) -> CkptError:
 
 def _half_done(folder: str | Path, staging: Path, error: OSError) -> CkptError:
     return CkptError(
-        f"{folder} is half replaced, which cannot be finished now: {error.strerror or error}",
+        f"{folder} is half replaced, which cannot be finished now: {error.strerror}",
         hint=f"nothing is lost, the rest is in {staging}: the next command that can write there finishes it",
     )
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _check_mine(staging: Path) -> None:
-    state = staging.stat()
-    if not temporary.is_mine(state):
-        raise CkptError(
-            f"{staging.parent} was left half replaced by another user (number {state.st_uid})",
-            hint="let that user run any command on it, which finishes it",
-        )

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ckpttool.checkpoint import Span
+from ckpttool.io.files import size as size_of
 from ckpttool.io.pieces import Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import stream
-from ckpttool.io.remote.read import filesystem, stat
+from ckpttool.io.remote.read import filesystem, there
 
 _MOST = 1 << 26  # bytes beside the range that are read for it
 
@@ -33,10 +34,9 @@ def is_copied(runs: Sequence[Pieces | Span], out: str) -> bool:
     if len(spans) != 1:
         return False
     number, span = spans[0]
-    head = [piece for run in runs[:number] if not isinstance(run, Span) for piece in run]
-    tail = [piece for run in runs[number + 1 :] if not isinstance(run, Span) for piece in run]
-    source = stat(span.path)
-    size, end = (source.size or 0 if source is not None else 0), span.offset + span.length
+    sent = [[] if isinstance(run, Span) else run for run in runs]
+    head, tail = ([piece for run in some for piece in run] for some in (sent[:number], sent[number + 1 :]))
+    size, end = size_of(span.path), span.offset + span.length
     before, after = [Piece(Span(span.path, 0, span.offset))], [Piece(Span(span.path, end, size - end))]
     theirs, ours = _of_object(span.path, size), _of_object(out, span.length + nbytes_of([*head, *tail]))
     if theirs is None or ours is None or nbytes_of([*head, *tail, *before, *after]) > _MOST:
@@ -63,10 +63,9 @@ def _of_object(url: str, nbytes: int) -> int | None:
     """The CRC of all of the object, of so many bytes, that its store says; None where it says none."""
     fs, path = filesystem(url)
     bucket, key, version = fs.split_path(path)
-    known = stat(url)
     with suppress(Exception):  # drivers and stores raise what they like at what they do not know
         of = {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
         said = fs.call_s3("head_object", ChecksumMode="ENABLED", **of)
-        if known is not None and (said["ContentLength"], said["ETag"]) == (nbytes, known.version[1]):
+        if (said["ContentLength"], said["ETag"]) == (nbytes, there(url).version[1]):
             return int.from_bytes(b64decode(said["ChecksumCRC64NVME"]), "big")
     return None

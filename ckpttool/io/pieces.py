@@ -100,7 +100,7 @@ class Held:
             return False
         starts, pieces = self.objects[place.path]
         number = bisect_right(starts, place.offset) - 1
-        if not 0 <= number < len(pieces):
+        if number >= len(pieces):
             return False
         made, at = pieces[number], place.offset - starts[number]
         if at + place.length > made.nbytes:

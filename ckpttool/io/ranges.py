@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.checkpoint import Lazy, Part, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import sources, work
+from ckpttool.io import kernel, sources, work
 from ckpttool.io.crc import crc32
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
@@ -145,8 +145,7 @@ def digest_on_disk(path: str, offset: int = 0, length: int | None = None) -> byt
     digest = new_digest()
     with open(path, "rb", buffering=0) as file:
         work.has_opened(path)
-        if hasattr(os, "posix_fadvise"):  # what is not flushed yet stays in memory
-            os.posix_fadvise(file.fileno(), offset, length or 0, os.POSIX_FADV_DONTNEED)
+        kernel.evict(file.fileno(), offset, length or 0)
         file.seek(offset)
         left = os.fstat(file.fileno()).st_size - offset if length is None else length
         while left and (chunk := file.read(min(left, CHUNK))):
@@ -212,14 +211,13 @@ def stream(pieces: Pieces) -> Iterator[bytes | memoryview]:
 
 def _remote_ends(pieces: Pieces) -> dict[int, int]:
     """Where the run of neighbours ends that each piece of a remote file is in, by the number of the piece."""
-    urls = set(filter(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)}))
     ends: dict[int, int] = {}
-    if not urls:
+    if not any(map(is_url, {piece.data.path for piece in pieces if isinstance(piece.data, Span)})):
         return ends
     following, end = Span("", 0, 0), 0
     for number in reversed(range(len(pieces))):
         span = pieces[number].data
-        if isinstance(span, Span) and span.path in urls:
+        if isinstance(span, Span):
             last = span.offset + span.length
             joined = span.path == following.path and 0 <= following.offset - last <= _GAP
             following, end = span, end if joined else last

@@ -137,10 +137,10 @@ def opened_since(look: int) -> dict[str, State]:
     return {path: state for path, (at, state) in _noted.opened.items() if at >= look}
 
 
-def read_on(path: str, state: object) -> bool:
+def read_on(path: str, state: State) -> bool:
     """Whether the local file is as it was when it was opened, as it then has to stay."""
     with suppress(OSError):
-        if isinstance(state, State) and _state(os.stat(path)) == state:
+        if _state(os.stat(path)) == state:
             _noted.opened[path] = _noted.looks, state
             return True
     return False

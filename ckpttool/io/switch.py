@@ -72,6 +72,6 @@ def confirm(out: str, folder: Path) -> None:
         sync_folder(folder)
     except OSError as error:
         raise CkptError(
-            f"{out} is written and complete, but the disk does not confirm that it stays: {error.strerror or error}",
+            f"{out} is written and complete, but the disk does not confirm that it stays: {error.strerror}",
             hint="check the disk; until it has flushed its caches, a loss of power could bring the old state back",
         ) from error

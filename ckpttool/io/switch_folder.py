@@ -68,8 +68,7 @@ def _can_move(folder: Path) -> bool:
         current = Path.cwd()
     except OSError:  # it is gone
         return False
-    writable = os.access(folder.parent, os.W_OK | os.X_OK)
-    return writable and not os.path.ismount(folder) and not current.is_relative_to(folder)
+    return os.access(folder.parent, os.W_OK) and not os.path.ismount(folder) and not current.is_relative_to(folder)
 
 
 def switch(staging: Path, change: Change, *, fsync: bool) -> None:
@@ -121,21 +120,17 @@ def _outrun(change: Change) -> CkptError:
 def _change_places(staging: Path, change: Change, fsync: bool) -> bool:
     """Completes the new folder with all that stays, and exchanges it with the old one; False where that cannot be."""
     new, gone = staging / NEW, {*change.put, *change.remove}
-    made: list[Path] = []
     try:
-        _link_all(change.folder, new, gone, made)
-        _alike(new, change.folder)
+        _link_all(change.folder, new, gone)
         if fsync:
-            for home in {new, *(path.parent for path in made)}:
-                sync_folder(home)
+            for home, _, _ in os.walk(new):
+                sync_folder(Path(home))
         with uninterrupted():
             exchange(new, change.folder)
             _bring_latecomers(new, change, gone)
     except OSError as error:
         if error.errno not in _STAYS:
             raise
-        for path in reversed(made):
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         return False
     return True
 
@@ -143,7 +138,7 @@ def _change_places(staging: Path, change: Change, fsync: bool) -> bool:
 def _bring_latecomers(old: Path, change: Change, gone: set[str]) -> None:
     """Takes over what came into the old folder meanwhile. Raises OSError where it cannot, and all is as it was."""
     try:
-        _link_all(old, change.folder, gone, [])
+        _link_all(old, change.folder, gone)
     except OSError as error:
         try:
             exchange(old, change.folder)
@@ -155,25 +150,20 @@ def _bring_latecomers(old: Path, change: Change, gone: set[str]) -> None:
         raise
 
 
-def _link_all(old: Path, new: Path, gone: set[str], made: list[Path], inside: str = "") -> None:
-    """Gives every file that stays a second name in the new folder, those of subfolders too; `made` gets what is new."""
-    for entry in os.scandir(old):
+def _link_all(old: Path, new: Path, gone: set[str], inside: str = "") -> None:
+    """Gives every file that stays a second name in the new folder, and that the bits of the old one; subfolders too."""
+    for entry in [*os.scandir(old)]:
         name, place = inside + entry.name, new / entry.name
         if name in gone:
             continue
         if entry.is_dir(follow_symlinks=False):
-            is_new = not place.is_dir()
-            if is_new:
-                place.mkdir()
-                made.append(place)
-            _link_all(Path(entry.path), place, gone, made, f"{name}/")
-            if is_new:
-                _alike(place, Path(entry.path))
+            place.mkdir(exist_ok=True)
+            _link_all(Path(entry.path), place, gone, f"{name}/")
         elif _id(place) != _id(Path(entry.path)):
             if os.path.lexists(place):
                 os.unlink(place)
             os.link(entry.path, place, follow_symlinks=False)
-            made.append(place)
+    _alike(new, old)
 
 
 def _alike(new: Path, old: Path) -> None:

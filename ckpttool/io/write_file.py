@@ -56,7 +56,7 @@ def preflight(out: str, source: Iterable[str], *, force: bool, in_place: bool) -
         raise CkptError(f"{path.resolve().parent}: not writable", hint="choose another folder for the output")
     if not in_place:
         check_no_source(out, source)
-    if path.exists() and not force and not (in_place and is_one_of(out, source)):
+    if path.exists() and not (force or in_place):
         raise CkptError(f"{out} exists", hint="pass --force to overwrite it, or name another file")
 
 

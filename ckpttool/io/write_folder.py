@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import field
 from pathlib import Path
+from typing import cast
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
@@ -14,12 +15,12 @@ from ckpttool.io.edit_journal import forget_undo
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
 from ckpttool.io.paths import is_url
-from ckpttool.io.pieces import Held, Link, Piece, Pieces, Ready, nbytes_of
+from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, nbytes_of
 from ckpttool.io.ranges import Digest, new_digest
 from ckpttool.io.switch import confirm, sync_folder
 from ckpttool.io.switch_folder import Change, switch
 from ckpttool.io.temporary import staged_folder
-from ckpttool.io.write_file import check_space, failing, fill
+from ckpttool.io.write_file import check_space, failing, fill, is_one_of
 from ckpttool.values import dataclass
 
 Contents = Mapping[str, Pieces | Link | Ready]
@@ -87,8 +88,8 @@ def write_folder(
     if is_url(out):
         from ckpttool.io import write_remote
 
-        whole_files = {name: content for name, content in files.items() if not isinstance(content, Ready)}
-        write_remote.write_folder(whole_files, out, stale, link, held)
+        made_here = cast(Files, files)  # what is made already, is on a disk
+        write_remote.write_folder(made_here, out, stale, link, held, replace=replace)
         return
     folder = Path(os.path.realpath(out))
     with failing(out):
@@ -145,9 +146,7 @@ def _check_absent(change: Change) -> None:
 
 def _is_at(content: Pieces | Link | Ready, place: Path) -> bool:
     """Whether it is the file that is in its place already."""
-    if not isinstance(content, Link) or is_url(content.path):
-        return False
-    return place.exists() and os.path.samefile(content.path, place)
+    return isinstance(content, Link) and is_one_of(str(place), [content.path])
 
 
 @dataclass(slots=True)
@@ -214,17 +213,15 @@ def _take_over(content: Link, path: str, place: Path, link: str) -> None:
         if is_url(path):
             raise OSError("it is no file of this machine")
         os.link(path, place) if link == "hard" else _reflink(path, place)
-    except OSError as error:
+    except (ImportError, OSError) as error:  # not on this platform, or file system
         raise CkptError(
-            f"{content.path} cannot be linked ({link}): {error.strerror or error}",
+            f"{content.path} cannot be linked ({link}): {getattr(error, 'strerror', None) or error}",
             hint="--link copy works on every file system, and across two",
         ) from error
 
 
 def _reflink(source: str, target: Path) -> None:
-    try:
-        import fcntl
-    except ImportError as error:
-        raise OSError("not on this platform") from error
+    import fcntl
+
     with open(source, "rb") as old, open(target, "xb") as new:
         fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())

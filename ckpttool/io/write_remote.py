@@ -13,7 +13,7 @@ from typing import Any
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError
 from ckpttool.io import compose, object_crc, work
-from ckpttool.io.compose import Upload
+from ckpttool.io.compose import Upload, came_meanwhile, check_absent, is_exclusive
 from ckpttool.io.files import size, sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.paths import is_url, join, name, parent
@@ -21,7 +21,7 @@ from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, amounts, nbytes
 from ckpttool.io.ranges import stream
 from ckpttool.io.remote.errors import answered
 from ckpttool.io.remote.journal import replace, settle
-from ckpttool.io.remote.read import filesystem, forget, stat
+from ckpttool.io.remote.read import filesystem, forget, names_in, stat
 from ckpttool.io.temporary import temporary_name
 
 PART = 1 << 24  # bytes of one part of a multipart upload; about three of them are in memory
@@ -109,23 +109,14 @@ def _send(pieces: Pieces, out: str, *, replace: bool) -> None:
                     file.write(data)
                 work.has_written(len(data))
         if not replace:
-            _check_absent(out)
-
-
-def _check_absent(url: str) -> None:
-    forget(url)
-    if stat(url) is not None:
-        raise CkptError(
-            f"{url} exists: another process has written it meanwhile",
-            hint="pass --force to overwrite it, or name another file",
-        )
+            check_absent(out)
 
 
 @contextmanager
 def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
     """A file of about `nbytes` that is at the URL once the block ends, and never where the block raises.
 
-    Without `replace` S3 itself refuses where an object is there by then.
+    Without `replace` S3 itself refuses where an object is there by then, if it can be asked to.
     """
     fs, path = filesystem(url)
     at_close = not _AT_CLOSE.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
@@ -134,7 +125,7 @@ def _appearing(url: str, nbytes: int, replace: bool) -> Iterator[Any]:
         if not at_close:
             settle(parent(url))
             fs.makedirs(fs._parent(path), exist_ok=True)
-        mode = "xb" if not replace and hasattr(fs, "call_s3") else "wb"
+        mode = "xb" if not replace and is_exclusive(fs) else "wb"
         file = fs.open(place, mode, block_size=max(PART, -(-nbytes // _PARTS // _MIB) * _MIB))
     try:
         yield file
@@ -162,14 +153,22 @@ def _abandon(fs: Any, file: Any, temporary: str | None) -> None:
 # Folders
 
 
-def home_of(files: Iterable[str], out: str, stale: Collection[str]) -> str:
+def home_of(files: Iterable[str], out: str, stale: Collection[str], *, replace: bool) -> str:
     """The folder in which the files of the folder `out`, a URL, are made: itself, unless some there are to be replaced.
 
-    Raises `CkptError` where another process is just replacing them.
+    Raises `CkptError` where another process is just replacing them, and without `replace` where there are some.
     """
     settle(out)
-    gone = bool(stale) or any(stat(join(out, own)) is not None for own in files)
-    return join(out, temporary_name("new")) if gone else out
+    places = [join(out, own) for own in (*files, *stale)]
+    for url in places:
+        forget(url)  # what was said of it is as old as the preflight
+    if stat(out) is None:
+        return out
+    names_in(out)  # says it of all of them
+    there = [url for url in places if stat(url) is not None]
+    if there and not replace:
+        raise came_meanwhile(there[0])
+    return join(out, temporary_name("new")) if there else out
 
 
 def complete(
@@ -185,7 +184,7 @@ def complete(
             if isinstance(content, Upload):
                 content.complete(replace=replace)
             else:
-                _put(content, join(home, own))
+                _put(content, join(home, own), replace=replace)
             written.append(join(home, own))
 
 
@@ -204,26 +203,28 @@ def _settling(files: Iterable[str], home: str, out: str, stale: Collection[str])
     forget(out)
 
 
-def write_folder(files: Files, out: str, stale: Collection[str], link: str, held: Held | None = None) -> None:
+def write_folder(
+    files: Files, out: str, stale: Collection[str], link: str, held: Held | None = None, *, replace: bool
+) -> None:
     """Writes `files` into the folder `out`, a URL, the last one last.
 
     Where a checkpoint is to be replaced, the new files are uploaded beside it first; then its files named `stale` and
     the one that makes it complete are removed, and the new ones moved in, under a journal. In `held` is noted what the
-    store's checksums prove of files that were not moved. Raises `CkptError`, and removes what it wrote, on a source
-    that changed while it was read and where the store refuses.
+    store's checksums prove of files that were not moved. Without `replace` no file is replaced. Raises `CkptError`, and
+    removes what it wrote, on a source that changed while it was read and where the store refuses.
     """
     if link != "copy" and any(isinstance(content, Link) for content in files.values()):
         raise CkptError(f"{out}: nothing in it can be linked ({link})", hint="--link copy works everywhere")
-    home = home_of(files, out, stale)
+    home = home_of(files, out, stale, replace=replace)
     with _settling(files, home, out, stale) as written:
         for own, content in files.items():
-            _put(content, join(home, own), held if home == out else None)
+            _put(content, join(home, own), held if home == out else None, replace=replace)
             written.append(join(home, own))
 
 
-def _put(content: Pieces | Link, url: str, held: Held | None = None) -> None:
+def _put(content: Pieces | Link, url: str, held: Held | None = None, *, replace: bool) -> None:
     if not isinstance(content, Link):
-        write(content, url, held=held)
+        write(content, url, replace=replace, held=held)
         return
     nbytes = size(content.path)
     if is_url(content.path) and held is None:
@@ -234,7 +235,7 @@ def _put(content: Pieces | Link, url: str, held: Held | None = None) -> None:
             work.has_written(nbytes)
             work.has_made(nbytes, 0)
             return
-    write([Piece(Span(content.path, 0, nbytes))], url, held=held)
+    write([Piece(Span(content.path, 0, nbytes))], url, replace=replace, held=held)
 
 
 def _remove(urls: Iterable[str]) -> None:

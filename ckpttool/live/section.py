@@ -11,7 +11,7 @@ from ckpttool.checkpoint import ExtraEntry, Lazy, Section, Storage, TensorEntry,
 from ckpttool.errors import CkptError
 from ckpttool.evaluate import with_torch
 from ckpttool.tracing.recorder.identity import inside, token
-from ckpttool.tracing.runtime import dtype_name
+from ckpttool.tracing.runtime import dtype_name, is_special, layout_of
 from ckpttool.values import dataclass
 
 
@@ -58,23 +58,6 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     versions = getattr(state_dict, "_metadata", None)
     modules = {path: dict(own) for path, own in versions.items()} if isinstance(versions, Mapping) else None
     return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
-
-
-def layout_of(tensor: torch.Tensor) -> str:
-    """``strided`` for a dense block of memory that can be read, else what the tensor is instead."""
-    if is_special(tensor):
-        return "subclass"
-    if tensor.is_quantized:
-        return "quantized"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout).removeprefix("torch.")
-    return "meta" if tensor.device.type == "meta" else "strided"
-
-
-def is_special(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's class has its own idea of what operators do (a quantized weight, a DTensor, ...)."""
-    overrides_functions = torch.overrides.has_torch_function_unary(tensor)
-    return overrides_functions or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def context(tensor: torch.Tensor) -> object:

@@ -15,10 +15,11 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Expression, Ref
-from ckpttool.live.section import context, layout_of
+from ckpttool.live.section import context
 from ckpttool.live.sharded import local_part, placed
 from ckpttool.tracing.recorder.identity import Token, address, inside, token
 from ckpttool.tracing.recorder.memory import geometry
+from ckpttool.tracing.runtime import layout_of
 from ckpttool.values import dataclass
 from ckpttool.words import first_line, plural
 

@@ -15,13 +15,17 @@ from ckpttool.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`serialized` are the keys that hold the tensor or a part of it; `forms` maps a form to the name that it uses."""
+    """`serialized` are the keys that hold the tensor or a part of it; `forms` maps a form to the name that it uses.
+
+    `also` are the FQNs of other tensors that `name` is a name of in another form, or a key that they are a part of.
+    """
 
     name: str
     tensor: RuntimeTensor
     serialized: tuple[str, ...]
     forms: dict[str, str]
     aliases: tuple[str, ...]
+    also: tuple[str, ...]
     optimizer: OptimizerParam | None
     hook: Hook | None
 
@@ -45,6 +49,7 @@ EXPLAIN = record(
         "serialized": nullable(either(TEXT, TEXTS)),
         "forms": map_of(TEXT),
         "aliases": TEXTS,
+        "also": TEXTS,
         "optimizer_id": nullable(COUNT),
         "optimizer_group": nullable(COUNT),
         "optimizer_state": TEXTS,
@@ -72,33 +77,37 @@ def explain(names: Names, name: str) -> Explanation:
     Raises `CkptError`, with names that are like it, where the model has none of this name.
     """
     tables = NameTables(names)
-    tensor = _find(names, tables, name)
+    tensor, *others = _named(names, tables, name)
     first = tables.first[tensor.fqn]
-    own = tuple(key for key, fqn in tables.fqn_of.items() if fqn == tensor.fqn)
-    keys = own or tuple(k for k, source in tables.saved.items() if source is not None and first in ex.refs(source))
+    held = [key for key, source in tables.saved.items() if source is not None and first in ex.refs(source)]
+    of_others = {key for key, fqn in tables.fqn_of.items() if fqn != tensor.fqn}
     forms = {"runtime": tensor.fqn, "exported": tensor.fqn, "canonical": tensor.canonical}
-    if own:
-        forms["serialized"] = own[0]
-    group = set(tables.groups[first])
+    forms.update(("serialized", key) for key, fqn in tables.fqn_of.items() if fqn == tensor.fqn)
+    keys = tuple(key for key in held if key not in of_others) or tuple(held)
+    group = tables.groups[first]
     return Explanation(
         name=name,
         tensor=tensor,
         serialized=keys,
         forms=forms,
-        aliases=tuple(fqn for fqn in tables.groups[first] if fqn != tensor.fqn),
+        aliases=tuple(fqn for fqn in group if fqn != tensor.fqn),
+        also=tuple(other.fqn for other in others if other.fqn not in group),
         optimizer=next((p for p in names.ids if p.fqn in group), None),
         hook=next((s.hook for s in names.serialized if s.key in keys and s.hook is not None), None),
     )
 
 
-def _find(names: Names, tables: NameTables, name: str) -> RuntimeTensor:
-    by_fqn = {tensor.fqn: tensor for tensor in names.runtime}
-    by_canonical = {tensor.canonical: tensor for tensor in names.runtime}
-    by_key = {key: by_fqn[fqn] for key, fqn in tables.fqn_of.items()}
-    made_of = {key: next(ex.refs(source), "") for key, source in tables.saved.items() if source is not None}
-    found = by_fqn.get(name) or by_key.get(name) or by_canonical.get(name) or by_fqn.get(made_of.get(name, ""))
-    if found is None:
-        near = difflib.get_close_matches(name, {*by_fqn, *by_key, *by_canonical}, 3)
+def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
+    """The tensors that have the name: at runtime, as their key, without wrappers, or as a part of what has that key."""
+    source = tables.saved.get(name)
+    parts = () if source is None else ex.refs(source)
+    canonical = (tensor.fqn for tensor in names.runtime if tensor.canonical == name)
+    named = dict.fromkeys((name, tables.fqn_of.get(name, name), *canonical, *parts))
+    found = [tables.tensors[fqn] for fqn in named if fqn in tables.tensors]
+    if not found:
+        near = difflib.get_close_matches(
+            name, {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}, 3
+        )
         hint = (
             f"names that are like it: {', '.join(near)}" if near else f"list them: ckpttool trace {names.model} --all"
         )

@@ -22,7 +22,7 @@ from ckpttool.expression import BY_CODE, LOADED, SAVED
 from ckpttool.plan import ModelRun
 from ckpttool.tracing.load_model import LoadedModel, describe
 from ckpttool.tracing.loading import undecided
-from ckpttool.tracing.runtime import attempted, check_memory, dtype_name, failure_of_loading, listed
+from ckpttool.tracing.runtime import attempted, check_memory, dtype_name, failure_of_loading, layout_of, listed
 from ckpttool.tracing.saving import fill
 from ckpttool.tracing.stored import stored
 from ckpttool.tracing.tried import same
@@ -71,14 +71,12 @@ def _twice(model: LoadedModel, way: str, given: Section, names: Sequence[str]) -
 
 def _loaded(model: LoadedModel, given: Section, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
     """The runtime tensors `names` of an instance that has loaded `given`."""
-    instance, state = model.build(True, seed), stored(given, True)
-    if state.unknown:
-        raise undecided(model, state.unknown)
+    instance, state = model.build(True, seed), _known(model, given)
     if seed:
         fill(instance, seed, names)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        failed = failure_of_loading(instance, state.state)
+        failed = failure_of_loading(instance, state)
     if failed is not None:
         raise _failed(model, LOADED, failed)
     return _dense({item.fqn: item.tensor for item in listed(instance)}, names)
@@ -87,7 +85,7 @@ def _loaded(model: LoadedModel, given: Section, names: Sequence[str], seed: int)
 def _saved(model: LoadedModel, given: Section, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
     """The entries `names` of the state dict of an instance whose runtime tensors are those of `given`."""
     instance = model.build(True, seed)
-    _put(instance, {key: value for key, value in stored(given, True).state.items() if isinstance(value, torch.Tensor)})
+    _put(instance, {key: value for key, value in _known(model, given).items() if isinstance(value, torch.Tensor)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         state = attempted(instance.state_dict)
@@ -96,10 +94,18 @@ def _saved(model: LoadedModel, given: Section, names: Sequence[str], seed: int) 
     return _dense(state, names)
 
 
+def _known(model: LoadedModel, given: Section) -> Mapping[str, Any]:
+    """The section as torch would hand it over. Raises `CkptError` where not all of it can be made here."""
+    found = stored(given, True)
+    if found.unknown:
+        raise undecided(model, found.unknown)
+    return found.state
+
+
 def _put(instance: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Gives the instance's tensors these values, in the dtypes that they have."""
     items = listed(instance)
-    owners = Counter(item.token[0] for item in items if item.first == item.fqn)
+    owners = Counter({id(item.tensor): item.token[0] for item in items}.values())
     problems = []
     with torch.no_grad():
         for item in items:
@@ -127,17 +133,11 @@ def _dense(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Te
     problems = [
         Problem("the model's own code makes no dense tensor of it", name)
         for name in names
-        if not _is_dense(found.get(name))
+        if not isinstance(value := found.get(name), torch.Tensor) or layout_of(value) != "strided"
     ]
     if problems:
         raise Refused("not all of it can be written", hint="--drop PATTERN leaves keys out", problems=problems)
     return {name: found[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
-
-
-def _is_dense(value: object) -> bool:
-    if not isinstance(value, torch.Tensor) or torch.overrides.has_torch_function_unary(value):
-        return False
-    return value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
 
 
 def _failed(model: LoadedModel, way: str, error: Exception) -> Refused:

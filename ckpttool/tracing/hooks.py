@@ -73,12 +73,12 @@ class Watcher:
             for name in _LOAD_METHODS:
                 self._wrap_method(module, name, self._load)
 
-    def hook_of(self, key: str, value: Any) -> Hook | None:
+    def hook_of(self, key: str, value: torch.Tensor) -> Hook | None:
         """Whose code gave the key its value, as far as that was seen."""
         change = self.changes.get(key)
         if change is not None:
             return change.hook
-        author = self.recorder.author_of(token(value)) if isinstance(value, torch.Tensor) else None
+        author = self.recorder.author_of(token(value))
         return author if isinstance(author, Hook) else None
 
     def _wrap_saving(self, root: nn.Module) -> None:

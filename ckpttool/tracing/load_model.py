@@ -116,7 +116,7 @@ def of_object(model: Any, kwargs: Mapping[str, Any] | None = None, materialize: 
 def find(operand: str, hint: str) -> Any:
     """What ``package.module:attr`` or ``path/to/file.py:attr`` names. Raises `CkptError` (of no such form: `hint`)."""
     place, found, attr = operand.rpartition(":")
-    if not found or not place or not attr or (os.sep in attr and not place.endswith(".py")):
+    if not found or not place or not attr or os.sep in attr:
         raise CkptError(f"{operand!r} names no Python object", hint=hint)
     try:
         return _attribute(_module(place), attr, operand)
@@ -161,7 +161,7 @@ def _is_kept(target: Callable[..., Any], built: nn.Module) -> bool:
 def _check_arguments(target: Callable[..., Any], kwargs: dict[str, Any], operand: str, option: str) -> None:
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):
+    except ValueError:  # of some built-in ones nobody knows it
         return
     try:
         signature.bind(**kwargs)
@@ -187,13 +187,8 @@ def copied(module: nn.Module, real: bool) -> nn.Module:
 
 
 def _meta_twin(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor | None:
-    lazy = torch.nn.parameter.is_lazy(tensor)
-    if (
-        type(tensor) not in (torch.Tensor, nn.Parameter)
-        or lazy
-        or tensor.layout != torch.strided
-        or tensor.is_quantized
-    ):
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if not plain or tensor.is_quantized:
         return None
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
@@ -204,7 +199,7 @@ def _meta_twin(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) 
 
 
 def _module(place: str) -> ModuleType:
-    if place.endswith(".py") or os.sep in place:
+    if place.endswith(".py"):
         return _from_file(Path(place))
     if not all(part.isidentifier() for part in place.split(".")):
         raise CkptError(f"{place!r} is neither a module nor a .py file", hint=_FORM)
@@ -213,7 +208,7 @@ def _module(place: str) -> ModuleType:
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
+            if not f"{place}.".startswith(f"{error.name}."):
                 raise
             raise CkptError(
                 f"no module named {error.name!r} ({place})",
@@ -232,8 +227,8 @@ def _from_file(path: Path) -> ModuleType:
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"_ckpttool_{path.stem}"
     sources.note_read(str(path))
     spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise CkptError(f"{path} is not a Python file", hint=_FORM)
+    assert spec is not None  # its name ends as a Python file's
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     _keep_importable(str(path.resolve().parent))
@@ -295,11 +290,9 @@ def describe(error: BaseException) -> str:
     """One line: the error's class, its text, and the file and line in the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {textwrap.shorten(lines[0], 240)}" if lines else type(error).__name__
-    if isinstance(error, SyntaxError):
-        return (
-            f"{text} ({shown(error.filename or '?')}:{error.lineno})" if (error.filename or "?") not in text else text
-        )
     place = raised_at(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename is not None:  # else the user's code raised it
+        place = f"{shown(error.filename)}:{error.lineno}"
     return f"{text} ({place})" if place else text
 
 

@@ -19,7 +19,7 @@ from ckpttool.checkpoint import Section
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import Expression, Op, Ref, is_constant, parts
 from ckpttool.tracing.hooks import Watcher, quiet
-from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe, says_meta
+from ckpttool.tracing.load_model import CannotBuild, LoadedModel, describe
 from ckpttool.tracing.recorder.memory import opaque
 from ckpttool.tracing.recorder.recorder import NeedsValues, Recorder
 from ckpttool.tracing.runtime import (
@@ -168,7 +168,7 @@ def loaded(instance: nn.Module, state: Mapping[str, Any], real: bool) -> Verdict
 
 
 def _is_torchs_answer(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and str(error).startswith(_TORCH_SAYS) and not says_meta(str(error))
+    return isinstance(error, RuntimeError) and str(error).startswith(_TORCH_SAYS)
 
 
 def _over_keys(value: Expression) -> Expression | None:
@@ -203,10 +203,17 @@ class _Lists:
         self.found: tuple[list[str], list[str], list[str]] | None = None
         method = root._load_from_state_dict
 
-        def run(state_dict: Any, prefix: Any, local_metadata: Any, strict: Any, *lists: Any) -> Any:
-            if len(lists) == 3:
-                self.found = lists
-            return method(state_dict, prefix, local_metadata, strict, *lists)
+        def run(
+            state_dict: Any,
+            prefix: Any,
+            local_metadata: Any,
+            strict: Any,
+            missing_keys: Any,
+            unexpected_keys: Any,
+            error_msgs: Any,
+        ) -> Any:
+            self.found = missing_keys, unexpected_keys, error_msgs
+            return method(state_dict, prefix, local_metadata, strict, *self.found)
 
         object.__setattr__(root, "_load_from_state_dict", run)
 

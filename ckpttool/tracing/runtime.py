@@ -118,6 +118,23 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if torch.nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
 
 
+def layout_of(tensor: torch.Tensor) -> str:
+    """``strided`` for a dense block of memory that can be read, else what the tensor is instead."""
+    if is_special(tensor):
+        return "subclass"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "meta" if tensor.device.type == "meta" else "strided"
+
+
+def is_special(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's class has its own idea of what operators do (a quantized weight, a DTensor, ...)."""
+    overrides_functions = torch.overrides.has_torch_function_unary(tensor)
+    return overrides_functions or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Runs the model's own code under the recorder; its prints go to stderr, its warnings nowhere."""

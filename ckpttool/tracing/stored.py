@@ -20,14 +20,13 @@ from torch import nn
 
 from ckpttool.checkpoint import ExtraEntry, Section, Storage, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers.pickle_tree import ABSENT, ByteString, Call, Global, Persistent, PickledSet
+from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global, Persistent, PickledSet
+from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.tensors import Carried, Storages, typed_storage
 from ckpttool.io.ranges import read_all
 from ckpttool.tracing.once import logs_as_warnings
 from ckpttool.values import dataclass
 
-_DEEPEST = 200  # containers and calls inside each other
-_STRIDED, _META = "strided", "meta"
 _PYTHON_2 = {"__builtin__": "builtins"}  # torch pickles with protocol 2, which has the modules' old names
 
 
@@ -55,7 +54,7 @@ class Stored:
 
 def needs_values(section: Section) -> bool:
     """Whether the section holds tensors that others on meta cannot stand for: all that are no dense block of values."""
-    return any(entry.layout != _STRIDED for entry in section.tensors)
+    return any(entry.layout != "strided" for entry in section.tensors)
 
 
 def stored(section: Section, real: bool) -> Stored:
@@ -76,8 +75,9 @@ def stored(section: Section, real: bool) -> Stored:
                 state[entry.key] = Unknown(str(reason))
                 unknown.append(Problem(str(reason), entry.key))
     if section.modules is not None:
-        versions = {path: dict(v) if isinstance(v, Mapping) else {} for path, v in section.modules.items()}
-        state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+        payloads = ((path, pairs_of(payload), payload) for path, payload in section.modules.items())
+        versions = OrderedDict((path, payload if own is None else dict(own)) for path, own, payload in payloads)
+        state._metadata = versions  # type: ignore[attr-defined]
     return Stored(state, tuple(unknown))
 
 
@@ -98,7 +98,7 @@ class _Maker:
     def entry(self, entry: TensorEntry | ExtraEntry) -> Any:
         payload = entry.payload
         if isinstance(payload, Carried) and (isinstance(entry, ExtraEntry) or payload.describes(entry)):
-            return self.node(payload.node, payload.storages, 0)
+            return self.node(payload.node, payload.storages)
         if isinstance(entry, ExtraEntry):
             if isinstance(payload, str):
                 raise NotMade("an object in a record of its own")
@@ -115,9 +115,7 @@ class _Maker:
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CkptError(f"this torch has no dtype {entry.dtype!r}: {entry.key}", hint="use a newer torch")
-        if entry.layout == _META:
-            return torch.empty(entry.shape, dtype=dtype, device="meta")
-        if entry.storage is None or entry.layout != _STRIDED:
+        if entry.storage is None:
             raise NotMade(f"a tensor of another kind ({entry.layout})")
         place = self.storage(entry.storage)
         made = torch.empty(0, dtype=dtype, device=place.device)
@@ -137,15 +135,18 @@ class _Maker:
         whole = read_all(data)
         return torch.frombuffer(whole, dtype=torch.uint8).untyped_storage()
 
-    def node(self, node: Any, storages: Storages, depth: int) -> Any:
+    def node(self, node: Any, storages: Storages) -> Any:
         """What `node` stands for. Raises `NotMade` where only unpickling could tell."""
         if node is None or type(node) in (bool, int, float, str, bytes, bytearray):
             return node
         if id(node) not in self.made:
-            if depth > _DEEPEST:
-                raise NotMade("an object that is nested too deep")
             self.keep.append(node)
-            self._make(node, storages, lambda part: self.node(part, storages, depth + 1))
+            try:
+                self._make(node, storages, lambda part: self.node(part, storages))
+            except (NotMade, CkptError):
+                raise
+            except Exception as error:  # whatever a class that is declared safe raises, and what is nested too deep
+                raise NotMade(f"an object that cannot be made: {error}") from error
         return self.made[id(node)]
 
     def _make(self, node: Any, storages: Storages, part: Callable[[Any], Any]) -> None:
@@ -167,7 +168,7 @@ class _Maker:
         elif kind is Call:
             self._call(node, part)
         else:
-            raise NotMade("a string of Python 2" if kind is ByteString else "a pickled object")
+            raise NotMade("a string of Python 2")
 
     def _typed(self, node: Persistent, storages: Storages) -> torch.storage.TypedStorage:
         dtype, storage = typed_storage(node, storages)
@@ -177,45 +178,35 @@ class _Maker:
     def _call(self, node: Call, part: Callable[[Any], Any]) -> None:
         """Makes the object of a call, and what the pickle does to it afterwards, as the safe loader would."""
         function = _safe(node.func) if type(node.func) is Global else None
-        if function is None or node.kwargs or node.setter is not None:
+        if function is None or node.kwargs or node.setter is not None or node.items is not None:
             raise NotMade(f"an object of {node.func}" if type(node.func) is Global else "a pickled object")
         args = part(tuple(node.args))
         if function is io.BytesIO:  # it is made empty, and its state is its content
-            state = part(node.state) if node.state is not ABSENT else (b"", 0)
-            self.made[id(node)] = io.BytesIO(state[0])
+            self.made[id(node)] = io.BytesIO(part(node.state)[0])
             return
-        try:
-            is_new = node.how in ("NEWOBJ", "NEWOBJ_EX")
-            made = self.made[id(node)] = function.__new__(function, *args) if is_new else function(*args)
-        except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-            raise NotMade(f"a {node.func} that cannot be made: {error}") from error
-        if node.items is not None:
-            made.extend(map(part, node.items))
-        if node.pairs is not None:
-            made.update((part(key), part(value)) for key, value in node.pairs.items())
+        is_new = node.how in ("NEWOBJ", "NEWOBJ_EX")
+        made = self.made[id(node)] = function.__new__(function, *args) if is_new else function(*args)
+        for key, value in (node.pairs or {}).items():
+            made[part(key)] = part(value)
         if node.state is not ABSENT:
             _set_state(made, part(node.state))
 
 
 def _set_state(made: Any, state: Any) -> None:
+    """As pickle does: of a class with slots the state is two dicts, either of which may be None."""
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
-    elif isinstance(state, tuple) and len(state) == 2:
-        made.__dict__.update(state[0] or {})
-        for name, value in (state[1] or {}).items():
-            setattr(made, name, value)
-    else:
-        made.__dict__.update(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if attributes:
+        made.__dict__.update(attributes)
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)
 
 
 def _named(name: Global) -> Any:
     """What the safe loader takes `name` for, or a class that is only mentioned. Raises `NotMade` for all else."""
-    found = _safe(name)
-    if found is None and name.module == "torch":
-        found = getattr(torch, name.name, None)
-        found = found if isinstance(found, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)) else None
-    if found is None:
-        found = _tensor_class(name)
+    found = _safe(name) or _tensor_class(name)
     if found is None:
         raise NotMade(f"an object of {name}")
     return found

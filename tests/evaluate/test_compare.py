@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
+from ckpttool.checkpoint import Digested, ExtraEntry, Lazy, Span, Storage, TensorEntry, in_row_major
 from ckpttool.cli.app import main
 from ckpttool.dtypes import BY_NAME, itemsize
 from ckpttool.evaluate import with_torch
@@ -61,6 +61,7 @@ def test_fingerprints_say_what_verify_says(tmp_path: Path) -> None:
     one, two = (open_checkpoint(str(tmp_path / f"{name}.pt")) for name in ("one", "two"))
     assert verify(one, fingerprints(one)) == verify(one, one) == []
     assert verify(two, fingerprints(one)) == verify(two, one)
+    assert verify(one, fingerprints(two)) == verify(one, two)
     assert {problem.key for problem in verify(two, one)} == {"b", "d"}
     assert {problem.problem for problem in verify(one, two)} == {"not in the output", "other bytes in the output"}
 
@@ -175,6 +176,18 @@ def test_of_every_dtype_it_is_said_how_many_elements_differ(dtype: str, toleranc
     assert difference(one, one, tolerance, 0.0) is None
 
 
+def test_complex_numbers_within_a_tolerance_are_the_same() -> None:
+    numbers = torch.tensor([1 + 1j, 2 - 2j])
+    one, other = (
+        in_row_major("w", "complex64", (2,), Storage(lazy(bytes(with_torch.to_bytes(made)), [])))
+        for made in (numbers, numbers + 0.001j)
+    )
+    assert difference(one, other, 0.0, 0.01) is None
+    said = difference(one, other, 0.0, 0.0)
+    assert said is not None
+    assert said.text == "2 of 2 elements differ, by 0.001 at most"
+
+
 def test_of_a_digest_only_the_bytes_count(tmp_path: Path) -> None:
     made = entries(tmp_path)
     digests = [
@@ -186,8 +199,9 @@ def test_of_a_digest_only_the_bytes_count(tmp_path: Path) -> None:
             assert same_values(digest, one) == same_values(one, digest) == alike, kind
             if isinstance(one, TensorEntry) and one.dtype == "float32" and one.storage is not None:
                 told = difference(one, digest, 0.0, 0.0)
-                assert (told is None) == alike
-                assert told is None or told.text.startswith("SHA-256")
+                back = difference(digest, one, 0.0, 0.0)
+                assert (told is None) == (back is None) == alike
+                assert all(said is None or said.text.startswith("SHA-256") for said in (told, back))
     known, data = Lazy(3, lambda: [b"a", b"bc"]), Lazy(3, list, hashlib.sha256(b"abc").hexdigest())
     assert sha256_of(known) == sha256_of(data) == data.sha256
 
@@ -199,9 +213,13 @@ def test_what_nobody_can_compare_is_never_the_same() -> None:
         replace(tensor, payload=Content(None)),
         ExtraEntry("w"),
         ExtraEntry("w", Content(None)),
+        ExtraEntry("w", Digested(None)),
+        replace(tensor, payload=Digested(None)),
     ]
+    assert [sha256(one) for one in unknown] == [None] * len(unknown)
     for one, other in product(unknown, map(copy, unknown)):
-        assert same_values(one, other) == (one.payload is not None and one.payload is other.payload)
+        known = one.payload is not None and not isinstance(one.payload, Digested)
+        assert same_values(one, other) == (known and one.payload is other.payload)
     empty, dense = replace(tensor, packed_bytes=0), replace(tensor, storage=Storage(Lazy(8, lambda: [bytes(8)])))
     assert not any(same_values(*pair) for pair in permutations([tensor, empty, dense], 2))
     contents = [[replace(one, payload=Content(data)) for data in (b"a", b"b")] for one in (tensor, ExtraEntry("w"))]

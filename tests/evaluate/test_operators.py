@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpttool.checkpoint import Checkpoint, Section, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate import interpret
 from ckpttool.evaluate.apply import apply
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.operators import GETITEM, OPERATORS
-from ckpttool.evaluate.with_torch import entry_of
+from ckpttool.evaluate.with_torch import entry_of, load
 from ckpttool.expression import Argument, Op, Ref, Special
 from ckpttool.limits import Limits, limited
 from ckpttool.plan import Output, Plan
@@ -37,6 +38,7 @@ LEAVES = {
     "complex": torch.complex(torch.ones(3, 4), torch.zeros(3, 4)),
     "row": torch.ones(4),
     "line": torch.linspace(0, 1, 8).reshape(1, 1, 8),
+    "nothing": torch.ones(1, 1, 0),
     "image": torch.linspace(0, 1, 16).reshape(1, 1, 4, 4),
     "channels": torch.linspace(0, 1, 16).reshape(1, 4, 2, 2),
     "volume": torch.linspace(0, 1, 64).reshape(1, 1, 4, 4, 4),
@@ -180,7 +182,13 @@ def test_each_refuses_arguments_of_another_type_before_its_kernel(name: str) -> 
         assert not ran_by(Op(name, (bad, *node.args[1:]), node.kwargs))
     assert not ran_by(Op(name, (), node.kwargs))
     assert not ran_by(Op(name, node.args, (*node.kwargs, ("nonsense", 1))))
+    assert not node.args or not ran_by(Op(name, node.args, ((first_name(name), node.args[0]), *node.kwargs)))
     assert not ran_by(Op(name, (*node.args, *([1] * 20)), node.kwargs))
+
+
+def first_name(name: str) -> str:
+    packet, overload = name.split(".")[1:]
+    return str(getattr(getattr(torch.ops.aten, packet), overload)._schema.arguments[0].name)
 
 
 def index_of(value: int) -> Op:
@@ -208,6 +216,9 @@ OUTSIDE: dict[str, Op] = {
     "a scattered place behind the end": Op(
         "aten.scatter.value", (X, 0, Op("aten.reshape.default", (index_of(3), (1, 1))), 1.0)
     ),
+    "an interpolation of nothing": Op("aten.upsample_linear1d.default", (Ref("nothing"), (4,), True)),
+    "the least integer as a number": Op("aten.floor_divide.default", (-(2**63), index_of(-1))),
+    "a dtype that is a number": Op("aten._to_copy.default", (X,), (("dtype", 6),)),
     "a factor that is nearly nothing": Op("aten.upsample_nearest2d.default", (Ref("image"), (8, 8), 1e-320, 1e-320)),
     "a factor that leads elsewhere": Op("aten._upsample_bicubic2d_aa.default", (Ref("image"), (8, 8), False, 90.0)),
     "a dtype that computes nothing": Op("aten._to_copy.default", (X,), (("dtype", Special("dtype", "qint8")),)),
@@ -218,6 +229,33 @@ OUTSIDE: dict[str, Op] = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_arguments_outside_of_their_tensor_never_reach_the_kernel(name: str) -> None:
     assert not ran_by(OUTSIDE[name])
+
+
+def test_integers_that_only_the_file_holds_are_divided_when_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(torch.tensor([7, -8, 9, 2]).numpy().tobytes())
+    storage = Storage(Span(str(tmp_path / "w"), 0, 32))
+    have = {key: TensorEntry(key, "int64", (2,), (1,), at, storage) for key, at in (("w", 0), ("by", 2))}
+    made = entry_of("new", Op("aten.floor_divide.default", (Ref("w"), Ref("by"))), have)
+    assert load(made).tolist() == [0, -4]
+
+
+def test_as_many_parts_are_made_as_the_limit_lets() -> None:
+    rows = Op("aten.unbind.int", (X,))
+    with limited(Limits(made_parts=3)):
+        assert torch.equal(evaluate(Op(GETITEM, (rows, 2)), LEAVES.__getitem__), LEAVES["x"][2])
+    with limited(Limits(made_parts=2)):
+        assert not ran_by(rows)
+
+
+def test_an_integer_does_for_a_float() -> None:
+    found = evaluate(Op("aten.nan_to_num.default", (X, 0)), LEAVES.__getitem__)
+    assert torch.equal(found, LEAVES["x"])
+
+
+def test_an_operator_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpret, "problem", lambda name: None)
+    with pytest.raises(CkptError, match="this torch has no operator"):
+        evaluate(Op("aten.nowhere.default", (X,)), LEAVES.__getitem__)
 
 
 def test_the_layout_that_is_computed_is_the_dense_one() -> None:
@@ -253,8 +291,10 @@ def test_a_limit_counts_what_is_held_at_a_time_and_not_what_is_made_in_all() -> 
     with limited(Limits(made_bytes=4 * 48, made_times=4)):
         assert torch.equal(evaluate(chain, LEAVES.__getitem__), LEAVES["x"])  # type: ignore[arg-type]
         wide = Op("aten.stack.default", (tuple(Op("aten.neg.default", (X,)) for _ in range(5)),))
-        with pytest.raises(Refused, match="made_"):
+        with pytest.raises(Refused, match="made_bytes"):
             evaluate(wide, LEAVES.__getitem__)
+    with limited(Limits(made_bytes=1, made_times=4)), pytest.raises(Refused, match="made_times"):
+        evaluate(wide, LEAVES.__getitem__)
 
 
 CRASHES = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpttool.checkpoint import Lazy, Span, Storage, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Lazy, Span, Storage, TensorEntry
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate import with_torch
 from ckpttool.evaluate.interpret import evaluate
@@ -74,6 +75,8 @@ VIEWS: dict[str, tuple[Any, bool]] = {
     "other dtype, same bits": (Op("aten.view.dtype", (Ref("x"), Special("dtype", "int16"))), True),
     "a conjugate": (Op("aten._conj.default", (Op("aten.view_as_complex.default", (Op(
         "aten.reshape.default", (Ref("x"), (4, 3, 2))),)),)), False),
+    "a negation": (Op("aten.imag.default", (Op("aten._conj.default", (Op("aten.view_as_complex.default", (Op(
+        "aten.reshape.default", (Ref("x"), (4, 3, 2))),)),)),)), False),
     "a reshape that has to copy": (Op("aten.reshape.default", (Op("aten.t.default", (Ref("x"),)), (24,))), False),
     "a copy": (Op("aten.clone.default", (Ref("x"),)), False),
 }  # fmt: skip
@@ -128,6 +131,11 @@ UNFIT: dict[str, Any] = {
     "shapes": Op("aten.mm.default", (Ref("x"), Ref("x"))),
     "an index out of range": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 7)),
     "too few arguments": Op("aten.mm.default", (Ref("x"),)),
+    "one of two": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)),)),
+    "one of what is one": Op("getitem", (Ref("x"), 0)),
+    "one by a name": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), "0")),
+    "one by a truth": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), True)),
+    "one in a way": Op("getitem", (Op("aten.split.Tensor", (Ref("x"), 2)), 0), (("dim", 0),)),
     "a number too large": Op("aten.add.Scalar", (Ref("x"), 2**80)),
     "a type": Op("aten.cat.default", ("x",)),
 }
@@ -155,8 +163,22 @@ def test_several_tensors_are_no_tensor(tmp_path: Path) -> None:
 
 def test_nothing_is_computed_from_what_is_no_dense_tensor() -> None:
     sparse = TensorEntry("x", "float32", (2,), (), 0, None, "sparse_coo")
-    with pytest.raises(Refused, match="sparse_coo"):
-        with_torch.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": sparse})
+    for entry, said in (sparse, "sparse_coo"), (ExtraEntry("x", value=3), "not a tensor"):
+        with pytest.raises(Refused, match=said):
+            with_torch.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
+
+
+def test_nothing_is_computed_of_a_dtype_that_torch_has_not(tmp_path: Path) -> None:
+    entry = replace(stored(X, tmp_path), dtype="float3")
+    with pytest.raises(CkptError, match="this torch has no dtype 'float3'"):
+        with_torch.entry_of("new", Op("aten.t.default", (Ref("x"),)), {"x": entry})
+
+
+def test_what_begins_inside_of_a_wider_element_is_no_view(tmp_path: Path) -> None:
+    entry = stored(torch.arange(9.0)[1:], tmp_path)
+    wide = with_torch.entry_of("new", Op("aten.view.dtype", (Ref("x"), Special("dtype", "int64"))), {"x": entry})
+    assert wide.storage is not entry.storage
+    assert same(with_torch.load(wide), torch.arange(1.0, 9.0).view(torch.int64))
 
 
 def test_arranged_values_leave_gaps_as_they_were(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ckpttool.checkpoint import Span, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Span, TensorEntry
 from ckpttool.evaluate import with_torch, without_torch
 from ckpttool.evaluate.without_torch import ROW_MAJOR
 from ckpttool.expression import Argument, Expression, Op, Ref, Special
@@ -18,12 +18,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def have(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorEntry]:
+def have(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TensorEntry | ExtraEntry]:
     path = tmp_path_factory.mktemp("moved") / "in.pt"
     whole = torch.arange(60.0).reshape(3, 4, 5)
     state = {"a": whole, "b": whole + 60, "t": whole.mT, "half": whole.half(), "row": whole[:1], "s": torch.tensor(1.0)}
-    torch.save({**state, "sparse": torch.eye(2).to_sparse()}, path)
-    return {entry.key: entry for entry in model_section(open_operand(str(path))).tensors}
+    torch.save({**state, "sparse": torch.eye(2).to_sparse(), "number": 3}, path)
+    return model_section(open_operand(str(path))).by_key()
 
 
 def narrow(source: Expression, *args: int) -> Op:
@@ -79,14 +79,14 @@ MOVED = {
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_what_is_moved_is_what_torch_computes(have: dict[str, TensorEntry], name: str) -> None:
+def test_what_is_moved_is_what_torch_computes(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
     entry, expected = without_torch.entry_of("x", MOVED[name], have), with_torch.entry_of("x", MOVED[name], have)
     assert entry is not None
     assert (entry.key, entry.dtype, entry.shape) == ("x", expected.dtype, expected.shape)
     assert torch.equal(with_torch.load(entry), with_torch.load(expected))
 
 
-def test_clones_are_bytes_of_the_file_and_share_nothing(have: dict[str, TensorEntry]) -> None:
+def test_clones_are_bytes_of_the_file_and_share_nothing(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     entry = without_torch.entry_of("x", clone(narrow(A, 0, 1, 2)), have)
     assert entry is not None
     assert isinstance(entry.storage.data, Span)
@@ -125,12 +125,21 @@ LEFT_TO_TORCH = {
     "another operator": Op("aten.neg.default", (A,)),
     "a cast to integers": cast(A, "int64"),
     "a cast to eight bits": cast(A, "float8_e5m2"),
+    "a part of what is no size": Op("getitem", (Op("aten.split.Tensor", (A, "2")), 0)),
+    "a chunk of what is no number": Op("getitem", (Op("aten.chunk.default", (A, "2")), 0)),
+    "sizes that are one": Op("getitem", (Op("aten.split_with_sizes.default", (A, 3)), 0)),
+    "sizes that are words": Op("getitem", (Op("aten.split_with_sizes.default", (A, ("1", 2))), 0)),
+    "parts of what is no dimension": Op("getitem", (Op("aten.split.Tensor", (A, 2, "0")), 0)),
+    "parts without a size": Op("getitem", (Op("aten.split.Tensor", (A,)), 0)),
+    "parts with too much": Op("getitem", (Op("aten.split.Tensor", (A, 2, 0, 0)), 0)),
+    "a shape of words": Op("aten.reshape.default", (A, ("60",))),
+    "of no tensor": narrow(Ref("number"), 0, 0, 0),
     "no arguments": Op("aten.narrow.default", ()),
 }
 
 
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
-def test_what_is_left_to_torch(have: dict[str, TensorEntry], name: str) -> None:
+def test_what_is_left_to_torch(have: dict[str, TensorEntry | ExtraEntry], name: str) -> None:
     assert without_torch.entry_of("x", LEFT_TO_TORCH[name], have) is None
 
 
@@ -166,11 +175,13 @@ def valid(chance: random.Random, node: Expression, value: torch.Tensor) -> tuple
     return Op("getitem", (Op(name, (node, size, *at)), number)), parts[number]
 
 
-def test_every_part_is_moved(have: dict[str, TensorEntry]) -> None:
+def test_every_part_is_moved(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     for seed in range(400):
         chance = random.Random(seed)
         node: Expression = chance.choice([A, T])
-        value = with_torch.load(have[node.key])
+        start = have[node.key]
+        assert isinstance(start, TensorEntry)
+        value = with_torch.load(start)
         for _ in range(3):
             if value.dim():
                 node, value = valid(chance, node, value)
@@ -205,7 +216,7 @@ def drawn(chance: random.Random, depth: int = 2) -> Expression:
     )
 
 
-def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[str, TensorEntry]) -> None:
+def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     moved = 0
     for seed in range(3000):
         node = drawn(random.Random(seed))
@@ -218,7 +229,7 @@ def test_nothing_is_moved_that_torch_computes_otherwise_or_refuses(have: dict[st
     assert moved > 200
 
 
-def test_no_more_is_made_than_the_limits_let(have: dict[str, TensorEntry]) -> None:
+def test_no_more_is_made_than_the_limits_let(have: dict[str, TensorEntry | ExtraEntry]) -> None:
     """Of 240 bytes twice as many; of what is read for it, each tensor counts once. Torch then says what is too much."""
     with limited(Limits(made_bytes=1, made_times=2, made_parts=4)):
         assert without_torch.entry_of("w", cat(0, A, A), have) is not None

@@ -589,3 +589,78 @@ def test_an_edit_that_changes_nothing_keeps_the_way_back(tmp_path: Path, run: Ru
     assert (path.read_bytes(), path.stat().st_ino) == (changed, inode)
     assert main(["remap", str(path), "--undo"]) == 0
     assert path.read_bytes() == before
+
+
+def test_an_edit_that_is_not_allowed_is_no_reason_to_write_anew(
+    source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be moved is another matter."""
+    old, plain = source.read_bytes(), patch.apply
+    for rule, copied in (("a.{x} => z.{x}", False), (f"a.{{x}} => {LONG}{{x}}", True)):
+        refusals = [PermissionError(errno.EPERM, "Operation not permitted")]
+
+        def refused(*args: Any, refusals: list[PermissionError] = refusals, **how: Any) -> None:
+            if refusals:
+                raise refusals.pop()
+            plain(*args, **how)
+
+        monkeypatch.setattr(patch, "apply", refused)
+        status, _, said = run("remap", source, "--rule", rule, "--in-place")
+        assert (status, source.read_bytes() == old) == ((0, False) if copied else (2, True))
+        assert copied or "in.safetensors: Operation not permitted\nhint: it is as it was" in said
+
+
+def test_where_not_even_going_back_is_possible_the_next_command_does(
+    source: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, plain = source.resolve().read_bytes(), patch.write_at
+
+    def failing(descriptor: int, offset: int, data: bytes) -> None:
+        if os.fstat(descriptor).st_ino == source.stat().st_ino:
+            plain(descriptor, offset, data[:9])
+            raise OSError(errno.EIO, "Input/output error")
+        plain(descriptor, offset, data)
+
+    with monkeypatch.context() as inside:
+        inside.setattr(patch, "write_at", failing)
+        for line in (["remap", source, "--rule", "a.{x} => z.{x}", "--in-place"], ["inspect", source]):
+            status, _, said = run(*line)
+            assert status == 2
+            assert "holds a file that is half edited, which cannot be undone now: Input/output error" in said
+    assert run("inspect", source).status == 0
+    assert source.read_bytes() == old
+
+
+def test_behind_a_url_nothing_is_undone(run: Run) -> None:
+    status, _, said = run("remap", "memory://nowhere/a.safetensors", "--undo")
+    assert status == 2
+    assert "nothing to undo\nhint: behind a URL nothing is edited in place" in said
+
+
+def test_a_file_that_only_seems_torn_is_said_to_be_another(source: Path, run: Run) -> None:
+    """Blocks of the right number that are none, in a file of the right size: only the bytes tell."""
+    if not moves(Path()):
+        pytest.skip("this file system moves no blocks")
+    old = source.stat().st_size
+    dies_at("_move", ["remap", str(source), "--rule", f"a.{{x}} => {LONG}{{x}}", "--in-place"])
+    added = source.stat().st_size - old
+    with open(source, "wb") as file:
+        file.write(bytes(8192))
+        file.truncate(8192 + added)
+        file.seek(8192 + added)
+        file.write(b"x" * (old - 8192))
+    status, _, said = run("inspect", source)
+    assert status == 2
+    assert "not the file that an interrupted edit was of" in said
+
+
+def test_a_record_of_what_no_edit_does_is_not_believed(source: Path) -> None:
+    """Data that is moved, with bytes behind it."""
+    descriptor = os.open(source, os.O_RDWR)
+    made = patch.Patch(source.stat().st_size, 4096, 10, -4096, b"", b"")
+    change = edit_journal.Change(made, b"", b"")
+    entry = edit_journal._entry(source.name, descriptor, change)
+    os.close(descriptor)
+    assert entry.back.patch.tail
+    with pytest.raises(CkptError, match="it contradicts itself"):
+        edit_journal._parse(edit_journal._text([entry]), source)

@@ -92,6 +92,26 @@ def test_from_wherever_it_died_it_leads_to_the_end_and_back(
         assert content(staging / NEW) == {}
 
 
+@pytest.mark.parametrize("way", ["on", "back"])
+def test_what_others_did_meanwhile_is_left(
+    staging: Path, monkeypatch: pytest.MonkeyPatch, after: Callable[..., None], way: str
+) -> None:
+    """A file is there again that goes, and one is gone that was put in."""
+    folder = staging.parent / "folder"
+    after(6, Died())
+    with pytest.raises(Died):
+        journal._finish(staging, folder, LIST)
+    filled(folder, {"gone": b"theirs"})
+    (folder / "shard").unlink()
+    monkeypatch.undo()
+    if way == "on":
+        journal._finish(staging, folder, LIST)
+        assert content(folder) == {name: data for name, data in AFTER.items() if name != "shard"} | {"gone": b"theirs"}
+    else:
+        journal._take_back(staging, folder, LIST)
+        assert content(folder) == BEFORE
+
+
 @pytest.mark.parametrize("count", range(1, RENAMES + 1))
 def test_what_fails_on_the_way_is_taken_back(staging: Path, after: Callable[..., None], count: int) -> None:
     """One rename puts the journal into its place; where not even going back is possible the journal stays."""

@@ -186,3 +186,29 @@ def test_another_file_is_not_taken_for_one_on_the_way(tmp_path: Path, shift: int
                 os.pwrite(descriptor, content, 0)
         os.ftruncate(descriptor, (len(content) + tail.after) // 2)
         assert patch.fits(descriptor, tail, patch.sample_of(descriptor, tail.start, tail.length))
+
+
+def test_a_file_that_ends_before_what_is_to_stay(tmp_path: Path) -> None:
+    with opened(tmp_path / "file", bytes(500)) as descriptor:
+        with pytest.raises(OSError, match="the file became shorter"):
+            patch.inverse(descriptor, Patch(600, 100, 400, 0, b"", b""))
+        with pytest.raises(OSError, match="the file became shorter"):
+            patch.sample_of(descriptor, 300, 300)
+
+
+def test_a_hole_that_the_file_ends_with_is_none_that_was_made(tmp_path: Path) -> None:
+    with opened(tmp_path / "file", bytes(BLOCK) * 2) as descriptor:
+        for size in (2 * BLOCK, 6 * BLOCK, 0):
+            os.ftruncate(descriptor, size)
+            assert patch._hole(descriptor) == (size, size)
+            assert patch._torn_at(descriptor, 4 * BLOCK) == 0
+        os.pwrite(descriptor, b"x", 6 * BLOCK)
+        if patch._hole(descriptor) != (0, 6 * BLOCK):
+            pytest.skip("this file system says nothing of holes")
+
+
+def test_a_file_of_which_much_changes_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = Piece(Span("/file", 100, 400))
+    monkeypatch.setattr(patch, "_MOST", 100)
+    assert patch.of_pieces([Piece(bytes(100)), span], "/file", 500) is not None
+    assert patch.of_pieces([Piece(bytes(100)), span, Piece(b"x")], "/file", 500) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
+from ckpttool.evaluate.with_torch import load
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.io import journal, switch, temporary, write_folder
 from ckpttool.io.pieces import Piece
@@ -174,6 +177,22 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(source: Path, keep_ti
     assert names(source.parent) == {"in.safetensors"}
 
 
+def test_a_source_that_is_gone_or_another_file_by_the_time_is_noticed(source: Path) -> None:
+    """Also where nothing is written, and its tensors are only looked at."""
+    (entry, *_) = open_checkpoint(str(source)).sections[0].tensors
+
+    def goes() -> list[bytes]:
+        source.unlink()
+        return [b"x"]
+
+    with pytest.raises(CkptError, match="was changed while it was read"):
+        write([Piece(Span(str(source), 0, 4)), Piece(Lazy(1, goes))], "out")
+    save_file({key: value + 1 for key, value in STATE.items()}, source)
+    with pytest.raises(CkptError, match="was changed while it was read"):
+        load(entry)
+    assert names(source.parent) == {"in.safetensors"}
+
+
 def test_verify_notices_a_disk_that_holds_other_bytes(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,8 +266,8 @@ def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, source: Path) -> 
     assert names(tmp_path) == {alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors"}
 
 
-@pytest.mark.parametrize("put", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300])
-def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, put: str) -> None:
+@pytest.mark.parametrize("put", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300, 5, None])
+def test_a_journal_that_leads_elsewhere_is_refused(tmp_path: Path, put: object) -> None:
     dead = tmp_path / f".x.{temporary.Owner(temporary.me().host, '00000000', 1, 1, 1)}-00000000.ckpttool.tmp"
     (dead / "new").mkdir(parents=True)
     (dead / temporary.JOURNAL).write_text(json.dumps({"put": [put], "remove": []}))
@@ -264,12 +283,21 @@ def test_a_journal_that_is_deeper_than_python_goes_is_refused(tmp_path: Path) ->
 # The disk confirms
 
 
-def test_a_folder_that_cannot_be_flushed_after_the_switch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(folder: Path) -> None:
-        raise OSError(5, "Input/output error")
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
+def test_a_folder_that_cannot_be_flushed_after_the_switch(
+    source: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It is said, but where the file system flushes no folders."""
+    plain = os.fsync
 
-    monkeypatch.setattr(switch, "sync_folder", failing)
-    with pytest.raises(CkptError, match="is written and complete, but the disk does not confirm"):
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    said = "out is written and complete, but the disk does not confirm that it stays: Input/output error"
+    with pytest.raises(CkptError, match=said) if number == errno.EIO else nullcontext():
         write([Piece(b"x")], "out")
     assert Path("out").read_bytes() == b"x"
 
@@ -354,6 +382,11 @@ def test_a_link_of_another_user_in_a_folder_of_all(source: Path, capsys: pytest.
     assert main(["remap", source.name, *RENAME, "-o", "shared/out.safetensors", "--force"]) == 2
     assert "another user" in capsys.readouterr().err
     assert Path("precious.safetensors").read_text() == "mine"
+    for owner in (os.geteuid(), shared.stat().st_uid):  # one's own, and that of whom the folder belongs to
+        os.chown(shared / "out.safetensors", owner, owner, follow_symlinks=False)
+        assert main(["remap", source.name, *RENAME, "-o", "shared/out.safetensors", "--force"]) == 0
+        assert set(load_file("precious.safetensors")) == {"z.weight", "b"}
+        os.chown(shared, 12_345, 12_345)
 
 
 # Ranks

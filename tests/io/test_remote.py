@@ -137,6 +137,10 @@ def test_a_sharded_folder_is_read(store: Store, tmp_path: Path) -> None:
     assert main(["remap", str(tmp_path / "all.safetensors"), "-o", f"{tmp_path}/m/", "--max-shard-size", "100B"]) == 0
     (tmp_path / "m" / "config.json").write_text("{}")
     url = store.put_folder("m", tmp_path / "m")
+    if url.startswith("s3:"):
+        bucket = url.split("/")[2]  # who makes a folder in a browser, makes an object of that name
+        store.fs.call_s3("put_object", Bucket=bucket, Key="deep/m/", Body=b"")
+    assert remote.names_in(url) == sorted(os.listdir(tmp_path / "m"))
     for operand in (url, url + "/", url + "/model.safetensors.index.json"):
         found = open_checkpoint(operand)
         assert found.format == "sharded"
@@ -155,6 +159,7 @@ def test_a_dcp_folder_is_read(store: Store, tmp_path: Path) -> None:
 def test_a_glob_is_read(store: Store) -> None:
     for rank in range(2):
         store.put(f"rank_{rank}.pt", zipped(STATE))
+    store.put("rank_9.pt/no file", b"")
     found = open_checkpoint(f"{store.url}/rank_*.pt")
     assert found.format == "rank_files"
     assert {entry.key for entry in found.sections[0].tensors} == set(STATE)
@@ -321,21 +326,47 @@ def test_no_file_takes_more_parts_than_a_store_allows(monkeypatch: pytest.Monkey
     assert -(-nbytes // block) <= 10_000
 
 
+@pytest.mark.parametrize("gone", [False, True])
 @pytest.mark.parametrize("to", ["local", "remote"])
-def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str) -> None:
+def test_a_source_that_changes_meanwhile(store: Store, tmp_path: Path, to: str, gone: bool) -> None:
     from ckpttool.io import write_file
 
     url = store.put("a.safetensors", save(STATE))
     pieces = [Piece(Span(url, 0, open_checkpoint(url).nbytes))]
-    store.put(
-        "a.safetensors",
-        save({key: value.clone() + 1 if value.is_floating_point() else value for key, value in STATE.items()}),
-    )
+
+    def change() -> list[bytes]:
+        store.fs.rm(store.fs._strip_protocol(url))
+        return [b"x"]
+
+    if gone:
+        pieces.append(Piece(Lazy(1, change)))
+    else:
+        store.put(
+            "a.safetensors",
+            save({key: value.clone() + 1 if value.is_floating_point() else value for key, value in STATE.items()}),
+        )
     out = str(tmp_path / "out") if to == "local" else f"{store.url}/out"
     with pytest.raises(CkptError, match="was changed while it was read"):
         write_file.write(pieces, out)
-    assert store.names() == {"a.safetensors"}
+    assert store.names() == (set() if gone else {"a.safetensors"})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_source_that_changes_between_two_files_of_an_output(store: Store) -> None:
+    """Whose names begin with its own."""
+    from ckpttool.io import write_folder
+
+    url = store.put("a", save(STATE))
+    span = Span(url, 0, open_checkpoint(url).nbytes)
+
+    def change() -> list[bytes]:
+        store.put("a", save({"other": torch.ones(span.length // 4)})[: span.length])
+        return [b"x"]
+
+    files = {"first": [Piece(span)], "between": [Piece(Lazy(1, change))], "second": [Piece(span)]}
+    with pytest.raises(CkptError, match="was changed while it was read"):
+        write_folder.write_folder(files, f"{store.url}/a.parts")
+    assert store.names() == {"a"}
 
 
 def test_folders_are_written(store: Store, tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.errors import CkptError
+from ckpttool.io import files
 from ckpttool.io.remote import kept, read
 from ckpttool.io.remote.kept import Kept, Stat
 from ckpttool.io.remote.read import Stream, open_file
@@ -105,6 +108,68 @@ def test_a_file_that_ends_before_its_size_is_said(monkeypatch: pytest.MonkeyPatc
         open_file(URL)
 
 
+def test_only_what_did_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranges that were asked for side by side."""
+    monkeypatch.setattr("ckpttool.io.remote.errors._WAITS", (0.0,))
+    plain, passing = MemoryFileSystem.cat_file, [ConnectionResetError(errno.ECONNRESET, "reset")]
+
+    def flaky(own: Any, path: str, start: int, end: int) -> bytes:
+        if start == 1_000 and passing:
+            raise passing.pop()
+        return plain(own, path, start, end)
+
+    file, before = open_file(URL), kept.kept.requests[URL]
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)
+    file.prefetch([(0, 30), (1_000, 30), (2_000, 30)])
+    assert kept.kept.requests[URL] - before == 4
+    assert file.read_at(1_000, 30) == DATA[1_000:1_030]
+
+
+def test_how_files_begin_is_kept_of_those_that_answer() -> None:
+    """Of one that is empty, that was never there, or is gone or shorter by now, nothing is: it is asked for later."""
+    fs, names = fsspec.filesystem("memory"), ("good", "empty", "gone", "shorter", "late")
+    for name in names:
+        fs.pipe_file(f"/reads/heads/{name}", b"" if name == "empty" else DATA)
+    urls = {name: f"memory://reads/heads/{name}" for name in names}
+    try:
+        fs.rm("/reads/heads/late")
+        assert read.names_in("memory://reads/heads") == ["empty", "gone", "good", "shorter"]
+        fs.rm("/reads/heads/gone")
+        fs.pipe_file("/reads/heads/shorter", b"short")
+        read.look_ahead({urls[name]: 100 for name in ("good", "empty", "gone", "shorter")})
+        assert {*kept.kept.heads} == {urls["good"]}
+        read.look_ahead({urls["late"]: 100})
+        assert {*kept.kept.heads} == {urls["good"]}
+        fs.pipe_file("/reads/heads/late", DATA)
+        for name in ("good", "late"):
+            assert open_file(urls[name]).read_at(0, 100) == DATA[:100]
+        read.look_ahead({"memory://nowhere/at/all": 100})
+    finally:
+        fs.rm("/reads/heads", recursive=True)
+
+
+def test_what_is_no_file_is_not_opened() -> None:
+    with pytest.raises(CkptError, match="is a folder, not a file"):
+        open_file("memory://reads")
+    kept.kept.stats["memory://reads/endless"] = Stat(False, None)
+    with pytest.raises(CkptError, match="does not say how long it is"):
+        open_file("memory://reads/endless")
+    assert not files.is_file("memory://reads")
+    assert not files.is_file("memory://reads/none")
+    assert files.is_file(URL)
+
+
+def test_an_index_of_what_is_gone_is_not_used_again() -> None:
+    open_file(URL)
+    opened = files.opened_at([URL, "memory://reads/never asked"])
+    assert [*opened] == [URL]
+    files.read_on(opened)
+    fsspec.filesystem("memory").rm("/reads/data")
+    read.forget(URL)
+    with pytest.raises(CkptError, match="no longer the file that was opened"):
+        files.read_on(opened)
+
+
 @pytest.mark.parametrize(
     ("url", "goes"),
     [
@@ -125,6 +190,15 @@ def test_what_is_at_under_and_above_is_forgotten(url: str, goes: set[str]) -> No
     left = urls - goes
     assert left == {*known.stats} == {*known.assumed} == {*known.runs} == {*known.ahead} == {*known.heads}
     assert {one for one, _ in known.blocks} == left
+
+
+@pytest.mark.parametrize("other", ["s3://b/mode", "s3://b/m", "s3://b/mo/"])
+def test_a_file_whose_name_only_begins_alike_is_not_forgotten(other: str) -> None:
+    """While ``b/model.pt.new`` is written, ``b/model.pt`` may be its source: what it was has to stay known."""
+    known = Kept()
+    known.stats[other] = None
+    known.forget("s3://b/model")
+    assert other in known.stats
 
 
 def test_heads_are_kept_while_there_is_room() -> None:

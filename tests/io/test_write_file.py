@@ -18,11 +18,12 @@ import pytest
 
 from ckpttool.checkpoint import Lazy, Span
 from ckpttool.errors import CkptError
-from ckpttool.io import kernel, sources, work
-from ckpttool.io.pieces import LEAST, Crc, Piece
+from ckpttool.io import files, kernel, sources, work
+from ckpttool.io.files import opened
+from ckpttool.io.pieces import LEAST, Crc, Piece, Ready
 from ckpttool.io.ranges import CHUNK, same_bytes
 from ckpttool.io.switch import put
-from ckpttool.io.write_file import FLUSHED, preflight, write
+from ckpttool.io.write_file import FLUSHED, failing, preflight, put_ready, write
 from files import run_measured
 
 
@@ -260,8 +261,9 @@ def test_outputs_that_are_refused(tmp_path: Path, source: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("renames", [True, False])
 def test_a_file_system_without_hard_links_gets_its_files_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, renames: bool
 ) -> None:
     """What fails for another reason fails, and nothing is replaced in either case."""
 
@@ -269,6 +271,8 @@ def test_a_file_system_without_hard_links_gets_its_files_too(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", no_link)
+    if not renames:
+        monkeypatch.setattr(kernel, "renameat2", no_link)
     (tmp_path / "there").write_bytes(b"old")
     for name, error in (("there", FileExistsError), ("new", None)):
         (tmp_path / "staged").write_bytes(b"new")
@@ -277,6 +281,77 @@ def test_a_file_system_without_hard_links_gets_its_files_too(
             put(tmp_path / "staged", tmp_path / name, replace=False)
     assert (tmp_path / "there").read_bytes() == b"old"
     assert (tmp_path / "new").exists() is (number in kernel.NOT_HERE)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_rename_that_fails_for_another_reason_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(answer: int) -> Callable[..., None]:
+        def call(*_: object, **__: object) -> None:
+            raise OSError(answer, os.strerror(answer))
+
+        return call
+
+    monkeypatch.setattr(os, "link", refused(errno.EPERM))
+    monkeypatch.setattr(kernel, "renameat2", refused(number))
+    (tmp_path / "staged").write_bytes(b"new")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        put(tmp_path / "staged", tmp_path / "new", replace=False)
+    assert names(tmp_path) == ["staged"]
+
+
+def test_a_source_that_only_the_bytes_lead_to_is_not_written_over(tmp_path: Path, source: Path) -> None:
+    """One that no index was read of: under its own name, and under another."""
+    os.link(source, tmp_path / "linked")
+    before = source.read_bytes()
+    (tmp_path / "ready").write_bytes(b"other")
+    ready = Ready(str(tmp_path / "ready"), (str(source),))
+    for out in (source, tmp_path / "linked"):
+        with pytest.raises(CkptError, match="is a source itself"):
+            write([Piece(b"x"), Piece(Span(str(source), 0, 5))], str(out), in_place=False)
+        with pytest.raises(CkptError, match="is a source itself"):
+            put_ready(ready, str(out), replace=True, in_place=False, readers_of=(), fsync=False)
+    assert source.read_bytes() == before
+    put_ready(ready, str(source), replace=True, in_place=True, readers_of=(), fsync=False)
+    assert source.read_bytes() == b"other"
+    assert names(tmp_path) == ["linked", "source"]
+
+
+def test_errors_that_have_no_words_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(CkptError, match=r"^out: odd$"), failing("out"):
+        raise OSError("odd")
+    (tmp_path / "a").touch()
+    with pytest.raises(CkptError, match=r"^cannot read .*/a: odd$"), opened(str(tmp_path / "a")):
+        raise OSError("odd")
+
+
+@pytest.mark.parametrize("pipes", [False, True])
+def test_what_is_no_file_is_not_opened(tmp_path: Path, pipes: bool) -> None:
+    with pytest.raises(CkptError, match="it is a terminal or another device, not a file"), opened("/dev/null"):
+        pass
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDWR)
+    os.write(end, b"data")
+    said = pytest.raises(CkptError, match="it is a pipe")
+    with nullcontext() if pipes else said, opened(str(tmp_path / "pipe"), pipes=pipes) as file:
+        assert file.read(4) == b"data"
+    os.close(end)
+    with pytest.raises(CkptError, match="a null byte in the path"), opened("a\0b"):
+        pass
+    with pytest.raises(CkptError, match="cannot read gone: No such file"):
+        files.names_in("gone")
+
+
+def test_names_that_look_like_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[1].pt", "a1.pt", "b.pt"):
+        Path(name).touch()
+    Path("a2.pt").mkdir()
+    assert files.files_of("a[1].pt") == ["a[1].pt"]
+    assert files.files_of("a[12].pt") == ["a1.pt"]
+    assert files.files_of("a*\0/*") == files.files_of("s3://b/*") == []
+    assert files.glob("a*") == ["a1.pt", "a[1].pt"]
 
 
 def test_outputs_that_are_allowed(tmp_path: Path, source: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from ckpttool.checkpoint import Lazy, Span
@@ -109,6 +111,7 @@ def test_preflight(tmp_path: Path) -> None:
 
     check(out)
     check(tmp_path / "new")
+    check(out, source="s3://bucket/a.pt")
     check(out, {"model.safetensors"}, force=True)
     with pytest.raises(CkptError, match="is a file"):
         check(tmp_path / "file")
@@ -120,3 +123,24 @@ def test_preflight(tmp_path: Path) -> None:
         with pytest.raises(CkptError, match="folder of the source"):
             check(out, {"model.safetensors"}, source, force=True)
         check(out, {"model.safetensors"}, source, in_place=True)
+
+
+def test_a_folder_is_made_of_files_behind_urls(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/links/a", b"data")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a").write_bytes(b"old")
+    write_folder({"a": Link("memory://links/a")}, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "a").read_bytes() == b"data"
+    for link in ("hard", "reflink"):
+        with pytest.raises(CkptError, match=rf"links/a cannot be linked \({link}\): it is no file of this machine"):
+            write_folder({"a": Link("memory://links/a")}, str(tmp_path / link), link=link)
+    fs.rm("/links", recursive=True)
+
+
+def test_blocks_are_shared_on_few_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"data")
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(CkptError, match=r"cannot be linked \(reflink\): import of fcntl halted"):
+        write_folder({"a": Link(str(tmp_path / "a"))}, str(tmp_path / "out"), link="reflink")
+    assert names(tmp_path) == ["a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -17,8 +18,11 @@ _not_passed: set[str] = set()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """What a fixture reaches may be there for every test of the file."""
+    """What a fixture reaches may be there for every test of the file; nothing is kept in a cache for the next."""
     _reached_by(item.nodeid.partition("::")[0])
+    for known in list(vars(sys.modules["zoo"]).values()) if "zoo" in sys.modules else []:
+        if hasattr(known, "cache_clear"):
+            known.cache_clear()
     return (yield)
 
 

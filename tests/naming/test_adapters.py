@@ -92,6 +92,8 @@ def test_kokoro_368_an_adapter_that_matches_nothing(tmp_path: Path, capsys: pyte
         )
         for note in notes(adapter, str(tmp_path / "llama.pt"))
     )
+    back = notes(str(tmp_path / "llama.pt"), adapter)
+    assert any(note.startswith("right is a LoRA adapter for 4 modules, all of them are in left") for note in back)
     others = notes(adapter, str(tmp_path / "bert.pt"))
     assert any(note.startswith("left is a LoRA adapter for 4 modules, 0 of them are in right") for note in others)
     assert any(note.startswith("4 adapted modules not in right: model.layers.0.self_attn.q_proj, ") for note in others)

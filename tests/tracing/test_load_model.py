@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+import hook_zoo
 from ckpttool.errors import CkptError
-from ckpttool.tracing.load_model import LoadedModel, load, raised_at, shown
+from ckpttool.tracing.load_model import LoadedModel, load, of_object, raised_at, shown
+from loading_zoo import ZOO
 
 
 @pytest.fixture
@@ -113,6 +115,19 @@ def test_a_factory_that_hands_out_one_object_gives_copies(source) -> None:
     assert not hasattr(model.build(), "added")
 
 
+def test_what_a_factory_keeps_in_a_cache_is_copied(source) -> None:
+    code = "    import functools" + FACTORY.replace("def build", "@functools.lru_cache\n    def build")
+    model = load(f"{source(code)}:build", materialize=True)
+    one = model.build()
+    assert model.build() is not one
+
+
+def test_a_factory_of_no_module_and_its_arguments() -> None:
+    assert of_object(eval("lambda: nn.Linear(1, 2)", {"nn": nn})).build().weight.shape == (2, 1)
+    assert of_object(nn.Linear, {"in_features": 2, "out_features": 3}).build().weight.shape == (3, 2)
+    assert "not an nn.Module" in fails("builtins:dict").message
+
+
 def test_a_file_does_not_take_the_place_of_a_module_that_is_loaded(source) -> None:
     """Nor is a name wanted that an import could have."""
     import random
@@ -168,7 +183,9 @@ def test_dataclasses_in_a_file(source) -> None:
     assert load(f"{path}:build").build().weight.shape == (1, 4)
 
 
-@pytest.mark.parametrize("operand", ["", "model", "model:", ":attr", "model.pt:x:", "a b:c", "1model:x", "..:x"])
+@pytest.mark.parametrize(
+    "operand", ["", "model", "model:", ":attr", "model.pt:x:", "a b:c", "1model:x", "..:x", "random:a/b", "a/b:x"]
+)
 def test_operands_of_no_form(source, operand: str) -> None:
     assert "package.module:attr" in fails(operand).hint
 
@@ -180,6 +197,13 @@ def test_missing_file_directory_and_module(source, tmp_path: Path) -> None:
     error = fails("no_such_package_at_all.model:build")
     assert error.message == "no module named 'no_such_package_at_all' (no_such_package_at_all.model)"
     assert "import no_such_package_at_all.model" in error.hint
+    assert fails("no_such_package_at_all:build").message.startswith("no module named")
+
+
+@pytest.mark.parametrize("name", ["'a_library'", "None"])
+def test_a_module_that_says_that_another_is_missing(source, name: str) -> None:
+    path = source(f"raise ModuleNotFoundError('install it', name={name})")
+    assert fails(f"{path.stem}:build").message.startswith(f"{path.stem} cannot be imported: ModuleNotFoundError")
 
 
 def test_missing_attribute_names_close_ones(source) -> None:
@@ -189,6 +213,23 @@ def test_missing_attribute_names_close_ones(source) -> None:
     assert f"{path}:build" in error.hint
     assert "build" in fails(f"{path}:zzz").hint
     assert "has no attribute 'Net.tiny'" in fails(f"{path}:Net.tiny").message
+    assert fails(f"{source('')}:zzz").hint == "a model is package.module:attr or path/to/file.py:attr"
+    several = source("five = 5\nnet = nn.Linear(1, 1)\n_own = nn.Linear(1, 1)\nadd = torch.add")
+    assert "has no attribute 'five.zzz'" in fails(f"{several}:five.zzz").message
+    assert fails(f"{several}:zzz").hint.endswith(f"; did you mean {several}:net?")
+
+
+def test_a_file_of_a_package_is_told_its_name(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"package_{os.getpid()}"
+    for folder in (name, f"{name}/deep"):
+        source("", f"{folder}/__init__.py")
+    path = source("from . import other\ndef build():\n    return nn.Linear(1, 1)", f"{name}/deep/model.py")
+    source("", f"{name}/deep/other.py")
+    hint = f"the file is part of a package: name it {name}.deep.model:build"
+    assert fails(f"{path}:build").hint == hint
+    assert load(f"{name}.deep.model:build").build().weight.shape == (1, 1)
+    monkeypatch.chdir(path.parent)
+    assert fails("model.py:build").hint == f"{hint}, in the folder {tmp_path}"
 
 
 def test_a_missing_import_of_the_users(source) -> None:
@@ -204,8 +245,14 @@ def test_syntax_error(source) -> None:
     path = source("def build(:\n    pass")
     message = fails(f"{path}:build").message
     assert "SyntaxError" in message
-    assert f"{path.name}" in message
-    assert "3" in message
+    assert message.endswith(f"({path.name}:3)")
+    by_hand = source("raise SyntaxError('odd')")
+    assert fails(f"{by_hand}:build").message.endswith(f"SyntaxError: odd ({by_hand.name}:3)")
+
+
+def test_an_error_without_words(source) -> None:
+    path = source("raise ValueError")
+    assert fails(f"{path}:build").message.endswith(f"cannot be imported: ValueError ({path.name}:3)")
 
 
 def test_exit_at_import(source) -> None:
@@ -239,6 +286,7 @@ def test_error_inside_torch_says_the_users_line(source) -> None:
         "torch.rand(3)[torch.rand(3) > 0.5]",
         "bool(torch.ones(1))",
         "torch.ones(2) + torch.ones(2, device='cpu')",
+        "if torch.ones(1).is_meta: raise LookupError('width') from NotImplementedError('no meta kernel')",
     ],
 )
 def test_constructor_that_needs_values_is_told_to_materialize(source, line: str) -> None:
@@ -303,6 +351,15 @@ def test_meta_copy_of_an_instance_keeps_overlaps(source) -> None:
     assert model.part.stride() == (6, 1)
     assert model.bf16.dtype == torch.bfloat16
     assert not model.bf16.requires_grad
+
+
+@pytest.mark.parametrize("name", ["sparse_buffer", "quantized_buffer", "packed_weight", "lazy"])
+def test_what_has_no_twin_on_meta_is_copied(name: str) -> None:
+    instance = nn.LazyLinear(2) if name == "lazy" else {**hook_zoo.ZOO, **ZOO}[name]()
+    built = of_object(instance).build()
+    assert built.state_dict().keys() == instance.state_dict().keys()
+    kinds = [[(type(t), t.layout) for t in (*one.parameters(), *one.buffers())] for one in (built, instance)]
+    assert kinds[0] == kinds[1]
 
 
 def test_an_error_of_a_package_is_placed_where_the_users_code_calls_it(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,36 @@ def test_only_the_last_change_counts() -> None:
     assert functions == {"0.weight": ("to_half", "0"), "0.bias": None, "1.weight": ("to_half", "1"), "1.bias": None}
 
 
+def test_a_sparse_tensor_that_is_changed_in_place() -> None:
+    def build() -> nn.Module:
+        model = nn.Module()
+        model.register_buffer("table", torch.eye(2, device="cpu").to_sparse())
+        model.register_buffer("other", torch.eye(2, device="cpu").to_sparse())
+        model._register_state_dict_hook(lambda m, sd, prefix, meta: [sd[prefix + "table"].mul_(2), None][1])
+        return model
+
+    assert [s.key for s in trace(loaded(build)).serialized if s.hook is not None] == ["table"]
+
+
+def test_what_an_inner_hook_changed_is_the_outer_ones_where_it_changes_it_again() -> None:
+    class Outer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self._register_state_dict_hook(Outer.inner)
+
+        def inner(self, sd: dict, prefix: str, meta: dict) -> None:
+            for name in ("weight", "bias"):
+                sd[prefix + name] = sd[prefix + name] * 2
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            state["weight"] = state["weight"] + 1
+            return state
+
+    found = {s.key: s.hook.function.rpartition(".")[2] for s in trace(loaded(Outer)).serialized if s.hook}
+    assert found == {"weight": "state_dict", "bias": "inner"}
+
+
 def test_a_shared_module_is_named_by_the_path_it_is_saved_under() -> None:
     inner = hook_zoo.StripLayer()
     names = trace(loaded(lambda: nn.ModuleDict({"a": inner, "b": inner})))
@@ -120,7 +152,12 @@ def failing(where: str) -> nn.Module:
     def hook(*args: Any) -> None:
         raise KeyError("no such part")
 
-    if where == "post":
+    if where == "built-in":
+        model.norm._register_state_dict_hook(operator.add)
+    elif where == "nested":
+        model.norm._register_state_dict_hook(hook)
+        vars(model)["state_dict"] = partial(nn.Module.state_dict, model)
+    elif where == "post":
         model.norm._register_state_dict_hook(hook)
     elif where == "pre":
         model.norm.register_state_dict_pre_hook(hook)
@@ -129,7 +166,7 @@ def failing(where: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("where", ["post", "pre"])
+@pytest.mark.parametrize("where", ["post", "pre", "nested"])
 def test_a_failing_hook_is_named(where: str) -> None:
     with pytest.raises(CkptError) as caught:
         trace(loaded(lambda: failing(where)))
@@ -137,6 +174,11 @@ def test_a_failing_hook_is_named(where: str) -> None:
     assert message.startswith("state_dict() fails in hook (")
     assert "on module norm: KeyError: 'no such part'" in message
     assert "test_trace_hooks.py:" in message
+
+
+def test_a_failing_hook_that_is_built_in_has_no_line() -> None:
+    with pytest.raises(CkptError, match=r"fails in add \(<built-in>:0\) on module norm: TypeError"):
+        trace(loaded(lambda: failing("built-in")))
 
 
 def test_a_public_hook_that_returns_something_fails_as_in_torch() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckpttool
 from ckpttool.cli.app import main
+from ckpttool.errors import CkptError
+from ckpttool.operands.model import ModelOperand
 from versioned_zoo import ZOO
 from zoo import randomized, runtime_values
 
@@ -47,6 +51,33 @@ def loaded(name: str, path: str) -> dict[str, torch.Tensor] | None:
     except (RuntimeError, KeyError):
         return None
     return runtime_values(model)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_two_files_are_the_same_only_where_torch_loads_the_same(name: str, tmp_path: Path) -> None:
+    """Whichever versions they are of, and whether they have the model's keys or its runtime names."""
+    model = ModelOperand(ZOO[name])
+    made: dict[str, dict[str, torch.Tensor] | None] = {}
+    for number, file in enumerate(FILES):
+        (tmp_path / str(number)).mkdir()
+        path = saved(name, file, tmp_path / str(number))
+        made[path] = loaded(name, path)
+    own = randomized(ZOO[name](), 1)
+    if runtime_values(own).keys() != own.state_dict().keys():
+        torch.save(runtime_values(own), tmp_path / "runtime.pt")
+        made[str(tmp_path / "runtime.pt")] = runtime_values(own)
+    answers = 0
+    for (one, mine), (other, theirs) in product(made.items(), made.items()):
+        try:
+            same = ckpttool.diff(one, other, model=model, values=True).identical
+        except CkptError:
+            continue
+        answers += 1
+        if same and mine is not None:
+            assert theirs is not None, (one, other)
+            assert alike(mine, theirs), (one, other)
+        assert same or one != other
+    assert answers >= len(made)
 
 
 def alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:

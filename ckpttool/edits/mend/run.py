@@ -39,8 +39,6 @@ def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -
 
     `suggested` are the rules that two checkpoints suggest.
     """
-    if diff.identical or diff.fix:
-        return diff
     if diff.remedy is not None:
         from ckpttool.edits.mend.optimizer import mended as with_state  # few diffs are about an optimizer
 

@@ -14,7 +14,7 @@ from ckpttool.checkpoint import Part, Section, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import across, concatenated, in_own_storage, row_major
+from ckpttool.evaluate.parts import across, concatenated, in_own_storage
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
 from ckpttool.keys import FLAT_PARAM
@@ -90,8 +90,7 @@ def _model(section: Section, ranks: FlatCut, problems: list[Problem]) -> list[Se
     rest = tuple(entry for entry in section.tensors if not _reads(tables, entry.key, parameters, problems))
     if problems:
         return []
-    in_order = {unit: [row_major(entry) for entry in entries] for unit, entries in flat.items()}
-    shards = [_rank_of(in_order, ranks, rank) for rank in range(ranks.world_size)]
+    shards = [_rank_of(flat, ranks, rank) for rank in range(ranks.world_size)]
     return [replace(section, tensors=(*own, *rest), modules=None, form=None) for own in shards]
 
 
@@ -189,7 +188,7 @@ def _flat_state(
         entries = [value for value in values if isinstance(value, TensorEntry) and value.storage is not None]
         shaped = len(entries) == len(values) and all(e.shape == slot.shape for e, slot in zip(entries, own))
         if shaped and len({entry.dtype for entry in entries}) == 1:
-            made[name] = _Flat(tuple(map(row_major, entries)))
+            made[name] = _Flat(tuple(entries))
         elif all(_same(values[0], value) for value in values):
             made[name] = values[0]
         else:
@@ -198,9 +197,9 @@ def _flat_state(
 
 
 def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
-        return same_values(left, right)
-    return type(left) is type(right) and bool(left == right)
+    if type(left) is not type(right):
+        return False
+    return same_values(left, right) if isinstance(left, TensorEntry) else bool(left == right)
 
 
 def _on_rank(value: Any, ranks: FlatCut, rank: int) -> Any:

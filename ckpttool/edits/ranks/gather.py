@@ -15,7 +15,6 @@ from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.parts import across, concatenated
 from ckpttool.expression import Expression, Op, Ref, refs, substitute
 from ckpttool.formats.ranks.parts import OF_ONE_STEP, is_held_alike, is_of_ranks, is_whole, parts_of
-from ckpttool.formats.ranks.sharded_tensor import is_sharded
 from ckpttool.keys import dotted, is_flat
 from ckpttool.names import RUNTIME, SERIALIZED, Names
 from ckpttool.naming.flat_param import Slot, flat_params, misfit, named_units, slots, unit_paths
@@ -88,9 +87,9 @@ class Gathered:
         return replace(done, plan=plan, notes=(*self.notes, *done.notes, *remarks))
 
 
-def flat_entries(section: Section, names: Names | None = None) -> list[TensorEntry]:
+def flat_entries(section: Section, names: Names) -> list[TensorEntry]:
     """The flat parameters among the tensors of a model's section; what the model itself calls so is none."""
-    own = set() if names is None else {t.fqn for t in names.runtime}
+    own = {t.fqn for t in names.runtime}
     return [entry for entry in section.tensors if is_flat(entry.key) and entry.key not in own]
 
 
@@ -151,7 +150,7 @@ def gather(source: Checkpoint, names: Names, patterns: Sequence[str] = ()) -> Ga
 def _remarks(made: Checkpoint) -> list[str]:
     """What is rank 0's outside of state dicts. Raises `Refused` for what is in one, and no model says what it is."""
     entries = ((section, e) for section in made.sections if section.kind != "optimizer" for e in section.tensors)
-    other = [(s, e) for s, e in entries if is_of_ranks(e) and not is_whole(e) and not is_held_alike(e)]
+    other = [(s, e) for s, e in entries if not is_held_alike(e)]
     unknown = [dotted(section.path, entry.key) for section, entry in other if section.kind == "state_dict"]
     if unknown:
         raise Refused(
@@ -204,7 +203,7 @@ class _Work:
 
     def _resolved(self, entry: TensorEntry) -> TensorEntry:
         shape = self.likeness.get(self.reading.match.names.get(entry.key, ""), ("", None))[1]
-        if shape is None and not is_whole(entry) and not is_held_alike(entry):
+        if shape is None and not is_held_alike(entry):
             return entry  # a copy or a part: the model does not say it
         found = resolved(entry, shape)
         if found is None:
@@ -248,9 +247,9 @@ def resolved(entry: TensorEntry, shape: tuple[int, ...] | None) -> TensorEntry |
     if is_whole(entry):
         return replace(entry, payload=None)
     parts = [part for part in parts_of(entry) if part is not None]
-    if shape is None or not parts or all(part.shape == shape for part in parts):
-        return parts[0] if parts else None
-    slices = all(len(part.shape) == 1 and part.is_contiguous and part.dtype == parts[0].dtype for part in parts)
+    if shape is None or all(part.shape == shape for part in parts):
+        return parts[0]
+    slices = all(len(part.shape) == 1 and part.dtype == parts[0].dtype for part in parts)
     if not slices or sum(part.numel for part in parts) != prod(shape):
         return None
     storage = concatenated(across(parts, 0, prod(shape)))
@@ -289,9 +288,9 @@ def _units(
 
 
 def _unfit(unit: Unit) -> str | None:
-    if unit.entry.storage is None or (is_sharded(unit.entry) and not is_of_ranks(unit.entry)):
+    if unit.entry.storage is None:
         return "is one rank's part: name the files of all ranks, as in 'rank_*.pt'"
-    if len(unit.entry.shape) != 1 or not unit.entry.is_contiguous:
+    if len(unit.entry.shape) != 1:
         return "is not one-dimensional"
     return misfit(unit.slots, unit.entry.numel, len(unit.parts), padded=True)
 
@@ -318,10 +317,10 @@ def _other_units(names: Names, patterns: Sequence[str], have: set[str]) -> list[
     wanted, problems = named_units(names, patterns)
     full = {path for path, own in slots(names, wanted).items() if own}
     problems += [
-        Problem("--units names it, and the files have no flat parameter of it", p) for p in sorted(full - have)
+        Problem("--units names it, and the files have no flat parameter of it", p) for p in sorted(full - have - {""})
     ]
     return problems + [
-        Problem("the files have a flat parameter of it, and --units does not name it", p or "(root)")
+        Problem("the files have a flat parameter of it, and --units does not name it", p)
         for p in sorted(have - set(wanted))
     ]
 

@@ -153,7 +153,7 @@ def _split(value: Any, unit: Unit, problems: list[Problem]) -> list[Any]:
 
 
 def _is_chunk(part: TensorEntry, numel: int, dtype: str) -> bool:
-    return part.shape == (numel,) and part.is_contiguous and part.dtype == dtype
+    return part.shape == (numel,) and part.dtype == dtype
 
 
 # State with the shapes of slices
@@ -190,7 +190,7 @@ def _joined(own: Mapping[Any, Any], shape: tuple[int, ...] | None, problems: lis
     made = {}
     for name, value in own.items():
         made[name] = value
-        if isinstance(value, TensorEntry) and value.storage is not None:
+        if isinstance(value, TensorEntry):
             whole = resolved(value, shape if value.shape else ())
             if whole is None:
                 held = sum(part.numel for part in parts_of(value) if part is not None)

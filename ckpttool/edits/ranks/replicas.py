@@ -8,8 +8,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.ranks.parts import OF_ONE_STEP, is_held_alike, is_of_dtensors, is_of_ranks, is_whole, parts_of
-from ckpttool.keys import is_flat
+from ckpttool.formats.ranks.parts import OF_ONE_STEP, is_held_alike, is_of_dtensors, is_whole, parts_of
 from ckpttool.words import plural
 
 _CARRIES = "torch_zip"  # rank 0's file, of which all that is no tensor is kept
@@ -23,7 +22,7 @@ def without_replicas(source: Checkpoint) -> Checkpoint:
     all problems at once, where copies differ: the files are of two steps.
     """
     entries = [entry for section in source.sections for entry in section.tensors]
-    if not any(map(is_of_dtensors, entries)) or any(is_flat(entry.key) for entry in entries):
+    if not any(map(is_of_dtensors, entries)):
         return source
     work = _Work()
     sections = tuple(work.section(section) for section in source.sections)
@@ -49,8 +48,6 @@ class _Work:
         return replace(section, tensors=tensors, mapping=_with(section.mapping, made))
 
     def _one(self, entry: TensorEntry, kind: str, where: str) -> TensorEntry:
-        if not is_of_ranks(entry):
-            return entry
         if is_whole(entry):
             if not is_held_alike(entry):
                 self.problems.append(Problem("its replicas differ between the ranks", where + entry.key))

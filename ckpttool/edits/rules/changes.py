@@ -141,7 +141,7 @@ class Cast:
 
     def concerns(self, value: Value) -> bool:
         """Whether the tensor is one to cast: others are left as they are."""
-        return value.dtype in self.was if self.was else _kind(value.dtype) == _kind(self.dtype)
+        return _kind(value.dtype) == _kind(self.dtype) if self.was is None else value.dtype in self.was
 
     def make(self, value: Value) -> Value:
         """The tensor in the new dtype, rounded as torch does."""
@@ -207,7 +207,8 @@ def stack(values: Sequence[Value], dim: int) -> Value:
 
 def constant(shape: tuple[int, ...], dtype: str, fill: float | bool) -> Value:
     """A tensor filled with one value. Raises `Refused` where the dtype does not hold it."""
-    if _kind(dtype) == "int" and (not float(fill).is_integer() or isinstance(fill, bool)):
+    whole = float(fill).is_integer() and not isinstance(fill, bool) and (fill >= 0 or not dtype.startswith("uint"))
+    if not {"int": whole, "bool": fill in (0, 1)}.get(_kind(dtype), True):
         raise refusal(f"{fill} is no {dtype}")
     source = Op("aten.full.default", (shape, fill), (("dtype", Special("dtype", dtype)),))
     return Value(source, dtype, shape, None, DENSE)

@@ -121,19 +121,18 @@ _NAMES: Kind = (
     lambda value: _is_text(value) or (_are_texts(value) and len(value) > 1),
 )
 _SIZE: Kind = ("a positive integer, or a named size", lambda value: _is_size(value, 1))
-_SIZES: Kind = ("a list of positive integers", lambda value: bool(value) and _are_sizes(value, 1))
+_SIZES: Kind = ("a list of positive integers", lambda value: _are_sizes(value, 1))
 _TWO_DIMS: Kind = ("a list of two dimensions", lambda value: _are_numbers(value) and len(value) == 2)
 _ORDER: Kind = (
     "each of the dimensions 0, 1, ... once",
-    lambda value: _are_numbers(value) and bool(value) and sorted(value) == list(range(len(value))),
+    lambda value: _are_numbers(value) and sorted(value) == list(range(len(value))),
 )
 _SHAPE: Kind = ("a list of sizes, with one -1 at most", lambda value: _are_sizes(value, -1) and value.count(-1) <= 1)
-_ROWS: Kind = (_SHAPE[0], lambda value: bool(value) and _SHAPE[1](value))
 _OWN_SHAPE: Kind = ("a list of sizes", lambda value: _are_sizes(value, 0))
 _DTYPE: Kind = ("a dtype of torch, as in 'bfloat16'", lambda value: isinstance(value, str) and value in PLAIN)
 _SOMEPLAIN: Kind = (
     "a dtype of torch, or a list of them",
-    lambda value: bool(value) and all(isinstance(one, str) and one in PLAIN for one in _list(value)),
+    lambda value: all(isinstance(one, str) and one in PLAIN for one in _list(value)),
 )
 
 
@@ -220,7 +219,7 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "unstack": _Operation(_TEXT, partial(_split, stacked=True), {"into": _NAMES}, _PARTS),
     "stack": _Operation(_NAMES, partial(_join, stacked=True), {"into": _TEXT}, _PARTS),
     "transpose": _Operation(_TEXTS, _transpose, may={"dims": _TWO_DIMS}),
-    "permute": _Operation(_TEXTS, _permute, {"dims": _ORDER}, {"rows": _ROWS}),
+    "permute": _Operation(_TEXTS, _permute, {"dims": _ORDER}, {"rows": _SHAPE}),
     "reshape": _Operation(_TEXTS, _reshape, {"shape": _SHAPE}, {"from_shape": _SHAPE}),
     "cast": _Operation(_TEXTS, _cast, {"dtype": _DTYPE}, {"from": _SOMEPLAIN}),
     "constant": _Operation(_TEXT, _constant, {"value": _FILL}, {"dtype": _DTYPE, "shape": _OWN_SHAPE, "beside": _TEXT}),

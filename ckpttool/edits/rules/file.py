@@ -91,21 +91,20 @@ def _steps(text: str, path: str, given: Sizes, reverse: bool) -> tuple[Step, ...
         )
     places, shown = _places(text, "rule", tables), _places(text, "example", examples)
     wrong = _sizes_faults(own)
+    known = {**({} if wrong else own), **given}
     wrong += [Problem(fault, place) for place, one in zip(shown, examples) for fault in faults_of(one)]
-    if wrong or any(map(faults, tables)):
-        _built(tables, places, {} if wrong else {**own, **given}, path, wrong)
+    steps = _built(tables, places, known, path, wrong)
     problems: list[Problem] = []
     for place, table in zip(shown, examples):
         example = Example.of(table)
-        steps = _built(tables, places, {**own, **example.sizes}, path)
-        problems += [Problem(problem, place) for problem in failures(example, steps)]
+        tried = _built(tables, places, {**known, **example.sizes}, path)
+        problems += [Problem(problem, place) for problem in failures(example, tried)]
         if reverse:
-            back = failures(example.reversed(), _reversed(steps, path))
+            back = failures(example.reversed(), _reversed(tried, path))
             problems += [Problem(f"in reverse: {problem}", place) for problem in back]
     if problems:
         raise _mistakes(path, problems)
     _check_known(given, own, tables)
-    steps = _built(tables, places, {**own, **given}, path)
     return _reversed(steps, path) if reverse else steps
 
 

@@ -117,7 +117,7 @@ def _samples(names: Mapping[str, str]) -> dict[str, str]:
 def _kind(key: str, name: str) -> tuple[str, ...]:
     """Equal for renames of which `numbered` makes one."""
     own, new = NUMBER.split(key), NUMBER.split(name)
-    if own[1::2] != new[1::2] or len(own[1::2]) > len(_VARIABLES):
+    if own[1::2] != new[1::2]:
         return numbered((key, name))
     return (*own[::2], "=>", *new[::2])  # what stands around the numbers
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.rules.suggest import Suggestion, suggest
 from ckpttool.io.paths import is_url, name
-from ckpttool.naming.inference.values import Inference
+from ckpttool.naming.inference.values import Pair
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.printed import free, operand, outputs
 from ckpttool.queries.diff.elsewhere import Rotary, rotary
@@ -37,10 +38,7 @@ class Suggested:
 
     def renames(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """The rules and the patterns that they drop, where these are few and say all of it."""
-        found = self._by_names
-        if found is None or not found.plain or len(found.plain) > _FEW:
-            return None
-        return found.plain, found.drops
+        return None if self._by_names is None else _few(self._by_names)
 
     def told(self, values: bool = False) -> Diff:
         """The diff with the rules, the commands that carry them out, and what they leave undone.
@@ -54,11 +52,14 @@ class Suggested:
             return diff
         undone = _undone(found, _other_dtypes(diff, left, right, orders))
         diff = replace(diff, rules=found.text(), notes=(*diff.notes, *undone))
-        if "pt2" in (left.format, right.format) or any("--like" in line for line in diff.fix):
+        if "pt2" in (left.format, right.format):
             return diff
-        options, mine, theirs = _options(found), *(operand(side.source, side.format) for side in (left, right))
-        fix = (_remap(mine, *options),) if options else _with_file(mine, theirs, values)
-        return replace(diff, fix=fix)
+        few, mine, theirs = _few(found), *(operand(side.source, side.format) for side in (left, right))
+        if few is None:
+            return replace(diff, fix=_with_file(mine, theirs, values))
+        rules, patterns = few
+        options = [("--rule", text) for text in rules] + [("--drop", text) for text in patterns]
+        return replace(diff, fix=(_remap(mine, *chain.from_iterable(options)),))
 
 
 def needs_file(diff: Diff) -> bool:
@@ -80,15 +81,18 @@ def _suggestion(
 ) -> Suggestion | None:
     if diff.inferred is None:
         return None
-    same = _same(diff, diff.inferred)
-    taken = [key for one in diff.inferred.ambiguous for key in one.left]
-    return suggest(diff.inferred.pairs, same, model_section(left), model_section(right), taken, orders or {})
+    same = _same(diff, diff.inferred.pairs)
+    return suggest(diff.inferred.pairs, same, model_section(left), model_section(right), orders or {})
 
 
-def _same(diff: Diff, inferred: Inference) -> dict[str, str]:
+def _pairs(diff: Diff) -> tuple[Pair, ...]:
+    return () if diff.inferred is None else diff.inferred.pairs
+
+
+def _same(diff: Diff, pairs: Sequence[Pair]) -> dict[str, str]:
     """Keys of the left -> keys of the right, known by name."""
     same = known(diff.entries)
-    for pair in inferred.pairs:
+    for pair in pairs:
         for key in pair.left:
             same.pop(key, None)
     return same
@@ -96,25 +100,18 @@ def _same(diff: Diff, inferred: Inference) -> dict[str, str]:
 
 def _orders(diff: Diff, left: Checkpoint, right: Checkpoint) -> dict[str, Rotary]:
     """Keys of the left whose rows the right has in the other order of rotary embeddings. Reads the values."""
-    if diff.inferred is None:
-        return {}
     have, want = model_section(left).by_key(), model_section(right).by_key()
-    differing = {entry.left[0] for entry in diff.entries if entry.status == "value" and entry.left}
-    named = {old: new for old, new in _same(diff, diff.inferred).items() if old in differing}
-    named |= {
-        p.left[0]: p.right[0] for p in diff.inferred.pairs if len(p.left) == len(p.right) == 1 and not p.transposed
-    }
+    differing = {entry.left[0] for entry in diff.entries if entry.status == "value"}
+    named = {old: new for old, new in _same(diff, _pairs(diff)).items() if old in differing}
+    named |= {pair.left[0]: pair.right[0] for pair in _pairs(diff)}
     pairs = {old: (have[old], want[new]) for old, new in named.items() if old in have and new in want}
     found = {old: rotary(*pair) for old, pair in pairs.items()}
     return {old: order for old, order in found.items() if order is not None}
 
 
-def _options(found: Suggestion) -> list[str]:
-    """The rules as options of `remap`; none where they need a file."""
-    plain = found.plain
-    if plain is None or len(plain) > _FEW:
-        return []
-    return [word for text in plain for word in ("--rule", text)] + [w for key in found.drops for w in ("--drop", key)]
+def _few(found: Suggestion) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The renames and the patterns that are dropped, where these say all of it and are few; else they need a file."""
+    return None if found.plain is None or len(found.plain) > _FEW else (found.plain, found.drops)
 
 
 def _with_file(left: str, right: str, values: bool) -> tuple[str, ...]:

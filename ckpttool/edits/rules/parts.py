@@ -70,10 +70,8 @@ class Numbered:
 
     def part(self, key: str) -> Part | None:
         """The part of the number that stands in the key; what is no number is no part."""
-        whole, number = self.to_whole.apply(key), self.to_number.apply(key)
-        if whole is None or number is None or not _NUMBER.fullmatch(number):
-            return None
-        return Part(int(number), whole, self.name)
+        number = self.to_number.apply(key) or ""
+        return Part(int(number), str(self.to_whole.apply(key)), self.name) if _NUMBER.fullmatch(number) else None
 
     def key(self, whole: str, number: int) -> str | None:
         """The name with the number in the place of its variable."""
@@ -99,10 +97,8 @@ class Parts:
     stacked: bool = False
 
     def keys(self, whole: str, number: int) -> list[str]:
-        """The names of this many parts of the tensor of that name; empty where it is none that has parts."""
-        first = self.names.key(whole, 0)
-        rest = (str(self.names.key(whole, place)) for place in range(1, number))
-        return [] if first is None else [first, *rest]
+        """The names of this many parts of the tensor of that name, which is one that has parts."""
+        return [str(self.names.key(whole, place)) for place in range(number)]
 
     def missing(self, whole: str, found: Collection[int]) -> Iterator[str]:
         """The names of the parts that are not among the numbers `found`, as far as these go or there have to be."""

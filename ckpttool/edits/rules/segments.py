@@ -135,7 +135,7 @@ def _ends(
             yield at, after
     elif token.star:
         yield from ((at, end) for end in range(at, len(segments) + 1) if reachable[end])
-    elif at < len(segments) and token.fits(segments[at]) and reachable[at + 1]:
+    else:
         yield at, at + 1
 
 

@@ -42,12 +42,12 @@ def settled(size: Size, known: Named) -> Size:
 
 
 def value(size: Size, known: Named) -> int:
-    """The number that the size is. Raises `Refused` for a name without a value, and where a division leaves a rest."""
+    """The number that the size is, whose names are `known`. Raises `Refused` where a division leaves a rest."""
     if isinstance(size, int):
         return size
     total, product = 0, 0
     for operation, operand in _OPERATION.findall(size):
-        number = _number(operand, known)
+        number = known[operand[1:-1]] if operand.startswith("{") else int(operand)
         if operation in "+-":  # the first has none
             total, product = total + product, -number if operation == "-" else number
         elif operation == "*":
@@ -57,14 +57,6 @@ def value(size: Size, known: Named) -> int:
                 raise Refused(f"{size} does not divide without a rest", hint="sizes are whole numbers")
             product //= number
     return total + product
-
-
-def _number(operand: str, known: Named) -> int:
-    if not operand.startswith("{"):
-        return int(operand)
-    if operand[1:-1] not in known:
-        raise Refused(f"{operand} has no value", hint=f"--size {operand[1:-1]}=N gives it one")
-    return known[operand[1:-1]]
 
 
 def bound(sizes: Sequence[Size], shape: Sequence[int]) -> Named | None:

@@ -76,16 +76,15 @@ def suggest(
     same: Mapping[str, str],
     left: Section,
     right: Section,
-    taken: Iterable[str] = (),
     orders: Mapping[str, Rotary] = _NO_ORDERS,
 ) -> Suggestion | None:
     """The rules of `pairs`, which were inferred, and of `same`: keys of the left -> keys of the right, known by name.
 
-    `taken`: keys of the left that are not to be dropped, since they could be something of the right. `orders`:
-    those whose rows the right has in another order. None where there is nothing to rewrite, or no rules express it.
+    `orders`: keys of the left whose rows the right has in another order. None where there is nothing to rewrite, or no
+    rules express it.
     """
     with suppress(CkptError):  # names that a rule cannot say
-        found = _found(pairs, same, left, right, set(taken), orders)
+        found = _found(pairs, same, left, right, orders)
         expected = {pair.right[0]: pair.left for pair in pairs if len(pair.right) == 1}
         expected |= {key: pair.left for pair in pairs if len(pair.right) > 1 for key in pair.right}
         expected |= {new: (old,) for old, new in same.items()} | {key: (key,) for key in found.left_over}
@@ -98,7 +97,6 @@ def _found(
     same: Mapping[str, str],
     left: Section,
     right: Section,
-    taken: set[str],
     orders: Mapping[str, Rotary],
 ) -> Suggestion:
     """The rules, before they are tried."""
@@ -110,8 +108,7 @@ def _found(
     aliases = right.aliases()
     remaining = tuple(key for key in want if key not in made and key not in aliases)
     spare = [key for key in have if key not in used]
-    dropped = () if remaining else tuple(key for key in spare if key not in taken)
-    kept = [key for key in spare if remaining or key in taken]
+    dropped, kept = ([], spare) if remaining else (spare, [])
     turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
     tables = [
         *_dropping(dropped, have),
@@ -121,7 +118,7 @@ def _found(
         *_renaming(named, [*kept, *(key for pair in fused for key in pair.right)], pairs),
         *_transposing([key for pair in turned["right"] for key in pair.right], want),
     ]
-    return Suggestion(tuple(tables), remaining, dropped, tuple(kept))
+    return Suggestion(tuple(tables), remaining, tuple(dropped), tuple(kept))
 
 
 def _makes(suggestion: Suggestion, left: Section) -> dict[str, tuple[str, ...]]:
@@ -209,7 +206,7 @@ def _renaming(named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pai
     if not wanted:
         return
     stay = [*kept, *(old for old, new in named.items() if old == new)]
-    texts = renames(wanted, [key for key in stay if key not in wanted])
+    texts = renames(wanted, stay)
     evidence = {pair.left[0]: pair.evidence for pair in pairs}
     yield Table({"rename": list(texts)}, tuple(_why_renamed(texts, wanted, evidence)))
 
@@ -217,10 +214,9 @@ def _renaming(named: Mapping[str, str], kept: Sequence[str], pairs: Sequence[Pai
 def _why_renamed(texts: Sequence[str], wanted: Mapping[str, str], evidence: Mapping[str, str]) -> Iterator[str]:
     """What speaks for each rename, in the order of the rules, of which the first that matches a key renames it."""
     found: dict[str, dict[str, None]] = {text: {} for text in texts}
-    parsed = [parse(text) for text in texts]
-    rules, only = InTurn(parsed), parsed[0] if len(parsed) == 1 else None
+    rules = InTurn([parse(text) for text in texts])
     for key in wanted:
-        rule = only or rules.first(key)[0]
+        rule, _ = rules.first(key)
         if rule is not None:
             found[rule.text][evidence.get(key, "only wrappers' segments differ")] = None
     for whys in map(list, found.values()):  # none for a key that reads like a pattern: what is written is tried
@@ -246,9 +242,9 @@ def _toml(table: Table) -> str:
 
 
 def _value(value: object) -> str:
-    """A string or a list, as TOML; JSON's escapes are TOML's too."""
+    """A string or a list, as TOML; JSON's escapes are TOML's too, but that it has none for all that is not shown."""
     if isinstance(value, list):
         own = [_value(one) for one in value]
         short = f"[{', '.join(own)}]"
         return short if len(short) < 100 else "[\n" + "".join(f"    {one},\n" for one in own) + "]"
-    return json.dumps(value, ensure_ascii=False) if str(value).isprintable() else json.dumps(value)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(value, ensure_ascii=False))

@@ -8,7 +8,7 @@ from dataclasses import field
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.errors import Problem
-from ckpttool.expression import Expression, Op, Ref
+from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.program import CONSTANTS
 from ckpttool.names import RUNTIME, Names
 from ckpttool.naming.forms import Reading, left_to_code, read, with_keys
@@ -117,26 +117,27 @@ def feed_by_model(
     feed.problems.extend(
         Problem("the model has no tensor of this name: is it another model?", p) for p in fqns.unmatched
     )
-    _account(feed, names, tables, reading, keys)
+    _account(feed, tables, reading, keys)
     return feed
 
 
-def _account(feed: Feed, names: Names, tables: NameTables, reading: Reading, keys: Mapping[str, str]) -> None:
+def _account(feed: Feed, tables: NameTables, reading: Reading, keys: dict[str, str]) -> None:
     """Says of each key (by its name) that feeds nothing why that is so, or that it should not be."""
     used = {key for source in feed.sources.values() for key in ex.refs(source)}
-    by_source = {
-        source: keys[key] for key, source in reversed(tables.saved.items()) if key in keys and keys[key] in used
-    }
+    meant: Mapping[str, Expression | None] = tables.saved
+    if reading.form == RUNTIME:
+        meant = {fqn: Ref(first) for fqn, first in tables.first.items()}
+    by_source = {meant.get(name): key for name, key in reversed(keys.items()) if key in used}
     for name, key in keys.items():
-        source = tables.saved.get(name) if reading.form != RUNTIME else None
+        source = meant.get(name)
         if key in used:
             continue
         if source is not None and source in by_source:
             feed.twins.append((key, by_source[source]))
-        elif name in names.extra_state or (reading.form != RUNTIME and source is None) or isinstance(source, Op):
-            feed.ignored.append(key)
-        else:
+        elif isinstance(source, Ref):
             feed.problems.append(Problem("left over: the program has no such weight", key, "left_over"))
+        else:
+            feed.ignored.append(key)
 
 
 def _remade(constants: Mapping[str, str], names: Names, values: Mapping[str, Expression]) -> dict[str, Expression]:
@@ -144,7 +145,7 @@ def _remade(constants: Mapping[str, str], names: Names, values: Mapping[str, Exp
     unsaved = {t.fqn: t.canonical for t in names.runtime if not t.persistent and t.fqn in values}
     fqns = {canonical: fqn for fqn, canonical in unsaved.items()}
     found = {constant: values[fqns[name]] for constant, name in constants.items() if name in fqns}
-    return {constant: source for constant, source in found.items() if any(ex.refs(source)) or any(ex.calls(source))}
+    return {constant: source for constant, source in found.items() if not ex.is_constant(source)}
 
 
 def _share(values: dict[str, Expression], first: Mapping[str, str]) -> None:

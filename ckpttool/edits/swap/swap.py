@@ -188,7 +188,7 @@ def _not_saved(target: Section, names: Names | None, sources: Mapping[str, Expre
 
     An exported program has them among its constants, compiled code among its weights.
     """
-    fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent and t.kind == "buffer")
+    fixed = () if names is None else (t.canonical for t in names.runtime if not t.persistent)
     found = match([entry.key for entry in target.tensors], {name: name for name in fixed})
     return tuple(key for key in found.names if key not in sources)
 

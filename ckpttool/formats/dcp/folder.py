@@ -355,11 +355,9 @@ def _trimmed(entry: TensorEntry) -> TensorEntry:
     """The same tensor on a storage of its own that holds no more than it spans."""
     assert entry.storage is not None
     data = entry.storage.data
-    if isinstance(data, Lazy) and entry.nbytes == data.length:
+    if isinstance(data, Lazy):
         return entry
     size = dtypes.itemsize(entry.dtype)
     last = entry.end - entry.offset if entry.numel else 0
-    if isinstance(data, Span):
-        span = Span(data.path, data.offset + entry.offset * size, last * size)
-        return replace(entry, offset=0, storage=Storage(span))
-    return entry
+    span = Span(data.path, data.offset + entry.offset * size, last * size)
+    return replace(entry, offset=0, storage=Storage(span))

@@ -26,7 +26,7 @@ def parse(data: bytes, source: str) -> Metadata:
         places = _places(root["storage_data"])
         items = {
             key: item
-            for key, node in _dict(root["state_dict_metadata"]).items()
+            for key, node in root["state_dict_metadata"].items()
             if (item := _checked(key, node, places, budget, problems)) is not None
         }
         paths = _paths(root.get("planner_data"), items)
@@ -58,8 +58,6 @@ def _checked(
         problems.append(Problem("nothing says where its bytes lie", str(key)))
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         problems.append(Problem(str(error), str(key)))
-    except CkptError as error:
-        problems.append(Problem(error.message, str(key)))
     return None
 
 
@@ -87,7 +85,7 @@ def _box(node: Any) -> BoxOf:
 
 def _places(node: Any) -> dict[tuple[str, Any], Place]:
     found = {}
-    for index, info in _dict(node).items():
+    for index, info in node.items():
         where = _state(index, "MetadataIndex")
         offset = where.get("offset")
         place = _state(info, "_StorageInfo")
@@ -103,7 +101,7 @@ def _places(node: Any) -> dict[tuple[str, Any], Place]:
 def _paths(node: Any, items: Mapping[str, Item]) -> dict[str, Path]:
     """The paths of the flattened state dict. One that was saved flat (``flatten_state_dict=False``) has none."""
     paths: dict[str, Path] = {key: (key,) for key in items}
-    for key, path in _dict(node).items() if node is not None else ():
+    for key, path in node.items() if node is not None else ():
         if type(path) is not tuple or not all(type(step) in (str, int) for step in path) or not _spells(path, key):
             raise ValueError(f"{key!r:.80} is not the flat key of its path")
         if key in paths:
@@ -114,7 +112,7 @@ def _paths(node: Any, items: Mapping[str, Item]) -> dict[str, Path]:
 def _spells(path: Path, key: Any) -> bool:
     """Whether the steps of the path, joined by dots, are the key."""
     length = sum(len(step) if isinstance(step, str) else 1 for step in path) + len(path) - 1
-    return type(key) is str and length <= len(key) and ".".join(map(str, path)) == key
+    return length <= len(key) and ".".join(map(str, path)) == key
 
 
 def _is(node: Any, name: str) -> bool:
@@ -127,17 +125,11 @@ def _is(node: Any, name: str) -> bool:
     )
 
 
-def _state(node: Any, name: str) -> Mapping[str, Any]:
-    if not _is(node, name) or type(node.state) is not dict:
+def _state(node: Any, name: str) -> Any:
+    if not _is(node, name):
         found = node.func if type(node) is Call else type(node).__name__
         raise ValueError(f"{found} where a {name} has to be")
     return node.state
-
-
-def _dict(node: Any) -> dict[Any, Any]:
-    if type(node) is not dict:
-        raise ValueError(f"{type(node).__name__} where a dict has to be")
-    return node
 
 
 def _list(node: Any) -> Sequence[Any]:
@@ -147,8 +139,7 @@ def _list(node: Any) -> Sequence[Any]:
 
 
 def _dtype(properties: Any) -> str:
-    state = properties.state if _is(properties, "TensorProperties") else None
-    dtype = state[0] if type(state) is tuple else state["dtype"] if type(state) is dict else None
+    dtype = _state(properties, "TensorProperties")[0]
     if type(dtype) is not Global or dtype.module != "torch" or dtype.name not in dtypes.BY_NAME:
         raise ValueError(f"unknown dtype {dtype}")
     return dtype.name
@@ -159,15 +150,14 @@ _PROPERTIES = 5  # dtype, layout, requires_grad, memory format, pinned: what eve
 
 def _more(state: Any) -> tuple[tuple[int, ...] | None, ...]:
     """The properties behind those that every version of torch keeps."""
-    found = state[_PROPERTIES:] if type(state) is tuple else ()
+    found = state[_PROPERTIES:]
     if len(found) > 1:
         raise ValueError("its properties are those of a newer torch: pip install -U ckpttool")
     return tuple(None if sizes is None else _sizes(sizes) for sizes in found)
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
-    is_size = type(node) is Call and type(node.func) is Global and node.func == Global("torch", "Size")
-    sizes = node.args[0] if is_size and node.args else node.args if is_size else node
+    sizes = node.args[0] if type(node) is Call and node.func == Global("torch", "Size") else node
     if type(sizes) not in (tuple, list) or len(sizes) > MAX_DIMS:
         raise ValueError("sizes that are no tuple")
     if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):

@@ -79,7 +79,5 @@ class _Nodes:
         return self.made(_MODULE, "MetadataIndex", {"fqn": key, "index": None, "offset": place})
 
     def place(self, place: Place) -> Call:
-        state: dict[str, Any] = {"relative_path": place.name, "offset": place.offset, "length": place.length}
-        if place.transforms:
-            state["transform_descriptors"] = list(place.transforms)
+        state = {"relative_path": place.name, "offset": place.offset, "length": place.length}
         return self.made(_STORAGE_MODULE, "_StorageInfo", state)

@@ -35,6 +35,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_mode
 _EXPERTS = re.compile(r"(?:layer_\d+[-_]|expp?_).*_states\.pt")
 UNIVERSAL = "zero"  # the folder of a universal checkpoint in which each parameter has one of its own
 UNIVERSAL_REST = "optimizer_state.pt"  # and the file beside these, of what belongs to no parameter
+_LEVELS = 4  # of lists in lists; paddings and options have two
 _MOST_MISSING = 20  # ranks that are listed
 
 
@@ -199,9 +200,9 @@ def _of_one_run(files: Sequence[File], keys: Sequence[str], inside: str | None =
 def zero_stage(file: File) -> int:
     """1, 2 or 3, as the optimizer's file says."""
     stage = plain(mapping(file.items, "optimizer_state_dict").get("zero_stage"))
-    if type(stage) is not int or stage not in (1, 2, 3):
+    if stage not in (1, 2, 3):
         raise malformed(f"{file.path}: ZeRO stage {stage!r}")
-    return stage
+    return int(stage)
 
 
 def partition_count(file: File) -> int:
@@ -234,19 +235,19 @@ def sequence(items: Mapping[Any, Any], key: str) -> list[Any]:
     return list(found or ())
 
 
-def plain(node: Any) -> Any:
-    """A number, a word or a list of such; the value of an enum; None for any other node."""
+def plain(node: Any, levels: int = _LEVELS) -> Any:
+    """A number, a word or a list of such; the value of an enum; None for any other node, and for what lies deeper."""
     if type(node) is int and abs(node) >= MOST:
         return None
     if type(node) in (bool, int, float, str, type(None)):
         return node
-    if type(node) in (list, tuple):
-        return type(node)(plain(item) for item in node)
-    return plain(node.args[0]) if type(node) is Call and len(node.args) == 1 else None
+    if levels and type(node) in (list, tuple):
+        return type(node)(plain(item, levels - 1) for item in node)
+    return plain(node.args[0], levels - 1) if levels and type(node) is Call and len(node.args) == 1 else None
 
 
-def is_plain(node: Any) -> bool:
-    """Whether `plain` gives all of it."""
-    if type(node) in (list, tuple):
-        return all(map(is_plain, node))
-    return node is None or plain(node) is not None
+def is_plain(node: Any, levels: int = _LEVELS) -> bool:
+    """Whether `plain` gives all of it, as it is."""
+    if levels and type(node) in (list, tuple):
+        return all(is_plain(item, levels - 1) for item in node)
+    return node is None or (type(node) is not Call and plain(node, levels) is not None)

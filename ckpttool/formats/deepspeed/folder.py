@@ -77,13 +77,15 @@ def _model(
     first = files.models[0]
     module, objects = first.tensors("module"), first.objects("module")
     gathered = {**weights, **_frozen(files, cut)}
-    buffers = [name for name in map(plain, sequence(first.items, "buffer_names")) if name in module]
+    buffers = [name for name in sequence(first.items, "buffer_names") if type(name) is str and name in module]
     whole = [name for name, entry in module.items() if cut.stage < 3 or entry.numel]  # ZeRO-3 leaves a placeholder
     own = {name: module[name] for name in (*whole, *buffers) if name not in gathered}
     found = {**own, **gathered}
     for name, other in mapping(first.items, "shared_params").items():
-        if plain(other) in found:
-            found[str(name)] = replace(found[str(plain(other))], key=str(name))
+        shared = found.get(other) if type(other) is str else None
+        found.pop(str(name), None)
+        if shared is not None:
+            found[str(name)] = replace(shared, key=str(name))
     unknown = [name for name in module if name not in found]
     if unknown:
         raise CkptError(
@@ -102,7 +104,7 @@ def _model(
 def _frozen(files: Files, cut: Partitions) -> dict[str, TensorEntry]:
     """Parameters that are not trained: whole in the model's file, with ZeRO-3 in equal parts."""
     fragments = [file.tensors("frozen_param_fragments") for file in files.models]
-    if cut.stage < 3 or not fragments[0]:
+    if cut.stage < 3:
         return fragments[0]
     shapes = {str(k): sizes_of(v) for k, v in mapping(files.models[0].items, "frozen_param_shapes").items()}
     found: dict[str, TensorEntry] = {}
@@ -216,15 +218,15 @@ def _gathered(
     holds = [all(e.numel >= size and len(e.shape) == 1 for e, size in zip(*pair)) for pair in zip(flats, cut.sizes)]
     if all(len(own) == len(sizes) for own, sizes in zip(flats, cut.sizes)) and all(holds):
         return {param: replace(entry, key=f"state.{param}.{name}") for param, entry in cut.gather(flats).items()}
-    one = entries[0][0] if entries[0] else None
-    if any(len(rank) != len(own) for rank, own in zip(flats, entries)):
-        same = all(type(plain(v)) in (int, float, bool) and plain(v) == plain(values[0][0]) for r in values for v in r)
+    one, number = entries[0][0], plain(values[0][0])
+    if one is None:
+        same = all(type(plain(v)) in (int, float, bool) and plain(v) == number for rank in values for v in rank)
     else:
-        same = one is not None and one.numel == 1 and all(same_values(one, e) for rank in flats for e in rank)
+        same = one.numel == 1 and all(e is not None and same_values(one, e) for rank in entries for e in rank)
     if not same:
         problems.append(Problem("has neither the shape of the partitions nor one value on all ranks", name))
         return {}
-    value = plain(values[0][0]) if one is None else one
+    value = number if one is None else one
     return {param: _own(value, param, name) for shapes in cut.groups for param in shapes}
 
 

@@ -169,8 +169,9 @@ def _of_stage_3(cut: Partitions) -> list[Problem]:
 
 
 def _whole(name: str, shape: tuple[int, ...], parts: Sequence[Part], dtype: str) -> TensorEntry:
-    entry = in_row_major(name, dtype, shape, concatenated(parts))
-    if entry.storage is None or entry.storage.nbytes != entry.nbytes:
+    storage = concatenated(parts)
+    entry = in_row_major(name, dtype, shape, storage)
+    if storage.nbytes != entry.nbytes:
         raise CkptError(
             "the ranks' partitions do not hold a parameter whole", hint=COPY, problems=[Problem("is cut short", name)]
         )

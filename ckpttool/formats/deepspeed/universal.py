@@ -58,16 +58,17 @@ def _of_parameter(
 ) -> dict[str, TensorEntry]:
     """The tensors in the folder of one parameter by the names of their files."""
     folder = safe_path(root, param)
-    names = names_in(folder) if folder is not None and is_dir(folder) else []
+    if folder is None or not is_dir(folder):
+        return {}
     found: dict[str, TensorEntry] = {}
-    for name in names:
+    for name in names_in(folder):
         own = name.removesuffix(_ENDING)
-        file = read_file(join(folder or root, name))
+        file = read_file(join(folder, name))
         read.append(file)
         entry = file.entry(f"state.{param}.{own}", file.items.get("param"))
-        if entry.shape not in (shape, (prod(shape),), ()) or (own == _WEIGHT and entry.numel != prod(shape)):
-            problems.append(Problem(f"{name} is of shape {list(entry.shape)}, the parameter of {list(shape)}", param))
-        elif entry.shape != () or own == _WEIGHT:  # one value, as its step is, stays what it is
+        if entry.shape in (shape, (prod(shape),)):
             entry = replace(entry, shape=shape, stride=contiguous_stride(shape), payload=None)
+        elif entry.shape != () or own == _WEIGHT:  # one value, as its step is, stays what it is
+            problems.append(Problem(f"{name} is of shape {list(entry.shape)}, the parameter of {list(shape)}", param))
         found[own] = entry
     return found

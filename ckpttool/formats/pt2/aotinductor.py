@@ -112,7 +112,7 @@ def _complete(archive: Archive, record: str, homes: dict[Storage, Home]) -> tupl
         raise damaged(archive.path, f"its record {record} is no tensor")
     whole = entry_of(record, pickle.root, storages)
     homes.update((storage, Home(record, inner, f"data/{key}")) for key, storage in storages.found.items())
-    return whole, payload_of(record, pickle.root, whole.payload)
+    return whole, payload_of(record, whole)
 
 
 def _view(fqn: str, whole: TensorEntry, geometry: list[Any], payload: Payload) -> TensorEntry:
@@ -122,8 +122,8 @@ def _view(fqn: str, whole: TensorEntry, geometry: list[Any], payload: Payload) -
         raise ValueError(f"{fqn} has {len(shape)} sizes and {len(stride)} strides")
     view = replace(whole, key=fqn, shape=shape, stride=stride, offset=offset, payload=payload)
     reach = view.end * itemsize(whole.dtype)
-    if view.storage is not None and reach > view.storage.nbytes:
-        raise ValueError(f"{fqn} needs {reach} bytes, its storage has {view.storage.nbytes}")
+    if view.storage is None or reach > view.storage.nbytes:
+        raise ValueError(f"{fqn} needs {reach} bytes of a strided tensor, which its record has not")
     return view
 
 

@@ -98,9 +98,9 @@ def read_scripted(path: str) -> Checkpoint:
     attribute, and stays as it is with its constants. Raises `CkptError` where it cannot be read.
     """
     checkpoint, archive = torchscript.read(path), read_archive(path)
-    records = {archive.span(record): record.name for record in archive.records}
+    records: dict[object, str] = {archive.span(record): record.name for record in archive.records}
     storages = {entry.storage for section in checkpoint.sections for entry in section.tensors if entry.storage}
-    homes = {storage: Home(records[storage.data]) for storage in storages if storage.data in records}
+    homes = {storage: Home(records[storage.data]) for storage in storages}
     program = Program(archive, "", "torchscript", f"{root_of(archive)}code", checkpoint.sections, homes=homes)
     return replace(checkpoint, container=program)
 
@@ -298,7 +298,7 @@ def _pickled(pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> dict[str, Data
     records: dict[str, Data] = {}
     for old, new in pairs:
         role = old.payload
-        if isinstance(role, Payload) and isinstance(new.payload, Carried) and old.storage is None:
+        if isinstance(role, Payload) and isinstance(new.payload, Carried):
             records[role.record] = _lazy(torch_zip.of_tensor(new.payload, role.is_param, role.requires_grad))
     return records
 

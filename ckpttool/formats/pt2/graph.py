@@ -8,6 +8,7 @@ are not interpreted.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -114,10 +115,7 @@ def _unfit(have: Sequence[str], names: Mapping[str, str], modules: Set[str], sub
 
 def _parents(name: str) -> Iterator[str]:
     """The modules that the name lies in, without the root."""
-    at = name.find(".")
-    while at >= 0:
-        yield name[:at]
-        at = name.find(".", at + 1)
+    return (name[: dot.start()] for dot in re.finditer(r"\.", name))
 
 
 def _subgraphs(graph: Any) -> Iterator[str]:

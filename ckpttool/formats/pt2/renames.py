@@ -17,7 +17,7 @@ def under_old_names(old: Section, new: Section) -> tuple[Section, dict[str, str]
 
     An entry is known by its payload, whatever it is called: two tensors that change names are not two new values.
     """
-    payloads = [(id(entry.payload), key) for key, entry in old.by_key().items() if entry.payload is not None]
+    payloads = [(id(entry.payload), key) for key, entry in old.by_key().items()]
     count = Counter(payload for payload, _ in payloads)
     was = {payload: key for payload, key in payloads if count[payload] == 1}
     names = {was.get(id(entry.payload), key): key for key, entry in new.by_key().items()}

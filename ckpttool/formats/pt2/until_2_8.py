@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.checkpoint import Comparable, ExtraEntry, Section, Storage, TensorEntry, Unreached
+from ckpttool.checkpoint import ExtraEntry, Section, Storage, TensorEntry, Unreached
 from ckpttool.formats.containers.pickle_tree import Call, Pickle
 from ckpttool.formats.containers.zip_archive import STORED, Archive, read_archive
 from ckpttool.formats.pt2.program import CONSTANTS, Home, Inner, Payload, Program, compressed, damaged, program_sections
@@ -18,7 +18,7 @@ from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.mappings import pairs_of
 from ckpttool.formats.torch.rebuild import is_parameter
 from ckpttool.formats.torch.records import dumped
-from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
+from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
 from ckpttool.formats.torch.tree import extra_of
 
 GRAPH = "serialized_exported_program.json"  # of torch up to 2.7
@@ -77,13 +77,14 @@ def _entries(
 def _tensor(key: str, node: Any, storages: Storages, record: str) -> TensorEntry:
     """The entry of a tensor's node; its payload says whether the node makes a Parameter."""
     entry = entry_of(key, node, storages)
-    return replace(entry, payload=payload_of(record, node, entry.payload))
+    return replace(entry, payload=payload_of(record, entry))
 
 
-def payload_of(record: str, node: Any, source: object) -> Payload:
-    """What the node of a tensor says of its role."""
-    content = source if isinstance(source, Comparable) else None
-    return Payload(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=content)
+def payload_of(record: str, entry: TensorEntry) -> Payload:
+    """What the file says of the tensor's role."""
+    assert isinstance(entry.payload, Carried)
+    node = entry.payload.node
+    return Payload(record, is_parameter(node), is_parameter(node) and node.args[1] is True, source=entry.payload)
 
 
 def open_record(archive: Archive, name: str) -> tuple[Pickle, Storages, Inner]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpttool.errors import CkptError
 from ckpttool.formats.containers.pickle_tree import ByteString, Call, Global, check_key
 
 _MAPPINGS = frozenset(
@@ -78,10 +79,15 @@ def _items(argument: Any) -> dict[Any, Any] | None:
 
 
 def metadata_of(node: Any) -> dict[Any, Any] | None:
-    """The ``_metadata`` attribute of a state dict: module path -> its payload; None where it has none."""
-    if type(node) is Call and type(node.state) is dict and "_metadata" in node.state:
-        return pairs_of(node.state["_metadata"])
-    return None
+    """The ``_metadata`` attribute of a state dict: module path -> its payload; None where it has none.
+
+    Raises `CkptError` where it is something else: torch can read the file then, and load it nowhere.
+    """
+    found = node.state.get("_metadata") if type(node) is Call and type(node.state) is dict else None
+    pairs = pairs_of(found)
+    if pairs is None and found is not None:
+        raise CkptError("a state dict's _metadata is no dict of module versions", hint="the file is damaged or hostile")
+    return pairs
 
 
 def text_of(key: Any) -> str | None:

@@ -50,7 +50,7 @@ class Kept:
         below = url.rstrip("/") + "/"
 
         def stays(other: str) -> bool:
-            return other != url and not other.startswith(below) and not url.startswith(other)
+            return not (other + "/").startswith(below) and not below.startswith(other.rstrip("/") + "/")
 
         self.stats = {other: found for other, found in self.stats.items() if stays(other)}
         self.assumed = {other: checks for other, checks in self.assumed.items() if stays(other)}

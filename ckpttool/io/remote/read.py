@@ -55,8 +55,7 @@ def _options(url: str) -> dict[str, Any]:
 
 def _patience(fs: Any, nbytes: int = 0) -> dict[str, float]:
     """The argument that ends the wait for an answer of so many bytes; drivers that are not asynchronous have none."""
-    waits = isinstance(fs, AsyncFileSystem) and not fs.asynchronous
-    return {"timeout": limits().remote_seconds + nbytes / _SLOWEST} if waits else {}
+    return {"timeout": limits().remote_seconds + nbytes / _SLOWEST} if isinstance(fs, AsyncFileSystem) else {}
 
 
 def stat(url: str) -> Stat | None:
@@ -64,6 +63,14 @@ def stat(url: str) -> Stat | None:
     if url not in kept.stats:
         kept.stats[url] = _ask(url)
     return kept.stats[url]
+
+
+def there(url: str) -> Stat:
+    """`stat` of what is there. Raises `CkptError` where nothing is."""
+    found = stat(url)
+    if found is None:
+        raise CkptError(f"no such file: {url}", hint="check the URL: scheme, bucket and key")
+    return found
 
 
 def _ask(url: str) -> Stat | None:
@@ -97,7 +104,7 @@ def names_in(url: str) -> list[str]:
     names = []
     for info in found:
         own = str(info["name"]).rstrip("/").rpartition("/")[2]
-        if own and str(info["name"]).strip("/") != path.strip("/"):
+        if str(info["name"]).strip("/") != path.strip("/"):  # a folder's own object
             names.append(own)
             kept.stats[paths.join(url, own)] = _stat(info)
     return sorted(names)
@@ -127,16 +134,15 @@ def check_unchanged(urls: Iterable[str]) -> None:
     for url in urls:
         before = kept.stats.pop(url, None)
         _invalidate(url)
-        now = stat(url)
-        if before is not None and (now is None or not now.is_still(before)):
+        if before is None or not is_still(url, before):
             forget(url)
             raise CkptError(f"{url} was changed while it was read", hint="nothing was written: run it again")
 
 
-def is_still(url: str, before: object) -> bool:
+def is_still(url: str, before: Stat) -> bool:
     """Whether the file can be the one of which the store has said `before`. Raises `CkptError` as `stat`."""
     now = stat(url)
-    return isinstance(before, Stat) and now is not None and now.is_still(before)
+    return now is not None and now.is_still(before)
 
 
 def assume(url: str, check: Callable[[], None]) -> None:
@@ -244,9 +250,7 @@ class RemoteFile:
 
 def open_file(url: str) -> RemoteFile:
     """The file at the URL. Raises `CkptError` where there is none, or its store cannot give a part of it."""
-    found = stat(url)
-    if found is None:
-        raise CkptError(f"no such file: {url}", hint="check the URL: scheme, bucket and key")
+    found = there(url)
     if found.folder:
         raise CkptError(f"{url} is a folder, not a file", hint="name one of its files")
     if found.size is None:

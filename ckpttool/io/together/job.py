@@ -119,8 +119,6 @@ class Job:
 
     def only_first(self) -> None:
         """From here on the first rank is alone, once the others have come here too: these leave. Raises `Left`."""
-        if self._alone:
-            return
         if not self.is_first:
             self.tell(f"left/{self.rank}", None)
             raise Left

@@ -115,9 +115,9 @@ def versions(files: Mapping[str, Pieces | Link]) -> dict[str, list[object]]:
     urls = sorted(filter(is_url, spans))
     if not urls:
         return {}
-    from ckpttool.io.remote.read import stat
+    from ckpttool.io.remote.read import there
 
-    return {url: [found.size, *found.version] for url in urls if (found := stat(url)) is not None}
+    return {url: [found.size, *found.version] for url, found in zip(urls, map(there, urls))}
 
 
 def digest(files: Mapping[str, Pieces | Link], *more: object) -> str:

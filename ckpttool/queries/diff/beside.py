@@ -15,7 +15,7 @@ from ckpttool.naming.versions import otherwise
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.outside import loose
-from ckpttool.queries.diff.result import HARMLESS, Entry
+from ckpttool.queries.diff.result import EITHER_WAY, Entry
 from ckpttool.values import dataclass
 from ckpttool.words import plural, shell, some
 
@@ -56,7 +56,7 @@ class Beside:
         except CkptError as error:
             yield f"not compared: {mine.title}: {error.message}"
             return
-        count = sum(entry.status not in HARMLESS for entry in entries)
+        count = sum(entry.status not in EITHER_WAY for entry in entries)
         if count:
             sides = (f"{one.source}::{mine.path}" for one in (self.left, self.right))
             words = shell("ckpttool", "diff", *["--values"] * (self.values is not None), *sides)
@@ -80,7 +80,7 @@ class Beside:
                 yield f"not compared: {some(alone)} of {side} ({source}::{alone[0]} is one)"
             further = [key for key in tensors if key not in known]
             if further:
-                what = plural(len(further), "tensor")
+                what = plural(len(further), "entry")
                 yield f"not compared: {what} outside of state dicts that only {side} has: {some(further)}"
 
     def _versions(self) -> Iterator[str]:

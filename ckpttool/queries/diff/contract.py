@@ -15,7 +15,7 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import saved_by
 from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff.keys import compare
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, only_left, only_right
+from ckpttool.queries.diff.result import EITHER_WAY, Diff, Entry, only_left, only_right
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import shell
 
@@ -44,12 +44,11 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     renamed = [(was, now) for was, now in _renames(old, new).items() if was != now]
     runtime = (Entry("renamed", (was,), (now,), _RUNTIME) for was, now in renamed)
     entries = (*keys, *runtime, *_ids(old, new, keys, _renames(old, new, inferred)))
-    harmless = HARMLESS - {"alias"}
-    identical = all(entry.status in harmless for entry in entries) and old.optimizer_class == new.optimizer_class
+    identical = all(entry.status in EITHER_WAY for entry in entries) and old.optimizer_class == new.optimizer_class
     notes = tuple(_notes(old, new, entries, model))
     sides = f"{path} (what checkpoints have)", f"{model.title} (what its code writes)"
     beyond = "another class of optimizer" if old.optimizer_class != new.optimizer_class else ""
-    return Diff(*sides, identical, entries, notes=notes, inferred=inferred, harmless=harmless, beyond=beyond)
+    return Diff(*sides, identical, entries, notes=notes, inferred=inferred, harmless=EITHER_WAY, beyond=beyond)
 
 
 def is_of_keys(entry: Entry) -> bool:
@@ -75,7 +74,7 @@ def _as_made(entries: tuple[Entry, ...], old: Names, new: Names) -> Iterator[Ent
     was, now = ({key.key: key for key in names.serialized} for names in (old, new))
     for entry in entries:
         key = entry.left[0] if entry.status == "same" else None
-        if key in was and key in now and _source(was[key], renames) != now[key].source:
+        if key in was and _source(was[key], renames) != now[key].source:
             yield Entry("transformed", (key,), (key,), "made of other tensors, or in another way", now[key].hook)
         else:
             yield entry
@@ -109,8 +108,8 @@ def _key(place: tuple[int, int]) -> str:
 
 def _notes(old: Names, new: Names, entries: tuple[Entry, ...], model: ModelOperand) -> Iterator[str]:
     if old.optimizer_class != new.optimizer_class:
-        yield f"the optimizer is {new.optimizer_class or 'not named'}, and was {old.optimizer_class or 'not named'}"
-    if not model.is_definition or all(entry.status in HARMLESS for entry in entries):
+        yield f"the optimizer is {new.optimizer_class}, and was {old.optimizer_class or 'not named'}"
+    if not model.is_definition or all(entry.status in EITHER_WAY for entry in entries):
         return
     from ckpttool.tracing.loading import load_verdict
 

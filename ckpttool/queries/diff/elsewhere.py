@@ -43,8 +43,6 @@ def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[
         return entries
     have, want = left.by_key(), right.by_key()
     differing = [entry for entry in entries if entry.status == "value" and _dense(entry, have, want)]
-    if not differing:
-        return entries
     mine, theirs = Digests(have), Digests(want)
     placed = {key for entry in entries if entry.status == "same" for key in entry.right}
     homes = _homes(right, placed, theirs, {_beginning(have[entry.left[0]]) for entry in differing})
@@ -61,8 +59,7 @@ def explained(entries: Iterable[Entry], left: Section, right: Section) -> tuple[
 
 
 def _dense(entry: Entry, left: Mapping[str, object], right: Mapping[str, object]) -> bool:
-    both = (left.get(entry.left[0]), right.get(entry.right[0])) if entry.left and entry.right else ()
-    return bool(both) and all(map(_is_dense, both))
+    return _is_dense(left[entry.left[0]]) and _is_dense(right[entry.right[0]])
 
 
 def _is_dense(entry: object) -> TypeGuard[TensorEntry]:
@@ -122,7 +119,7 @@ def _turned(left: TensorEntry, right: TensorEntry, mine: Digests, theirs: Digest
 def _order(left: TensorEntry, right: TensorEntry) -> str:
     """Whether the two have the same rows in another order, and which order it is."""
     count = left.shape[0] if left.shape else 0
-    if not 1 < count <= _ROWS or not left.numel:
+    if not 1 < count <= _ROWS:
         return ""
     mine, theirs = _rows(left, count), _rows(right, count)
     if sorted(mine) != sorted(theirs):
@@ -158,7 +155,8 @@ def rotary(left: TensorEntry | ExtraEntry, right: TensorEntry | ExtraEntry) -> R
     count = left.shape[0] if left.shape else 0
     if not 1 < count <= _ROWS or not left.numel or _likeness(left) != _likeness(right):
         return None
-    return _rotary(_rows(left, count), _rows(right, count))
+    mine, theirs = _rows(left, count), _rows(right, count)
+    return None if mine == theirs else _rotary(mine, theirs)  # equal rows, as of norms that are all ones, tell nothing
 
 
 def _rotary(mine: Sequence[bytes], theirs: Sequence[bytes]) -> Rotary | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, Section, TensorEntry
@@ -62,15 +63,14 @@ def compare_pair(left: Any, right: Any, values: Values | None = None) -> Entry:
         return Entry("shape", *names, reason, None, f"{list(left.shape)} instead of {list(right.shape)}")
     if left.dtype != right.dtype:
         return Entry("dtype", *names, f"{left.dtype} instead of {right.dtype}")
-    differs = None if values is None else values(left, right)
-    if differs is not None:
-        return Entry("value", *names, "other values", None, differs.text, differs.spread or None)
-    for one, other in must_be_alike(left, right):
+    where = ""
+    for one, other in chain([(left, right)], must_be_alike(left, right)):
         if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
             return Entry("shape", *names, "of other shapes on other ranks")
         differs = None if values is None else values(one, other)
         if differs is not None:
-            return Entry("value", *names, "other values on other ranks", None, differs.text, differs.spread or None)
+            return Entry("value", *names, f"other values{where}", None, differs.text, differs.spread or None)
+        where = " on other ranks"
     return Entry("same", *names)
 
 

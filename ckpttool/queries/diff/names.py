@@ -225,12 +225,13 @@ def _accepted(keys: Iterable[str], unsaved: Collection[str], verdict: Verdict | 
     """Keys that the model does not write: unexpected, but where its load hooks take them."""
     unexpected = set(keys if verdict is None else verdict.unexpected)
     readers = {} if verdict is None else _readers(verdict)
+    fits = verdict is not None and verdict.ok
     entries = []
     for key in keys:
         if key in readers:
             goes = f"goes to {', '.join(readers[key])}"
             entries.append(Entry("renamed", (key,), (), "a load hook takes it under this name", None, goes))
-        elif key in unexpected or verdict is None or not verdict.ok:
+        elif key in unexpected or not fits:
             why = f"{ONLY_LEFT}: {NON_PERSISTENT} of the model, which is not saved" if key in unsaved else ONLY_LEFT
             entries.append(only_left(key, FLAT if is_flat(key) else why))
         else:
@@ -259,7 +260,7 @@ def _absent(keys: Iterable[str], verdict: Verdict | None, twins: Mapping[str, st
 
 def loads(entries: Iterable[Entry]) -> bool:
     """Without the model's code: whether every key is there, with its shape, and no other."""
-    return all(entry.status in ("same", "extra_state", "dtype") and entry.left and entry.right for entry in entries)
+    return all(entry.status in ("same", "extra_state", "dtype") for entry in entries)
 
 
 def compare_through(names: Names, left: Section, right: Section, values: Values | None = None) -> tuple[Entry, ...]:

@@ -1,10 +1,10 @@
-"""Tensors outside of state dicts, and storages that are not understood: compared as the models are."""
+"""Entries outside of state dicts, and storages that are not understood: compared as the models are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpttool.checkpoint import Checkpoint, TensorEntry, Unreached
+from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry, Unreached
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import content_of_storage
 from ckpttool.queries.diff.keys import Values, compare_pair
@@ -12,7 +12,7 @@ from ckpttool.queries.diff.result import NOT_UNDERSTOOD, ONLY_LEFT, ONLY_RIGHT, 
 
 
 def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) -> tuple[Entry, ...]:
-    """Tensors outside of state dicts under one key on both sides, and all storages that are not understood."""
+    """Entries outside of state dicts under one key on both sides, and all storages that are not understood."""
     entries = compare_loose(left, right, values)
     if left.format != right.format and "torchscript" in (left.format, right.format):
         return tuple(entries)  # the constants of its code: what is no TorchScript archive has no place for them
@@ -20,14 +20,14 @@ def compare_outside(left: Checkpoint, right: Checkpoint, values: Values | None) 
 
 
 def compare_loose(left: Checkpoint, right: Checkpoint, values: Values | None) -> list[Entry]:
-    """Tensors outside of state dicts under one key on both sides."""
+    """Entries outside of state dicts under one key on both sides."""
     mine, theirs = loose(left), loose(right)
     return [compare_pair(mine[key], theirs[key], values) for key in mine if key in theirs]
 
 
-def loose(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """The tensors outside of state dicts and optimizers, by the dotted way to them."""
-    return {entry.key: entry for section in checkpoint.sections if section.kind == "other" for entry in section.tensors}
+def loose(checkpoint: Checkpoint) -> dict[str, TensorEntry | ExtraEntry]:
+    """What stands outside of state dicts and optimizers, by the dotted way to it."""
+    return {entry.key: entry for section in checkpoint.sections if section.kind == "other" for entry in section.entries}
 
 
 def _storages(left: Iterable[Unreached], right: Iterable[Unreached]) -> list[Entry]:

@@ -33,6 +33,8 @@ from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
 from ckpttool.values import dataclass
 
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
+# The same where what loads the one side is to load the other: without its second names a strict load fails.
+EITHER_WAY = HARMLESS - {"alias"}
 # The reason of a missing key whose tensor is there under another name: a remap through the model mends it.
 TIED = "tied: the model has it under several names, kept under one of them (as save_pretrained saves it)"
 # The reason of a difference in shape where it is not the sizes that differ.

@@ -28,7 +28,7 @@ from ckpttool.queries.diff.optimizer import (
 )
 from ckpttool.queries.diff.outside import compare_loose, compare_outside
 from ckpttool.queries.diff.reasons import hidden_segments
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry, Remedy, outlines
+from ckpttool.queries.diff.result import EITHER_WAY, Diff, Entry, Remedy, outlines
 from ckpttool.queries.diff.suggestions import suggestions
 
 
@@ -78,7 +78,7 @@ def checkpoints(
     mine, theirs, names = _read(left, right, model)
     entries = computed.explained(explained(_by_key(mine, theirs, names, values), mine, theirs))
     entries = (*entries, *compare_outside(left, right, values))
-    harmless = HARMLESS - {"alias"} | ({"dtype"} if ignore_dtype else set())  # what takes the one takes the other
+    harmless = EITHER_WAY | ({"dtype"} if ignore_dtype else set())
     identical = all(entry.status in harmless for entry in entries)
     hidden = () if names is not None else hidden_segments(entries)
     adapters = adapter_notes(mine.keys, theirs.keys, ("left", "right"))
@@ -101,7 +101,7 @@ def _optimizers(
     names = None if model is None else model.names()
     found = compare_optimizers(*saved, names, values)
     entries = (*found.entries, *compare_outside(left, right, values))
-    identical = all(entry.status in HARMLESS for entry in entries)
+    identical = all(entry.status in EITHER_WAY for entry in entries)
     remedy = _alike(saved, model is not None, entries)
     beside = Beside(left, right, (saved[0].section, saved[1].section), names, values).differences()
     shown = Diff(left.source, right.source, identical, entries, (), (*found.notes, *beside), remedy=remedy)

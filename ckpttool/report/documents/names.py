@@ -55,6 +55,7 @@ def explained(found: Explanation) -> Document:
         ("canonical", Cell(tensor.canonical, "key")),
         ("serialized", Cell(", ".join(found.serialized) or "not serialized", "key")),
         ("aliases", Cell(", ".join(found.aliases) or "none", "key")),
+        ("another's name", Cell(", ".join(found.also), "key")),
         ("tensor", f"{tensor.dtype} {shape_text(tensor.shape)}, {kind}"),
         ("persistent", "" if tensor.persistent else "no"),
         ("optimizer id", "" if optimizer is None else f"{optimizer.id} (param group {optimizer.group})"),

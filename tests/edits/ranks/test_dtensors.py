@@ -9,6 +9,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,39 @@ def test_ranks_of_two_steps_are_refused(
     done = run("remap", pattern, "-o", tmp_path / "out.pt")
     assert (done.status, says in done.err) == (2, True), done.err
     assert not (tmp_path / "out.pt").exists()
+
+
+STEP = ("optimizer", "state", 0, "step")
+MEAN = ("model", "norm.running_mean")  # a buffer
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "says"),
+    [
+        (MEAN, torch.zeros(7), None),
+        (MEAN, torch.zeros(3), "differs between the ranks"),
+        (MEAN, None, "some ranks have it, and others do not"),
+        (STEP, torch.tensor(7.0), "differs between the ranks"),
+        (STEP, None, "some ranks have it, and others do not"),
+    ],
+)
+def test_ordinary_tensors_beside_dtensors_are_every_ranks(
+    saved: Path, run: Run, tmp_path: Path, way: tuple[Any, ...], value: torch.Tensor | None, says: str | None
+) -> None:
+    """Rank 2 has another one, or none; a sparse tensor is carried."""
+    for path in saved.glob("fsdp_?.pt"):
+        state = torch.load(path, weights_only=False)
+        state["model"]["more"] = torch.eye(3).to_sparse()
+        if path.stem == "fsdp_2":
+            where = reduce(getitem, way[:-1], state)
+            where.pop(way[-1])
+            where.update({} if value is None else {way[-1]: value})
+        torch.save(state, tmp_path / path.name)
+    key = ".".join(map(str, way))
+    done = run("remap", tmp_path / "fsdp_?.pt", "-o", tmp_path / "out.pt", "--format", "json")
+    problems = [(one["problem"], one["key"]) for one in done.data.get("problems", ())]
+    assert (done.status, problems) == ((0, []) if says is None else (2, [(says, key)])), done.err
+    assert (f"{key} differs between the ranks: rank 0's is taken" in done.data.get("notes", ())) == (says is None)
 
 
 @pytest.mark.parametrize(

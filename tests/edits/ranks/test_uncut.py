@@ -75,6 +75,12 @@ def without_tensors(state: State) -> State:
             ["[2, 3], the model's is [3, 2] @ 0.weight", "[3, 2], the model's is [2, 3] @ 1.weight"],
         ),
         (
+            two,
+            lambda state: {**state, "0.bias": state["0.bias"].half()},
+            ["its parameters are float16, float32, and one flat parameter has one dtype @ (root)"],
+            [],
+        ),
+        (
             Doubled,
             dict,
             [
@@ -181,3 +187,14 @@ def test_an_optimizer_of_flat_parameters_has_one_state_for_each(
     if not problems:
         (made,) = open_checkpoint(str(tmp_path / "r1.pt")).optimizers
         assert len([entry for entry in made.tensors if entry.key.endswith("exp_avg")]) == len(groups)
+
+
+def test_an_optimizer_of_a_scalar_is_refused_with_the_model(run: Run, tmp_path: Path) -> None:
+    """Also where it stands before the model."""
+    model = Scalar()
+    state = {"state": {0: {"exp_avg": torch.ones(())}}, "param_groups": [{"params": [0], "param_names": ["scale"]}]}
+    torch.save({"optimizer": state, "model": model.state_dict()}, tmp_path / "in.pt")
+    asked = ["remap", tmp_path / "in.pt", "--model", f"{__file__}:Scalar", "-o", tmp_path / "r{rank}.pt"]
+    done = run(*asked, "--to", "fsdp-sharded", "--world-size", 2, "--format", "json")
+    said = [f"{one['problem']} @ {one['key']}" for one in done.data["problems"]]
+    assert (done.status, said) == (1, ["FSDP1 shards no scalars @ scale"])

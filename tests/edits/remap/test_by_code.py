@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpttool
 from ckpttool.errors import CkptError, Refused
@@ -18,7 +21,8 @@ from ckpttool.tracing import runtime
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.saving import filled
 from command import Run
-from opaque_zoo import ZOO, Listed, Net, Quantized, blended, noisy
+from loading_zoo import Undeclared, packed
+from opaque_zoo import ZOO, Listed, Net, Quantized, Transposed, blended, noisy
 from places import ROOT
 from zoo import runtime_values
 
@@ -72,6 +76,102 @@ def test_serialized_values_are_those_that_the_model_saves(name: str, tmp_path: P
     found = torch.load(tmp_path / "b.pt")
     assert_equal(found, model.state_dict())
     ZOO[name]().load_state_dict(found, strict=True)
+
+
+@pytest.mark.parametrize("name", ["transposed", "quantized"])
+def test_serialized_values_in_the_dtype_of_the_file(name: str, tmp_path: Path) -> None:
+    model = trained(name).double()
+    source = saved(runtime_values(model), tmp_path / "a.pt")
+    ckpttool.remap(source, str(tmp_path / "b.pt"), model=ZOO[name], from_="runtime", to="serialized")
+    assert_equal(torch.load(tmp_path / "b.pt"), model.state_dict())
+
+
+class Twice(Transposed):
+    """One memory under two names, of two objects; what is saved is made of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.ones_(self.fc.weight)
+        self.twin = nn.Parameter(self.fc.weight.data)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state[f"{kwargs.get('prefix', '')}fc.weight"] = torch.from_numpy(self.twin.detach().numpy().T.copy())
+        return state
+
+
+class Overlapping(Transposed):
+    """A buffer that is a part of the weight's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", self.fc.weight.detach()[:2], persistent=False)
+
+
+class Packing(Transposed):
+    """Which saves what is no dense tensor, or nothing."""
+
+    kind: Any = staticmethod(lambda made: torch.quantize_per_tensor(made, 0.1, 0, torch.qint8))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        key = f"{kwargs.get('prefix', '')}fc.weight"
+        state[key] = self.kind(state[key])
+        return state
+
+
+class Sparse(Packing):
+    kind = staticmethod(torch.Tensor.to_sparse)
+
+
+class Wrapping(Packing):
+    kind = staticmethod(lambda made: TwoTensor(made, made))
+
+
+class Choosing(Transposed):
+    """Which has no key for a weight of zeros, and fails where it is not finite, both ways."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        key = f"{kwargs.get('prefix', '')}fc.weight"
+        if not self.fc.weight.detach().numpy().any():
+            del state[key]
+        elif np.isnan(self.fc.weight.detach().numpy()).any():
+            raise ValueError("not finite")
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if np.isnan(state_dict["fc.weight"].numpy()).any():
+            raise ValueError("not finite")
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+WEIGHT = torch.randn(4, 4)
+REFUSED: dict[str, tuple[type[nn.Module], str, torch.Tensor, str]] = {
+    "other memory": (Twice, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "part of it": (Overlapping, "runtime", WEIGHT.double(), "dtype @ fc.weight"),
+    "another shape": (Choosing, "runtime", WEIGHT[:3], "other @ fc.weight"),
+    "an object, saved": (Choosing, "runtime", packed(Undeclared), "other @ fc.weight"),
+    "an object, loaded": (Choosing, "serialized", packed(Undeclared), "other @ fc.weight"),
+    "quantized": (Packing, "runtime", WEIGHT, "other @ fc.weight"),
+    "sparse": (Sparse, "runtime", WEIGHT, "other @ fc.weight"),
+    "a subclass": (Wrapping, "runtime", WEIGHT, "other @ fc.weight"),
+    "absent": (Choosing, "runtime", torch.zeros(4, 4), "other @ fc.weight"),
+    "failing, saved": (Choosing, "runtime", WEIGHT / 0 * 0, "ValueError: not finite"),
+    "failing, loaded": (Choosing, "serialized", WEIGHT / 0 * 0, "ValueError: not finite"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_models_code_does_not_give_is_refused(name: str, tmp_path: Path) -> None:
+    build, form, weight, why = REFUSED[name]
+    source = saved({"fc.weight": weight, "fc.bias": torch.ones(4)}, tmp_path / "a.pt")
+    to = {"runtime": "serialized", "serialized": "runtime"}[form]
+    with pytest.raises(CkptError) as refused:
+        ckpttool.remap(source, str(tmp_path / "b.pt"), model=build, from_=form, to=to)
+    said = [f"{problem.kind} @ {problem.key}" for problem in refused.value.problems] or [refused.value.message]
+    assert any(why in one for one in said), said
+    assert not (tmp_path / "b.pt").exists()
 
 
 def test_from_one_model_to_another(tmp_path: Path) -> None:
@@ -131,6 +231,88 @@ def test_what_lacks_the_code_is_told_the_models_arguments(run: Run, tmp_path: Pa
     assert alone.status == 1
     assert alone.err.endswith(f"hint: name it: {shlex.join(words)}\n")
     assert run("remap", source, *plan, *words).status == 0
+
+
+def test_each_section_has_a_run_of_its_own(run: Run, tmp_path: Path) -> None:
+    """Each is given its own values, under its own names."""
+    mine, other = trained("quantized").state_dict(), filled(of_object(ZOO["quantized"]), 5).state_dict()
+    torch.save({"model": mine, "ema": {f"module.{key}": value for key, value in other.items()}}, tmp_path / "a.pt")
+    words = ("--model", f"{OPERAND}:quantized", "--to", "runtime", "--sections", "model,ema", "--format", "json")
+    said = run("remap", tmp_path / "a.pt", *words, "-o", tmp_path / "b.pt")
+    assert [found["keys"] for found in said.data["by_code"]] == [["layers.0.weight", "layers.1.weight"]] * 2
+    found = torch.load(tmp_path / "b.pt")
+    for path, state in ("model", mine), ("ema", other):
+        model = ZOO["quantized"]()
+        model.load_state_dict(state)
+        assert_equal({key.removeprefix("module."): value for key, value in found[path].items()}, runtime_values(model))
+
+
+def test_a_plan_for_two_models_says_both(run: Run, tmp_path: Path) -> None:
+    source = saved(trained("quantized").state_dict(), tmp_path / "a.pt")
+    first, second = ("--model", f"{OPERAND}:quantized"), ("--to-model", f"{__file__}:listed")
+    made = ("--to", "serialized", "-o", tmp_path / "b.pt", "--save-plan", tmp_path / "p.json")
+    assert run("remap", source, *first, *second, *made).status == 0
+    plan = ("remap", source, "--plan", tmp_path / "p.json", "-o", tmp_path / "c.pt")
+    assert run(*plan).err.endswith(f"hint: name it: {shlex.join(first)}\n")
+    assert run(*plan, *first).err.endswith(f"hint: name it: {shlex.join(second)}\n")
+    assert run(*plan, *first, *second).status == 0
+    assert (tmp_path / "c.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    values = saved(runtime_values(trained("quantized")), tmp_path / "d.pt")
+    saves = ("--from", "runtime", "--to", "serialized", "--dry-run", "--save-plan", tmp_path / "q.json")
+    assert run("remap", values, *first, *saves).status == 0
+    alone = run("remap", values, "--plan", tmp_path / "q.json", "-o", tmp_path / "e.pt")
+    assert alone.err.endswith(f"hint: name it: {shlex.join(first)}\n")
+
+
+LOAD = {"op": "model.load", "args": ["layers.0.weight"]}
+UNSAID = "the plan does not say which model's code computes it"
+# What is written into a plan -> the problem of it; None where it does the same.
+OTHER_PLANS: dict[str, tuple[Callable[[dict[str, Any]], object], str | None]] = {
+    "a run that nothing needs": (lambda plan: plan["runs"].append({**plan["runs"][0], "way": "model.save"}), None),
+    "a value that is computed": (
+        lambda plan: plan["runs"][0]["given"][0].update(
+            {
+                "from": {
+                    "op": "aten.neg.default",
+                    "args": [{"op": "aten.neg.default", "args": [{"ref": "embed.weight"}]}],
+                }
+            }
+        ),
+        None,
+    ),
+    "a key that is not there": (
+        lambda plan: plan["runs"][0]["given"].append({"name": "w", "from": {"ref": "nowhere"}}),
+        "the plan reads a key that the checkpoint has not @ nowhere",
+    ),
+    "what the run itself makes": (lambda plan: plan["runs"][0]["given"][0].update({"from": LOAD}), UNSAID),
+    "what a later run makes": (
+        lambda plan: plan["runs"].insert(
+            0, {**plan["runs"][0], "way": "model.save", "given": [{"name": "w", "from": LOAD}]}
+        ),
+        f"{UNSAID} @ w",
+    ),
+    "a value without a name": (lambda plan: plan["outputs"][1]["from"]["args"].pop(0), f"{UNSAID} @ layers.0.weight"),
+    "a run of another section": (lambda plan: plan["runs"][0].update(section="ema"), f"{UNSAID} @ layers.1.weight"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PLANS)
+def test_plans_that_others_wrote(name: str, run: Run, tmp_path: Path) -> None:
+    change, problem = OTHER_PLANS[name]
+    state = {**trained("quantized").state_dict(), "model.load(layers.0.weight)": torch.ones(1)}
+    source, plan, model = saved(state, tmp_path / "a.pt"), tmp_path / "p.json", ("--model", f"{OPERAND}:quantized")
+    words = ("--to", "runtime", "--drop", "model.load*", "-o", tmp_path / "b.pt", "--save-plan", plan)
+    assert run("remap", source, *model, *words).status == 0
+    made = json.loads(plan.read_text())
+    kept = made["dropped"].pop()["key"]
+    made["outputs"].append({"section": "", "key": kept, "from": {"ref": kept}})
+    change(made)
+    plan.write_text(json.dumps(made))
+    said = run("remap", source, "--plan", plan, *model, "-o", tmp_path / "c.pt")
+    assert said.status == (0 if problem is None else 1), said.err
+    assert (problem or "") in said.err
+    if problem is None:
+        assert_equal({**torch.load(tmp_path / "b.pt"), kept: torch.ones(1)}, torch.load(tmp_path / "c.pt"))
 
 
 def test_a_plan_of_renames_takes_no_model(run: Run, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from ckpttool.checkpoint import Lazy
 from ckpttool.cli.app import main
 from ckpttool.edits.remap.remap import by_plan, remap
 from ckpttool.edits.remap.request import RemapRequest
+from ckpttool.edits.rules.fields import faults, step_of
 from ckpttool.edits.rules.file import read
 from ckpttool.errors import CkptError, Refused
+from ckpttool.expression import Op
 from ckpttool.formats.fit import fit
 from ckpttool.formats.table import format_for
 from ckpttool.io.write_file import write
+from ckpttool.limits import Limits, limited
 from ckpttool.operands.checkpoint import model_section, open_operand
 from ckpttool.plan import Plan
 from command import Run
@@ -121,6 +125,17 @@ ORACLE: dict[str, tuple[str, State, Callable[[torch.Tensor], State]]] = {
         '[[rule]]\nrename = "w => x"\nwhen = "w [2]"\n[[rule]]\nrename = "x => y"\nunless = "y"\n'
         '[[rule]]\nrename = "y => z"\nwhen = "y [-1, 3] float32"\n[[rule]]\ndrop = "q"\noptional = true',
         {"w": numbers(2)}, lambda w: {"y": w}),
+    "a whole number as an integer": (
+        '[[rule]]\nconstant = "s"\nvalue = 3.0\nshape = [2]\ndtype = "int8"', {"w": numbers(2)},
+        lambda w: {"w": w, "s": torch.full((2,), 3, dtype=torch.int8)}),
+    "true as a truth value": (
+        '[[rule]]\nconstant = "s"\nvalue = true\nshape = [2]\ndtype = "bool"', {"w": numbers(2)},
+        lambda w: {"w": w, "s": torch.full((2,), True)}),
+    "as it is there": (
+        '[[rule]]\nrename = "w => x"\nunless = ["y", "w [2, -1]"]\n[[rule]]\nrename = "w => z"\nwhen = "w [2]"\n'
+        '[[rule]]\nrename = "w => v"\nunless = "w [-1, 4]"', {"w": numbers(2, 3)}, lambda w: {"v": w}),
+    "a part that goes": (QKV + '[[rule]]\ndrop = "0.k.w"', {"0.qkv.w": numbers(9, 2)},
+        lambda w: {"0.q.w": w[:3], "0.v.w": w[6:]}),
     "cast": ('[[rule]]\ncast = "w"\ndtype = "bfloat16"', {"w": numbers(999) / 7}, lambda w: {"w": w.bfloat16()}),
     "cast to fp8": (
         '[[rule]]\ncast = "*"\ndtype = "float8_e4m3fn"', {"w": numbers(99) / 7},
@@ -211,7 +226,7 @@ def test_sizes_of_the_command_line_come_before_those_of_the_file(tmp_path: Path)
     source = save({"w": numbers(8, 2)}, tmp_path / "in.safetensors")
     text = '[sizes]\nhalves = 2\n[[rule]]\npermute = "w"\ndims = [0, 2, 1]\nrows = ["{heads}", "{halves}", -1]'
     line = ["remap", str(source), "--rules", rules_in(tmp_path, text), "-o", str(tmp_path / "out.safetensors")]
-    for sizes, status in (([], 2), (["heads=0"], 2), (["heads=2", "knees=1"], 2), (["heads=3"], 1)):
+    for sizes, status in (([], 2), (["heads=0"], 2), (["2=3"], 2), (["heads=2", "knees=1"], 2), (["heads=3"], 1)):
         assert main([*line, *(word for size in sizes for word in ("--size", size))]) == status
     assert main([*line, "--size", "heads=2", "--size", "halves=4"]) == 0
     expected = numbers(8, 2).view(2, 4, 1, 2).transpose(1, 2).reshape(8, 2)
@@ -398,6 +413,9 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "other sizes": (
         '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\nsizes = [1, 2]',
         ["rule 1 (split): dimension 0 of [4, 6] is 4, not 1 + 2 @ w"]),
+    "sizes of more": (
+        '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\nsizes = [3, 2]',
+        ["rule 1 (split): dimension 0 of [4, 6] is 4, not 3 + 2 @ w"]),
     "no such dimension": (
         '[[rule]]\nsplit = "w"\ninto = ["a", "b"]\ndim = 2', ["rule 1 (split): shape [4, 6] has no dimension 2 @ w"]),
     "a missing part": (
@@ -420,12 +438,23 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "a vector transposed": ('[[rule]]\ntranspose = "v"', ["rule 1 (transpose): shape [4] has no dimension 1 @ v"]),
     "too few dimensions": (
         '[[rule]]\npermute = "w"\ndims = [2, 1, 0]', ["rule 1 (permute): shape [4, 6] has 2 dimensions, not 3 @ w"]),
+    "too many dimensions": (
+        '[[rule]]\npermute = "w"\ndims = [0]', ["rule 1 (permute): shape [4, 6] has 2 dimensions, not 1 @ w"]),
+    "too few elements": (
+        '[[rule]]\nreshape = "w"\nshape = [5, 5]',
+        ["rule 1 (reshape): the elements of shape [4, 6] do not fill [5, 5] @ w"]),
     "elements left over": (
         '[[rule]]\nreshape = "w"\nshape = [5, -1]',
         ["rule 1 (reshape): the elements of shape [4, 6] do not fill [5, -1] @ w"]),
     "another shape before": (
         '[[rule]]\nreshape = "w"\nshape = [24]\nfrom_shape = [6, 4]',
         ["rule 1 (reshape): the shape is [4, 6], not [6, 4] @ w"]),
+    "a smaller shape before": (
+        '[[rule]]\nreshape = "w"\nshape = [24]\nfrom_shape = [4, 7]',
+        ["rule 1 (reshape): the shape is [4, 6], not [4, 7] @ w"]),
+    "another number of dimensions before": (
+        '[[rule]]\nreshape = "w"\nshape = [24]\nfrom_shape = [4]',
+        ["rule 1 (reshape): the shape is [4, 6], not [4] @ w"]),
     "a cast of nothing": ('[[rule]]\ncast = "n"\ndtype = "float16"', ["rule 1 (cast): applies to no key @ n"]),
     "an idle pattern": (
         '[[rule]]\ndrop = ["w", "x", "y"]',
@@ -439,6 +468,26 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "two ways": (
         '[[rule]]\nsplit = "{a*}.{b*}.q.w"\ninto = ["{a*}.x.{b*}", "{a*}.y.{b*}"]',
         ["rule 1 (split): the rule '{a*}.{b*}.q.w => {a*}.x.{b*}' matches a key in more than one way @ 0.q.w"]),
+    "two ways to a part": (
+        '[[rule]]\njoin = ["{a*}.{b*}.w", "{a*}.{b*}.b"]\ninto = "{a*}.x.{b*}"\noptional = true',
+        ["rule 1 (join): needs b, which is not there @ x",
+         *(f"rule 1 (join): the rule '{{a*}}.x.{{b*}} => {{a*}}.{{b*}}.{key[-1]}' "
+           f"matches a key in more than one way @ {key}" for key in ("0.k.w", "0.q.b", "0.q.w"))]),
+    "two keys of one part": (
+        '[[rule]]\nrename = ["e.1 => p.x.q", "e.3 => x.p.q", "n => p.y.q"]\n'
+        '[[rule]]\njoin = ["{a*}.x.{b*}", "{a*}.y.{b*}"]\ninto = "{a*}.{b*}"',
+        ["rule 2 (join): would be the same part of p.q as p.x.q @ x.p.q",
+         "rule 2 (join): the parts have dtypes float32, int64 @ p.q"]),
+    "many that are missing": (
+        '[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 10',
+        ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9, which are not there @ e"]),
+    "very many that are missing": (
+        '[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 11',
+        ["rule 1 (stack): needs e.0 and e.2 and e.4 and e.5 and e.6 and e.7 and e.8 and e.9 and more, "
+         "which are not there @ e"]),
+    "one part too many": (
+        '[[rule]]\nrename = "e.3 => e.0"\n[[rule]]\nstack = "e.{e}"\ninto = "e"\nparts = 1',
+        ["rule 2 (stack): has 2 parts, not 1 @ e"]),
     "a number that is missing": (
         '[[rule]]\nstack = "{e}.q.w"\ninto = "q.w"\n[[rule]]\njoin = "e.{e}"\ninto = "e"',
         ["rule 2 (join): needs e.0 and e.2, which are not there @ e"]),
@@ -448,6 +497,9 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "another number of slices": (
         '[[rule]]\nunstack = "w"\ninto = "{e}.w"\nparts = 3',
         ["rule 1 (unstack): dimension 0 of [4, 6] is 4, not 3 @ w"]),
+    "more slices than there are": (
+        '[[rule]]\nunstack = "w"\ninto = "{e}.w"\nparts = 5',
+        ["rule 1 (unstack): dimension 0 of [4, 6] is 4, not 5 @ w"]),
     "slices of other shapes": (
         '[[rule]]\nstack = ["w", "v"]\ninto = "x"',
         ["rule 1 (stack): parts of shapes [4, 6], [4] do not fit together @ x"]),
@@ -457,6 +509,9 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "no whole number": (
         '[[rule]]\nreshape = "w"\nfrom_shape = ["{a}", "{b}"]\nshape = ["{a} / 3", -1]',
         ["rule 1 (reshape): {a} / 3 does not divide without a rest @ w"]),
+    "a division by nothing": (
+        '[[rule]]\nreshape = "w"\nfrom_shape = ["{a}", "{b}"]\nshape = ["{a} / 0", -1]',
+        ["rule 1 (reshape): {a} / 0 does not divide without a rest @ w"]),
     "a constant that is there": (
         '[[rule]]\nconstant = "v"\nvalue = 1\nshape = []', ["rule 1 (constant): written 2 times @ v"]),
     "half an integer": (
@@ -464,6 +519,14 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "true as an integer": (
         '[[rule]]\nconstant = "x"\nshape = []\nvalue = true\ndtype = "int8"',
         ["rule 1 (constant): True is no int8 @ x"]),
+    "less than nothing without a sign": (
+        '[[rule]]\nconstant = "x"\nshape = []\nvalue = -1\ndtype = "uint8"', ["rule 1 (constant): -1 is no uint8 @ x"]),
+    "half a truth": (
+        '[[rule]]\nconstant = "x"\nshape = []\nvalue = 0.5\ndtype = "bool"', ["rule 1 (constant): 0.5 is no bool @ x"]),
+    "what was refused is not refused again": (
+        '[[rule]]\ntranspose = ["v", "0.q.b"]\n[[rule]]\njoin = ["v", "n"]\ninto = "u"\n[[rule]]\nsplit = "u"\n'
+        'into = ["a", "b"]\n[[rule]]\nunstack = "0.q.b"\ninto = "c.{c}"\n[[rule]]\ntranspose = ["b", "c.0"]',
+        [f"rule 1 (transpose): shape [{size}] has no dimension 1 @ {key}" for key, size in (("0.q.b", 2), ("v", 4))]),
     "several rules": (
         '[[rule]]\ntranspose = "v"\n[[rule]]\nrename = "v => u"\n[[rule]]\npermute = "u"\ndims = [1, 0]\n'
         '[[rule]]\nreshape = "w"\nshape = [5]',
@@ -484,12 +547,98 @@ def test_what_does_not_fit_is_refused_all_at_once(tmp_path: Path, name: str) -> 
     assert sorted(without_lines(caught.value.problems)) == sorted(problems)
 
 
+# field -> the rule beside it, values that it takes, and values that it does not
+SPLIT: dict[str, Any] = {"split": "a", "into": ["b", "c"]}
+SHAPES: tuple[list[Any], list[Any]] = ([[], [0], [-1, 2], ["{n}"]], [[-1, -1], [-2], [True], [1.0], 1, "1"])
+FIELDS: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
+    ("dim", SPLIT, [0, -1], [True, 1.0, "1", [1]]),
+    ("parts", {"split": "a", "into": "{e}"}, [1, "{n}", "{n} + 1"], [0, True, 1.0, [1], "n", "{n", "1 + " * 250 + "1"]),
+    ("sizes", SPLIT, [[1, 2], ["{n}", 1]], [[0, 1], [True, 1], [1.0, 1], 1, "{n}"]),
+    ("dims", {"transpose": "a"}, [[0, 1], [-1, 0]], [[0], [0, 1, 2], [0, True], ["0", "1"], 1, "01"]),
+    ("dims", {"permute": "a"}, [[], [0], [1, 0]], [[1], [0, 0], [True, False], [0.0], 0, "10"]),
+    ("rows", {"permute": "a", "dims": [1, 0]}, [[-1, 2], ["{n}", -1]], [[-1, -1], [-2, 1], [True, 1], 1, "2"]),
+    ("shape", {"reshape": "a", "from_shape": ["{n}"]}, *SHAPES),
+    ("from_shape", {"reshape": "a", "shape": [1]}, *SHAPES),
+    ("shape", {"constant": "a", "value": 1}, [[], [0, 2]], [[-1], [True], 1, "1"]),
+    ("dtype", {"cast": "a"}, ["bool", "bfloat16"], ["", "bf16", 1, ["bool"]]),
+    ("from", {"cast": "a", "dtype": "bool"}, ["int8", ["bool", "int8"], []], ["bf16", 1, ["bool", 1], [["bool"]]]),
+    ("value", {"constant": "a", "shape": []}, [1, 1.5, True, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, "1", [1]]),
+    ("optional", SPLIT, [True, False], [1, "true", []]),
+    *((field, SPLIT, ["a", ["a", "b"]], ["", " ", [], ["a", ""], [1], 1]) for field in ("when", "unless")),
+    ("into", {"split": "a"}, [["b", "c"], "{e}"], [["b"], [], "", ["b", 1], ["b", ""], 1]),
+    ("into", {"join": ["b", "c"]}, ["a"], ["", ["a"], 1]),
+    ("split", {"into": ["b", "c"]}, ["a"], ["", ["a"], 1]),
+    ("drop", {"optional": True}, ["a", ["a", "b"]], ["", [], [""], [1], 1]),
+]
+
+
+@pytest.mark.parametrize(("field", "rule", "taken", "refused"), FIELDS)
+def test_what_each_field_takes(field: str, rule: dict[str, Any], taken: list[Any], refused: list[Any]) -> None:
+    for value in taken:
+        assert faults({**rule, field: value}) == []
+        assert step_of({**rule, field: value}, "rule 1", {"n": 2})
+    for value in refused:
+        (said,) = faults({**rule, field: value})
+        assert said.startswith(f"{field!r} is not ")
+
+
+def test_limits_of_the_file_are_the_last_that_pass(tmp_path: Path) -> None:
+    text = '# a.b.c\n[[rule]]\nrename = "a.b.c.d.e => b" # d.e.f.g\n'
+    rules = rules_in(tmp_path, text)
+    for limits, passes in (
+        (Limits(rules_bytes=len(text)), True),
+        (Limits(rules_bytes=len(text) - 1), False),
+        (Limits(rules_dots=3), True),
+        (Limits(rules_dots=2), False),
+    ):
+        with limited(limits), nullcontext() if passes else pytest.raises(CkptError, match=r"is not TOML: .*--limit"):
+            assert read(rules)
+
+
+def test_more_parts_than_the_limit_are_refused(tmp_path: Path) -> None:
+    source = open_operand(str(save({"w": numbers(3, 2)}, tmp_path / "in.safetensors")))
+    asked = RemapRequest(rule_steps=read(rules_in(tmp_path, '[[rule]]\nunstack = "w"\ninto = "{e}.w"')))
+    with limited(Limits(made_parts=3)):
+        assert len(model_section(remap(source, asked).result).tensors) == 3
+    with limited(Limits(made_parts=2)), pytest.raises(Refused) as caught:
+        remap(source, asked)
+    assert [problem.key for problem in caught.value.problems] == ["w"]
+    assert "--limit made_parts" in caught.value.problems[0].problem
+
+
+def test_a_cast_takes_what_is_of_its_kind_and_not_of_its_dtype(tmp_path: Path) -> None:
+    """As `Module.to`, or what `from` lists; nothing is computed of a tensor that has the dtype."""
+    kinds = (torch.float16, torch.float32, torch.uint8, torch.int64, torch.bool, torch.complex64)
+    state = {str(dtype)[6:]: numbers(3, dtype=dtype) for dtype in kinds}
+    source = save(state, tmp_path / "in.pt")
+    for dtype, was, cast in (
+        ("float16", "", ["float32"]),
+        ("int64", "", ["uint8"]),
+        ("float32", "from = ['bool', 'int64']", ["int64", "bool"]),
+        ("complex64", "from = 'float16'", ["float16"]),
+    ):
+        text = f'[[rule]]\ncast = "*"\ndtype = "{dtype}"\n{was}'
+        done = remap(open_operand(str(source)), RemapRequest(rule_steps=read(rules_in(tmp_path, text))))
+        assert [output.key for output in done.plan.outputs if isinstance(output.source, Op)] == cast
+        assert same(
+            rewrite(source, tmp_path / "out.pt", rules_in(tmp_path, text)),
+            {key: value.to(getattr(torch, dtype)) if key in cast else value for key, value in state.items()},
+        )
+
+
+def test_what_a_rule_drops_is_no_loss_of_what_another_part_still_uses(tmp_path: Path) -> None:
+    source = open_operand(str(save({"0.qkv.w": numbers(9, 2), "b": numbers(2)}, tmp_path / "in.safetensors")))
+    steps = read(rules_in(tmp_path, QKV + '[[rule]]\ndrop = ["0.k.w", "b"]'))
+    assert remap(source, RemapRequest(rule_steps=steps)).dropped == ["b"]
+
+
 KINDS = "rename, split, join, unstack, stack, transpose, permute, reshape, cast, constant, drop"
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     # the file -> problem @ rule
     "no TOML": ("[[rule", []),
     "too deep": ("a = " + "[" * 100_000, []),
     "empty": ("", []),
+    "no rules": ("rule = []", []),
     "no list": ("[rule]\nrename = 'a => b'", []),
     "something else": ("speed = 1\n[[rule]]\nrename = 'a => b'", []),
     "examples that are no list": ("example = 5\n[[rule]]\nrename = 'a => b'", []),
@@ -507,6 +656,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     "an empty part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [0, 1]", [
         "'sizes' is not a list of positive integers @ rule 1"]),
     "too many sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, 1, 1]", ["3 sizes for 2 parts @ rule 1"]),
+    "too few sizes": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c', 'd']\nsizes = [1, 1]", [
+        "2 sizes for 3 parts @ rule 1"]),
+    "a count of what is listed": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nparts = 2", [
+        "parts = counts what one name stands for, and these are listed @ rule 1"]),
+    "more dims than rows": ("[[rule]]\npermute = 'a'\ndims = [1, 0]\nrows = [-1]", ["2 dims for 1 rows @ rule 1"]),
     "the same part": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'b']", ["two parts have the same name @ rule 1"]),
     "an arrow": ("[[rule]]\nsplit = 'a => b'\ninto = ['b', 'c']", [
         "'a => b' is not a name: => belongs into a rename @ rule 1"]),
@@ -524,6 +678,8 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "'a.{i}' needs one variable that 'b.{i}' lacks, as {e}, to count the parts: none @ rule 1"]),
     "two that count": ("[[rule]]\nstack = 'a.{i}.{e}'\ninto = 'b'", [
         "'a.{i}.{e}' needs one variable that 'b' lacks, as {e}, to count the parts: {e} and {i} @ rule 1"]),
+    "one that counts several": ("[[rule]]\nstack = 'a.{e*}'\ninto = 'b'", [
+        "'a.{e*}' needs one variable that 'b' lacks, as {e}, to count the parts: {e*} @ rule 1"]),
     "sizes of numbered parts": ("[[rule]]\njoin = 'a.{e}'\ninto = 'b'\nsizes = [1]", [
         "sizes are those of parts that are listed: numbered ones are equal @ rule 1"]),
     "a size without a value": ("[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n}']", [
@@ -536,12 +692,26 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         "1 - 2 is -1: no size @ rule 1"]),
     "a constant of no shape": ("[[rule]]\nconstant = 'a'\nvalue = 1", [
         "constant needs 'shape', or 'beside' for one that has it @ rule 1"]),
+    "an arrow in a constant": ("[[rule]]\nconstant = 'a => b'\nvalue = 1\nshape = []", [
+        "'a => b' is not a whole name: beside = says which tensors give its variables @ rule 1"]),
+    "sizes that are none": ("sizes = 5\n[[rule]]\nrename = 'a => b'", ["not a table @ sizes"]),
+    "a size beside an example": (
+        "[sizes]\nn = 2\n[[rule]]\nsplit = 'a'\ninto = ['b', 'c']\nsizes = [1, '{n}']\n[[example]]\nbefore = []", [
+        "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
     "a constant for each": ("[[rule]]\nconstant = 'a.{i}'\nvalue = 1\nshape = []", [
         "'a.{i}' is not a whole name: beside = says which tensors give its variables @ rule 1"]),
     "no example": ("[[rule]]\nrename = 'a => b'\n[[example]]\nbefore = ['a']\nafter = 1\nhow = 2", [
         "an example takes no 'how' @ example 1",
         "'a' in 'before' is not a tensor, as in 'w [4, 2] bfloat16' @ example 1",
         "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1"]),
+    "examples that are no tables": ("example = [1]\n[[rule]]\nrename = 'a => b'", ["not a table @ example 1"]),
+    "examples of odd sizes": ("[[rule]]\nrename = 'a => b'" + "".join(
+        f"\n[[example]]\nbefore = ['a [1]']\nafter = {after}\nsizes = {sizes}"
+        for after, sizes in (
+            ("[1]", "{n = 1}"), ("['b [1] bf16']", 5), ("['b [1]']", "{n = 0}"), ("[]", "{n = true}"))), [
+        "'after' is not a list of tensors, as in ['w [4, 2]'] @ example 1",
+        "'b [1] bf16' in 'after' is not a tensor, as in 'w [4, 2] bfloat16' @ example 2",
+        *(f"'sizes' is not a table of positive integers @ example {number}" for number in (2, 3, 4))]),
     "an example that is not so": (
         "[[rule]]\ntranspose = 'a'\n[[example]]\nbefore = ['a [2, 3]', 'b []']\nafter = ['a [2, 3] int8', 'c [1]']", [
         "the rules make no c @ example 1", "the rules leave or make b too @ example 1",
@@ -590,13 +760,15 @@ def test_an_example_is_tried_the_way_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_conditions_and_constants_have_no_reverse(tmp_path: Path) -> None:
-    text = "[[rule]]\nrename = 'a => b'\nwhen = 'c'\n[[rule]]\nconstant = 'd'\nvalue = 1\nshape = []\n"
+    text = "[[rule]]\nrename = 'a => b'\nwhen = 'c'\n[[rule]]\nrename = 'f => g'\nunless = 'h'\n"
+    text += "[[rule]]\nconstant = 'd'\nvalue = 1\nshape = []\n"
     with pytest.raises(CkptError) as caught:
         read(rules_in(tmp_path, text + "[[rule]]\njoin = 'e.{i}'\ninto = 'e'"), reverse=True)
     assert without_lines(caught.value.problems) == [
         "a => b: the names of its conditions may be others by then @ rule 1 (rename)",
-        "d: drop it in a file with the way back @ rule 2 (constant)",
-        "e: parts = N says into how many @ rule 3 (join)",
+        "f => g: the names of its conditions may be others by then @ rule 2 (rename)",
+        "d: drop it in a file with the way back @ rule 3 (constant)",
+        "e: parts = N says into how many @ rule 4 (join)",
     ]
 
 
@@ -684,6 +856,7 @@ def test_a_name_alone_does_not_tell_whether_a_condition_holds(tmp_path: Path) ->
     from ckpttool.edits.rules.steps import Renames
 
     text = '[[rule]]\nrename = "a.{x} => z.{x}"\nwhen = "other.weight"\n[[rule]]\nrename = "b.{x} => c.{x}"\n'
+    text += '[[rule]]\nrename = "c.{x} => d.{x}"\nunless = "other.weight"\n[[rule]]\ndrop = "c.{x}"\n'
     (tmp_path / "r.toml").write_text(text)
     names = Renames(read(str(tmp_path / "r.toml")))
     assert (names.apply("a.w"), names.apply("b.w")) == (None, "c.w")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpttool.edits.mend.patterns import Keys, drops, ways
@@ -58,7 +59,8 @@ def test_suggested_patterns_name_what_they_should(keys):
 @given(KEYS, st.integers(0, 3), st.data())
 def test_groups_that_lost_tensors_are_those_of_what_is_left(keys, depth, data):
     tensors = {key: Tensor(key, "float32", (2,)) for key in keys}
-    left = {key: tensors[key] for key in data.draw(st.lists(st.sampled_from(keys), unique=True))}
+    stay = data.draw(st.sets(st.sampled_from(keys)))
+    left = {key: tensor for key, tensor in tensors.items() if key in stay}
     found = [part.among(left) for one in groups(tensors.values()) for part in one.at_depth(depth)]
     wanted = [part for one in groups(left.values()) for part in one.at_depth(depth)]
     assert {(one.template, *one.members) for one in filter(None, found)} == {(w.template, *w.members) for w in wanted}
@@ -77,9 +79,66 @@ def test_a_rule_with_an_exception_explains_more_than_two_rules() -> None:
     assert renames(wanted, []) == ("a.a.a => a.a.a.z", "{x*} => x.{x*}")
 
 
-def test_no_rules_for_a_name_that_reads_like_a_regular_expression(monkeypatch):
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2"]), min_size=1, max_size=6).map(tuple),
+        st.tuples(st.integers(0, 3), st.sampled_from(["a", "x", "0", "1"]), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+    st.sampled_from([0, 2, 400]),
+)
+def test_suggested_renames_give_the_names_that_are_wanted_and_leave_the_others(changes, kinds):
+    """Segments that are exchanged, put in or left alone, at any place; however many kinds are generalised."""
+    names: dict[str, str] = {}
+    for parts, (at, segment, put_in) in changes.items():
+        new = (*parts[:at], segment, *parts[at if put_in else at + 1 :]) if at < len(parts) else parts
+        if ".".join(new) not in names.values():
+            names[".".join(parts)] = ".".join(new)
+    wanted = {old: new for old, new in names.items() if old != new}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generalise, "_MOST_KINDS", kinds)
+        assert rename(names, [parse(text) for text in renames(wanted, names.keys() - wanted)]) == names
+
+
+def test_layers_that_are_counted_from_another_number_are_renamed_one_by_one():
+    wanted = {f"a.{n}.{m}.w": f"b.{n}.{m + 1}.w" for n in range(2) for m in range(3)}
+    rules = renames(wanted, [])
+    assert sorted(rules) == [f"a.{{n}}.{m}.w => b.{{n}}.{m + 1}.w" for m in range(3)]
+
+
+def test_a_rule_that_others_make_needless_is_left_out():
+    """The one that is found first explains most, and those after it explain all of that too."""
+    wanted = {f"{way}.s.{end}": f"{way}.t.{end}" for way in "abc" for end in ("q", f"of_{way}_alone")}
+    assert sorted(renames(wanted, ["z.s.u"])) == [f"{way}.s.{{x*}} => {way}.t.{{x*}}" for way in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "rules"),
+    [
+        ("_TOO_MANY", 1, ("a.{x*} => b.{x*}",)),
+        ("_TOO_MANY", 0, ("a.v => b.v", "a.w => b.w")),
+        ("_MOST_KINDS", 1, ("a.{x*} => b.{x*}",)),
+        ("_MOST_KINDS", 0, ("a.v => b.v", "a.w => b.w")),
+    ],
+)
+def test_of_many_kinds_layer_numbers_alone_are_generalised_and_of_more_nothing(monkeypatch, limit, most, rules):
+    """Two samples of a kind: as many as the limit has are generalised."""
+    monkeypatch.setattr(generalise, limit, most)
+    assert tuple(sorted(renames({"a.v": "b.v", "a.w": "b.w"}, []))) == rules
+
+
+@pytest.mark.parametrize(("spared", "found"), [([], ("a.{x*}",)), (["b.u"], ("a.w", "a.v"))])
+def test_patterns_for_many_kinds_are_the_keys_themselves(monkeypatch, spared, found):
+    monkeypatch.setattr(generalise, "_MOST_KINDS", 2)
+    assert patterns(["a.w", "a.v"], spared) == found
+
+
+@pytest.mark.parametrize("most", [0, 4000])
+def test_no_rules_for_a_name_that_reads_like_a_regular_expression(monkeypatch, most):
     """Renames one by one, of which one means another key than it is written for."""
-    monkeypatch.setattr(generalise, "_TOO_MANY", 0)
+    monkeypatch.setattr(generalise, "_TOO_MANY", most)
     left = {"re:a.b": "c.d", "x.y": "z.w"}
     mine, theirs = (section_of({key: torch.zeros(2) for key in keys}) for keys in (left, left.values()))
     pairs = [Pair((old,), (new,), "said") for old, new in left.items()]

@@ -18,8 +18,10 @@ from torch import nn
 
 import real_models
 from ckpttool.cli.app import main
+from ckpttool.edits.rules.suggest import suggest
+from ckpttool.live.section import section_of
 from ckpttool.naming.inference.search import infer
-from ckpttool.naming.inference.values import Inference, Side, Tensor
+from ckpttool.naming.inference.values import Inference, Pair, Side, Tensor
 from places import DOCS
 from renamed_models import MORE, PAIRS, bert_model, gpt2, lightning, meta_llama, named, phi3, plain, split_gpt
 
@@ -258,6 +260,72 @@ def test_what_remains_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "the suggested rules do not make 1 key of the right: head.weight" in found["notes"]
 
 
+def test_dtypes_that_differ_are_left_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({f"a.{n}.w": torch.rand(2, n + 1) for n in range(3)}, tmp_path / "left.pt")
+    torch.save({f"b.{n}.w": torch.rand(2, n + 1).half() for n in range(3)}, tmp_path / "right.pt")
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"))
+    assert "the suggested rules leave dtypes and values as they are, and some differ" in found["notes"]
+    assert {value.dtype for value in torch.load(mended(found, capsys)).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_parts_of_other_sizes_that_are_stored_transposed(side: str) -> None:
+    """As of grouped queries in a `Conv1D`: the sizes are those along the dimension that is joined."""
+    rows = {"q": 4, "k": 2, "v": 2}
+    parts = {f"l.{name}.weight": torch.rand(3, size) for name, size in rows.items()}
+    whole = {"l.qkv.weight": torch.cat(list(parts.values()), 1).t()}
+    left, right = (parts, whole) if side == "left" else (whole, parts)
+    pair = Pair(tuple(left), tuple(right), "said", transposed=side)
+    found = suggest([pair], {}, section_of(left), section_of(right))
+    assert found is not None
+    assert "sizes = [4, 2, 2]" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("ends", "rules"),
+    [
+        (("weight", "bias"), 1),
+        (("kernel", "offset"), 2),  # of other ends each has a rule, and what else ends so is left alone
+        (("",), 1),
+    ],
+)
+def test_a_weight_and_its_bias_are_split_by_one_rule(ends: tuple[str, ...], rules: int) -> None:
+    def state(*names: str) -> State:
+        return {".".join(filter(None, (name, end))): torch.rand(6 // len(names), 2) for name in names for end in ends}
+
+    left, right = state("l.0.qkv"), state("l.1.q", "l.1.k", "l.1.v")
+    if "weight" not in ends:
+        left["l.0.qkv.zero"] = right["l.0.qkv.zero"] = torch.zeros(1)
+    pairs = [
+        Pair((whole,), tuple(name for name in right if name.rpartition(".")[2] == whole.rpartition(".")[2]), "said")
+        if ends[0]
+        else Pair((whole,), tuple(right)[:3], "said")
+        for whole in left
+        if "zero" not in whole
+    ]
+    found = suggest(pairs, {key: key for key in left if key in right}, section_of(left), section_of(right))
+    assert found is not None
+    assert found.text().count("split = ") == rules
+
+
+ODD = ["a\x7f", "b\u202e", "c😀\x01", 'd"\\', "e\u200b😀"]
+
+
+def test_names_that_are_not_shown_are_written_so_that_they_come_back() -> None:
+    """As TOML has them, and so that no terminal is told what to do."""
+    left = {f"{key}.w": torch.zeros(at + 1) for at, key in enumerate(ODD)}
+    right = {f"new.{key}": value for key, value in left.items()} | {"f.w": torch.zeros(9)}
+    pairs = [Pair((key,), (f"new.{key}",), "said") for key in left]
+    found = suggest(pairs, {"f.v": "f.w"}, section_of({**left, "f.v": torch.zeros(9)}), section_of(right))
+    assert found is not None
+    assert found.text().replace("\n", "").isprintable()
+    odd = suggest(
+        pairs[:1], {}, section_of(dict(list(left.items())[:1])), section_of({f"new.{ODD[0]}.w": torch.zeros(1)})
+    )
+    assert odd is not None
+    assert odd.text().replace("\n", "").isprintable()
+
+
 def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left, right = save(phi3, tmp_path / "left.pt"), save(real_models.llama, tmp_path / "right.pt")
     rules = tmp_path / "rules.toml"
@@ -288,6 +356,18 @@ def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 ROPE = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+
+
+def test_rows_that_are_all_alike_are_in_no_other_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Norms begin as ones: a rule that sorts them would do so with those of a trained checkpoint."""
+    left = {f"layers.{n}.{name}.weight": torch.ones(12 + n) for n in range(3) for name in ("norm", "out_norm")}
+    left |= {f"layers.{n}.w.weight": torch.rand(12, 5) for n in range(3)}
+    right = {key.replace("layers", "h").replace("norm", "ln"): value for key, value in left.items()}
+    for name, state in (("left.pt", left), ("right.pt", right)):
+        torch.save(state, tmp_path / name)
+    _, found = asked(capsys, "diff", str(tmp_path / "left.pt"), str(tmp_path / "right.pt"), "--values")
+    assert "rename = " in found["rules"]
+    assert "permute" not in found["rules"]
 
 
 @pytest.mark.parametrize("renamed", [False, True])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpttool.edits.rules.notation import shown
 from ckpttool.edits.rules.patterns import matches, parse
 from ckpttool.edits.rules.regex import Regex, compiled
 from ckpttool.edits.rules.segments import pattern_of, ways
@@ -23,6 +25,15 @@ SOON = 2.0  # seconds; what is not linear takes minutes
 def test_variables_of_many_segments_are_matched_in_linear_time(text: str) -> None:
     start = time.monotonic()
     assert parse(text).apply(LONG) is None
+    assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize(
+    "text", ["a " * 50_000, "a" + " " * 50_000 + "b", "a [" + "1, " * 50_000, "a [" * 50_000, "[ " * 50_000]
+)
+def test_what_is_no_tensor_is_told_in_linear_time(text: str) -> None:
+    start = time.monotonic()
+    assert shown(text) is None
     assert time.monotonic() - start < SOON
 
 
@@ -57,6 +68,11 @@ def test_many_slow_matches_have_one_limit() -> None:
     with limited(Limits(rules_seconds=1)), pytest.raises(CkptError, match="takes too long"):
         list(map(slow.fullmatch, ["a" * 20 + "!"] * 10_000))
     assert time.monotonic() - start < 1 + SOON
+
+
+def test_in_a_thread_the_time_is_not_limited_and_the_answer_is_the_same() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        assert [threads.submit(matches, "re:a+", key).result() for key in ("aa", "ab")] == [True, False]
 
 
 @pytest.mark.parametrize("text", ["a{99999999999999999999}", "(" * 5000, "*", "(?P<1>a)", "a{2,1}"])

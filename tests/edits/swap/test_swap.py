@@ -134,13 +134,17 @@ def changed(**changes: torch.Tensor | None) -> State:
 
 
 TIED = trained(2).embed.weight.detach()
-REFUSED: dict[str, tuple[State, list[str]]] = {
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing": (changed(norm__bias=None), ["no weight for it @ norm.bias"]),
     "left over": (changed(lora__a=torch.ones(1)), ["left over: the program has no such weight @ lora.a"]),
     "a shape": (changed(norm__bias=torch.ones(5)), ["shape [5], the program has [4] (from norm.bias) @ norm.bias"]),
     "a dtype": (changed(norm__bias=torch.ones(4).half()), ["dtype float16, the program has float32"]),
     "a part of a split": (changed(attention__k__weight=None), ["@ attention.qkv.weight"]),
     "tied and different": (changed(head__weight=TIED), ["tied to"]),
+    "no dense tensor": (changed(norm__bias=torch.ones(4).to_sparse()), ["norm.bias is no dense tensor @ norm.bias"]),
+    "no tensor": ({**changed(), "norm.bias": "a word"}, ["norm.bias is no dense tensor @ norm.bias"]),
+    "one of two tied": (changed(embed__weight=torch.ones(5, 4)), ["(from embed.weight) @ embed.weight"]),
+    "more than a dtype": (changed(norm__bias=torch.ones(4).half(), norm__weight=torch.ones(5)), ["`ckpttool diff "]),
     "all at once": (
         changed(norm__bias=None, lora__a=torch.ones(1), norm__weight=torch.ones(5), head__weight=TIED),
         ["no weight for it @ norm.bias", "left over", "shape [5]", "tied to"],
@@ -308,3 +312,121 @@ def test_a_second_key_of_a_weight_needs_no_name_in_the_program(views: Path, tmp_
     torch.save({**state, "tied": state["weight"]}, tmp_path / "new.pt")
     assert run(*asked).status == 0
     assert torch.equal(torch.export.load(tmp_path / "out.pt2").state_dict["weight"], model.weight)
+
+
+# What the keys mean
+
+
+class Crossed(nn.Module):
+    """Saves two tensors of one shape under each other's names: a file's keys do not say which form they are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: self._crossed(state, prefix))
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: self._crossed(state, prefix))
+
+    @staticmethod
+    def _crossed(state: dict[str, Any], prefix: str) -> None:
+        state[f"{prefix}a"], state[f"{prefix}b"] = state[f"{prefix}b"], state[f"{prefix}a"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.a + self.b
+
+
+def exported(model: nn.Module, path: Path, x: torch.Tensor | None = None) -> Path:
+    torch.export.save(torch.export.export(model, (torch.ones(3) if x is None else x,)), path)
+    return path
+
+
+@pytest.mark.parametrize(("form", "crossed"), [(None, True), ("serialized", True), ("runtime", False)])
+def test_which_form_the_keys_are_in_may_be_said(tmp_path: Path, run: Run, form: str | None, crossed: bool) -> None:
+    state = {"a": torch.full((3,), 5.0), "b": torch.full((3,), 7.0)}
+    torch.save(state, tmp_path / "new.pt")
+    words = [exported(Crossed(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Crossed"]
+    done = run("swap-weights", *words, *([] if form is None else ["--from", form]), "-o", tmp_path / "out.pt2")
+    assert done.status == 0, done.err
+    model = Crossed()
+    if crossed:
+        model.load_state_dict(state)
+    expected = {name: value.detach() for name, value in model.named_parameters()} if crossed else state
+    found = torch.export.load(tmp_path / "out.pt2").state_dict
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Stated(nn.Linear):
+    """Saves beside its weights what is none of them: extra state that is a tensor, a constant, and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("filled", torch.zeros(3), persistent=False)
+        self.register_state_dict_post_hook(self._saving)
+        self.register_load_state_dict_pre_hook(self._loading)
+        self.register_load_state_dict_post_hook(self._loaded)
+        self.load_state_dict(self.state_dict())
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+    @staticmethod
+    def _saving(module: Any, state: dict[str, Any], prefix: str, _: object) -> None:
+        state[f"{prefix}version"] = torch.ones(1)
+        state[f"{prefix}sum"] = module.weight + module.bias
+
+    @staticmethod
+    def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        state.pop(f"{prefix}version", None)
+        state.pop(f"{prefix}sum", None)
+
+    @staticmethod
+    def _loaded(module: Any, _: object) -> None:
+        module.filled.fill_(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.filled
+
+
+@pytest.mark.parametrize("form", ["serialized", "runtime"])
+def test_what_is_no_weight_is_ignored_and_said(tmp_path: Path, run: Run, form: str) -> None:
+    """A constant that loading makes of nothing in the file is as it was."""
+    model = Stated()
+    state = dict(model.state_dict())
+    ignored = ["_extra_state", "version", "sum"]
+    if form == "runtime":
+        del state["sum"]
+        ignored.remove("sum")
+    torch.save(state, tmp_path / "new.pt")
+    words = [exported(Stated(), tmp_path / "p.pt2"), tmp_path / "new.pt", "--model", f"{__file__}:Stated"]
+    done = run("swap-weights", *words, "--from", form, "-o", tmp_path / "out.pt2", "--format", "json")
+    assert done.status == 0, done.err
+    assert (sorted(done.data["ignored"]), done.data["constants"]) == (sorted(ignored), ["filled"])
+    assert torch.equal(torch.export.load(tmp_path / "out.pt2").module()(torch.ones(3)), model(torch.ones(3)))
+
+
+# Where the program lies, and what it becomes
+
+
+def test_in_place_and_an_output_exclude_each_other(tmp_path: Path, run: Run) -> None:
+    program, new = exported(nn.Linear(3, 2), tmp_path / "p.pt2"), tmp_path / "new.pt"
+    model = nn.Linear(3, 2)
+    torch.save(model.state_dict(), new)
+    before, words = program.read_bytes(), ["swap-weights", program, new, "--in-place", "--verify"]
+    done = run(*words, "-o", tmp_path / "out.pt2")
+    assert (done.status, program.read_bytes() == before, (tmp_path / "out.pt2").exists()) == (2, True, False)
+    assert "--in-place and -o OUT exclude each other" in done.err
+    assert run(*words, "-o", tmp_path / "out.pt2", "--dry-run").status == 0
+    assert program.read_bytes() == before
+    assert run(*words).status == 0
+    assert torch.equal(torch.export.load(program).state_dict["weight"], model.weight)
+
+
+def test_operands_in_the_wrong_order_are_said_with_the_output(tmp_path: Path, run: Run) -> None:
+    program, new = exported(nn.Linear(3, 2), tmp_path / "p.pt2"), tmp_path / "new.pt"
+    torch.save(nn.Linear(3, 2).state_dict(), new)
+    for words, out in ((["-o", tmp_path / "o.pt2"], tmp_path / "o.pt2"), (["--dry-run"], "OUT.pt2")):
+        done = run("swap-weights", new, program, *words)
+        assert done.status == 2
+        assert f"hint: the program comes first: ckpttool swap-weights {program} {new} -o {out}" in done.err

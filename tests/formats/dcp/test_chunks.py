@@ -135,6 +135,11 @@ def test_a_chunk_that_is_no_tensor(tmp_path: Path) -> None:
     place = Place("data", 0, length)
     with pytest.raises(CkptError, match="no tensor"):
         data(tmp_path, TensorItem("float32", (2,), (Chunk((0,), (2,), place),)))
+    with open(tmp_path / "data", "wb") as file:
+        torch.save(torch.ones(2).to_sparse(), file)
+    place = Place("data", 0, (tmp_path / "data").stat().st_size)
+    with pytest.raises(CkptError, match=r"float32 \[2\] where"):
+        data(tmp_path, TensorItem("float32", (2,), (Chunk((0,), (2,), place),)))
     (tmp_path / "data").write_bytes(b"junk" * 100)
     with pytest.raises(CkptError):
         data(tmp_path, TensorItem("float32", (2,), (Chunk((0,), (2,), place),)))

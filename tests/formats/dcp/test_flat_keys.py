@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -55,3 +56,33 @@ def test_what_has_no_flat_keys_is_refused(root: Any) -> None:
         flattened(pickled(root))
     said = "a key of a dict that is no word @ " if isinstance(root, dict) else "the file holds no dict @ (root)"
     assert said in list(map(str, caught.value.problems))
+
+
+@pytest.mark.parametrize(
+    ("flat", "state"),
+    [
+        ({("a", 10_000): 1}, {"a": [None] * 10_000 + [1]}),
+        ({("param_groups",): [5]}, {"state": {}, "param_groups": [5]}),
+        ({("param_groups",): [{"params": 5}]}, {"state": {}, "param_groups": [{"params": 5}]}),
+        ({("state",): 5, ("param_groups",): [{"params": [0]}]}, {"state": 5, "param_groups": [{"params": [0]}]}),
+        (
+            {("state", "0", "x"): 1, ("state", "1", "x"): 2, ("param_groups",): [{"params": [0]}, {"params": ["1"]}]},
+            {"state": {0: {"x": 1}, "1": {"x": 2}}, "param_groups": [{"params": [0]}, {"params": ["1"]}]},
+        ),
+    ],
+)
+def test_the_state_dict_that_flat_keys_make(flat: Any, state: Any) -> None:
+    assert nested(flat) == state
+
+
+def inside(depth: int, container: Any) -> Any:
+    return reduce(lambda inner, _: container(inner), range(depth), 1)
+
+
+def test_what_is_nested_too_deep() -> None:
+    assert list(flattened(inside(200, lambda inner: {"a": inner}))) == [".".join("a" * 200)]
+    with pytest.raises(Refused) as caught:
+        flattened(inside(201, lambda inner: {"a": inner}))
+    assert [str(problem) for problem in caught.value.problems] == ["nested too deep @ a.a.a.a.a.a.a.a.a.a"]
+    node = inside(5_000, lambda inner: [inner])
+    assert flattened({"a": node}) == {"a": (("a",), node)}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,13 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import dcp_ranks
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
+from ckpttool.formats.dcp.metadata import parse
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.limits import Limits, limited
 from torch_version import needs_torch
 
 
@@ -149,7 +152,9 @@ def test_safetensors_of_two_ranks(ranks: Path, tmp_path: Path, name: str) -> Non
     assert same(loaded(tmp_path / "out.dcp")["lines"], want["rows"])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": {}}', '{"rows": {"saved_offsets": [0, 1, 2]}}', "{"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"rows": {}}', '{"rows": {"saved_offsets": [0, 1, 2]}}', '{"rows": 5}', "{"]
+)
 def test_shards_that_do_not_say_where_they_lie(tmp_path: Path, text: str) -> None:
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
     save_file({"rows": torch.ones(2, 2)}, path, {"DCP_SHARDING_INFO": text})
@@ -340,6 +345,22 @@ class Bomb:
         return os.system, (f"touch {self.path}",)
 
 
+class Properties:
+    """Is pickled as torch's `TensorProperties` of the dtype, with more of them than today's have."""
+
+    def __init__(self, dtype: Any, *more: Any) -> None:
+        self.state: Any = (*TensorProperties(dtype).__getstate__(), *more)
+
+    @classmethod
+    def bare(cls) -> Properties:
+        made = cls(torch.float32)
+        made.state = {"dtype": 1}
+        return made
+
+    def __reduce__(self) -> Any:
+        return TensorProperties, (), self.state
+
+
 def first_place(**said: Any) -> Callable[[Any], None]:
     def lies(metadata: Any) -> None:
         vars(metadata.storage_data[MetadataIndex("n")]).update(said)
@@ -381,8 +402,8 @@ def odd_key(metadata: Any) -> None:
 
 
 NO_PATH = "is not the flat key of its path @ Metadata"
-# What is changed, and all that is said of it
-LIES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+# What is changed, and all that is said of it; None where that is how far Python got
+LIES: dict[str, tuple[Callable[[Any], Any], list[str] | None]] = {
     "outside": (first_place(relative_path="../secret"), ["leads out of the folder @ ../secret"]),
     "itself": (
         first_place(relative_path=".metadata", offset=0, length=9),
@@ -417,6 +438,27 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         of_w(size=torch.Size([1 << 40, 1 << 40])),
         ["its shape [1099511627776, 1099511627776] is too large @ w"],
     ),
+    "a shape at the bound": (
+        of_w(size=torch.Size([1 << 60])),
+        [f"its chunks hold 4 elements, it has {1 << 60:,} @ w"],
+    ),
+    "a shape beyond it": (of_w(size=torch.Size([(1 << 60) + 1])), [f"its shape [{(1 << 60) + 1}] is too large @ w"]),
+    "as many dimensions as there may be": (
+        of_w(size=torch.Size([1] * 64)),
+        [f"a chunk at [0] of [4] elements is not inside {[1] * 64} @ w"],
+    ),
+    "a dtype of another module": (of_w(properties=Properties(np.float32)), ["unknown dtype numpy.float32 @ w"]),
+    "a dtype that is none": (of_w(properties=Properties(torch.Tensor)), ["unknown dtype torch.Tensor @ w"]),
+    "a dtype that is text": (of_w(properties=Properties("float32")), ["unknown dtype float32 @ w"]),
+    "properties of a newer torch": (
+        of_w(properties=Properties(torch.float32, None, None)),
+        ["its properties are those of a newer torch: pip install -U ckpttool @ w"],
+    ),
+    "an object for a size": (of_w(size=Path("4")), ["sizes that are no tuple @ w"]),
+    "a state that is none": (of_w(size=torch.Size([4]), properties=Properties.bare()), None),
+    "a list for a dict": (lambda metadata: vars(metadata).update(state_dict_metadata=[]), None),
+    "a set for places": (lambda metadata: vars(metadata).update(storage_data={1}), None),
+    "a way to a number": (lambda metadata: metadata.planner_data.update({5: ("w",)}), None),
     "a huge rank": (of_w(size=torch.Size([1] * 100_000)), ["sizes that are no tuple @ w"]),
     "a rank too many": (of_w(size=torch.Size([1] * 65)), ["sizes that are no tuple @ w"]),
     "sizes of text": (of_w(size="4"), ["sizes that are no tuple @ w"]),
@@ -424,7 +466,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "a size below nothing": (of_w(size=(-4,)), ["sizes [-4] @ w"]),
     "a gap": (of_w(size=torch.Size([5])), ["its chunks hold 4 elements, it has 5 @ w"]),
     "no chunks": (of_w(chunks=7), ["int where a list has to be @ w"]),
-    "no properties": (of_w(properties=7), ["unknown dtype None @ w"]),
+    "no properties": (of_w(properties=7), ["int where a TensorProperties has to be @ w"]),
     "an overlap": (chunks(([0], [2]), ([1], [2])), ["two of its chunks overlap @ w"]),
     "a chunk outside": (chunks(([0], [2]), ([3], [2])), ["a chunk at [3] of [2] elements is not inside [4] @ w"]),
     "a chunk of another rank": (
@@ -451,12 +493,15 @@ def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
     with pytest.raises(CkptError) as caught:
         open_checkpoint(str(folder))
     words = {"OFFSET": place.offset, "LENGTH": place.length, "SIZE": f"{(folder / '__0_0.distcp').stat().st_size:,}"}
+    assert main(["inspect", str(folder)]) == 2
+    if said is None:
+        assert len(caught.value.problems) == 1
+        return
     for word, value in words.items():
         said = [text.replace(word, str(value)) for text in said]
     found = sorted(map(str, caught.value.problems))
     assert len(found) == len(said)
     assert all(text.endswith(words) for text, words in zip(found, said)), found
-    assert main(["inspect", str(folder)]) == 2
 
 
 @pytest.mark.parametrize(
@@ -466,6 +511,7 @@ def test_metadata_that_lies(tmp_path: Path, name: str) -> None:
         ({"a.b": ("a", "b"), "a": ("a",)}, "the way to it leads through another entry @ a"),
         ({"a.0": ("a", 0), "a.b": ("a", "b")}, "neither a dict nor a list @ a"),
         ({"a.20000": ("a", 20000)}, "neither a dict nor a list @ a"),
+        ({"a.10001": ("a", 10001)}, "neither a dict nor a list @ a"),
         ({"0": (0,), "1": (1,)}, None),
         ({"a.-1": ("a", -1)}, "neither a dict nor a list @ a"),
         ({".".join("x" * 300): tuple("x" * 300)}, "nested too deep @ x.x.x.x.x.x.x.x.x.x"),
@@ -484,6 +530,53 @@ def test_lists_keep_their_places_where_something_is_missing(tmp_path: Path) -> N
     change(folder, paths(**{"a.0": ("a", 0), "a.3": ("a", 3)}))
     remap(folder, "-o", tmp_path / "out.pt")
     assert [None if one is None else one.numel() for one in torch.load(tmp_path / "out.pt")["a"]] == [1, None, None, 2]
+
+
+@pytest.mark.parametrize("more", [(None,), (torch.Size([1]),)])
+def test_a_property_that_torch_added_later_is_kept(tmp_path: Path, more: Any) -> None:
+    folder = save({"w": torch.ones(4)}, tmp_path / "m")
+    change(folder, of_w(properties=Properties(torch.float32, *more)))
+    remap(folder, "-o", tmp_path / "out", "--rule", "w => v")
+    item = parse((tmp_path / "out" / ".metadata").read_bytes(), "")
+    assert [getattr(own, "more", None) for own in item.items.values()] == [tuple(s and tuple(s) for s in more)]
+
+
+def test_what_a_folder_may_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that a pickle names once and refers to often, and the pickle itself."""
+    folder = save({"w": torch.ones(4), "x": torch.ones(4)}, tmp_path / "m")
+    nbytes = (folder / ".metadata").stat().st_size
+    with limited(Limits(pickle_bytes=nbytes)):
+        open_checkpoint(str(folder))
+    with limited(Limits(pickle_bytes=nbytes - 1)), pytest.raises(CkptError, match=r"\.metadata is too long"):
+        open_checkpoint(str(folder))
+    monkeypatch.setattr("ckpttool.formats.dcp.metadata._MAX_CHUNKS", 2)
+    open_checkpoint(str(folder))
+    monkeypatch.setattr("ckpttool.formats.dcp.metadata._MAX_CHUNKS", 1)
+    with pytest.raises(CkptError) as caught:
+        open_checkpoint(str(folder))
+    assert list(map(str, caught.value.problems)) == ["more than 1 chunks @ x"]
+
+
+def test_shards_beside_a_metadata_are_not_looked_at(tmp_path: Path) -> None:
+    folder = save({"w": torch.ones(4)}, tmp_path / "m")
+    save_file({"v": torch.ones(2)}, folder / "shard-00001-model-00001-of-00001.safetensors")
+    assert [entry.key for entry in open_checkpoint(str(folder)).sections[0].tensors] == ["w"]
+
+
+def test_chunks_in_files_of_both_kinds(tmp_path: Path) -> None:
+    folder = save({"w": torch.arange(4.0)}, tmp_path / "m")
+    torch.save(torch.tensor([0.0, 1.0]), folder / "first.distcp")
+    save_file({"w": torch.tensor([2.0, 3.0])}, folder / "second.distcp")
+
+    def cut(metadata: Any) -> None:
+        chunks(([0], [2]), ([2], [2]))(metadata)
+        for number, name in ((0, "first.distcp"), (2, "second.distcp")):
+            place = _StorageInfo(name, 0, (folder / name).stat().st_size)
+            metadata.storage_data[MetadataIndex("w", torch.Size([number]))] = place
+
+    change(folder, cut)
+    remap(folder, "-o", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["w"].tolist() == [0, 1, 2, 3]
 
 
 def test_an_object_is_read_up_to_a_size(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +120,34 @@ def _with_a_stranger(step: Path) -> None:
     shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_7")))
 
 
+def _of_another_kind(content: object) -> Callable[[Path], None]:
+    return lambda step: torch.save(content, next(step.glob("*model_states.pt")))
+
+
+def _all(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """A change of what the optimizer's file of every rank says."""
+
+    def damage(step: Path) -> None:
+        for path in _ranks(step):
+            edited(path, lambda content: change(content["optimizer_state_dict"]))
+
+    return damage
+
+
+def _ranks(step: Path) -> list[Path]:
+    return sorted(step.glob("*optim_states.pt"))
+
+
+def _of_another_format(step: Path) -> None:
+    torch.save({}, next(step.glob("*model_states.pt")), _use_new_zipfile_serialization=False)
+
+
+def _experts(step: Path) -> None:
+    path = next(step.glob("*model_states.pt"))
+    for name in ("layer_00-model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"):
+        shutil.copy(path, step / name)
+
+
 def _of_one_model_part_more(step: Path) -> None:
     path = next(step.glob("*model_states.pt"))
     shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
@@ -165,7 +195,11 @@ def _longer(own: dict[str, Any]) -> None:
 
 
 def _one_group_less(own: dict[str, Any]) -> None:
-    (own.get("fp32_flat_groups") or own["single_partition_of_fp32_groups"]).pop()
+    own[_flat(own)].pop()
+
+
+def _flat(own: dict[str, Any]) -> str:
+    return "fp32_flat_groups" if "fp32_flat_groups" in own else "single_partition_of_fp32_groups"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +208,20 @@ def _one_group_less(own: dict[str, Any]) -> None:
         (_without_rank, "no file of this rank's optimizer states @ rank 1"),
         (_without_model, "without the model's own file"),
         (_of_another_step, "has neither the shape of the partitions nor one value on all ranks @ step"),
-        (_with_a_stranger, "@ rank 7"),
+        (_with_a_stranger, " ranks @ rank 7"),
+        (_experts, "not of the one model part that is read @ layer_00-model_states.pt"),
+        (_experts, "not of the one model part that is read @ expp_rank_0_mp_rank_00_optim_states.pt"),
+        (_of_another_format, "is no file of torch.save"),
+        (_of_another_kind([1]), "holds no dict"),
+        (_rank(1, lambda own: _set(own, **{_flat(own): [3]})), "is no flat tensor"),
+        (_rank(1, lambda own: _set(own, **{_flat(own): [torch.ones(9).to_sparse()]})), "is no flat tensor"),
+        (_rank(0, lambda own: _set(own, partition_count=1)), "the run had 1 ranks @ rank 1"),
+        (_rank(0, lambda own: _set(own, partition_count="x")), "'x' partitions"),
+        (_rank(0, lambda own: _set(own, partition_count=1 << 63)), "None partitions"),
+        (lambda step: edited(_ranks(step)[0], lambda own: _set(own, optimizer_state_dict=5)), "_dict is no dict"),
+        (_all(lambda own: _set(_base(own)["state"][0], more=torch.ones(3))), "one value on all ranks @ more"),
+        (_all(lambda own: _set(_base(own)["state"][0], more="x")), "one value on all ranks @ more"),
+        (_rank(0, lambda own: _set(own, param_alignment_paddings=[[None] * 7])), "each parameter @ param_alignment_"),
         (_of_one_model_part_more, "not of the one model part that is read @"),
         (_rank(0, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
         (_rank(1, lambda own: _base(own)["state"][0].pop("exp_avg")), "one value on all ranks @ exp_avg"),
@@ -212,6 +259,9 @@ def test_what_is_not_whole_and_ranks_that_say_other_things_are_refused(
     ("rank", "change", "says"),
     [
         (0, lambda own: own["shared_params"].clear(), "neither a parameter, a buffer nor shared @ head.weight"),
+        (0, lambda own: own["shared_params"].update({"head.weight": "gone"}), "a buffer nor shared @ head.weight"),
+        (0, lambda own: own["shared_params"].update({"head.weight": [1]}), "a buffer nor shared @ head.weight"),
+        (0, lambda own: own["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
         (1, lambda own: own["frozen_param_fragments"].clear(), "a rank has no part of it @ frozen.weight"),
         (
             0,
@@ -236,7 +286,64 @@ def test_model_files_of_stage_3_that_lie_are_refused(
     assert (done.status, says in done.err) == (2, True), done.err
 
 
-@pytest.mark.parametrize("listed", [["scale", "count"], []])
+def test_a_model_file_of_each_rank_has_to_be_there(run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
+    for rank in (1, 2):
+        (step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
+    done = run("inspect", tmp_path / "run")
+    assert done.status == 2
+    assert [line for line in done.err.splitlines() if line.startswith("  ")] == [
+        f"  no file of this rank's model states @ rank {rank}" for rank in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("name", ["zero-1", "zero-2"])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "says"),
+    [
+        (lambda own: own.update(shared_params={"head.weight": "gone"}), None, "a buffer nor shared @ head.weight"),
+        (
+            lambda own: own.update(param_shapes=[{} for _ in own["param_shapes"]]),
+            {"param_alignment_paddings": None},
+            "its parameters are 0 @",
+        ),
+        (None, {"param_slice_mappings": [{"up.weight": 5}]}, "says that its part lies elsewhere @ up.weight"),
+        (
+            None,
+            {"param_slice_mappings": [{"up.weight": SimpleNamespace(numel=None, start=0)}]},
+            "says that its part lies elsewhere @ up.weight",
+        ),
+        (
+            None,
+            {"param_slice_mappings": [{"up.weight": SimpleNamespace(numel=0, start=None)}]},
+            "says that its part lies elsewhere @ up.weight",
+        ),
+        (None, _one_group_less, "param groups, the ranks have"),
+    ],
+)
+def test_files_of_stage_1_and_2_that_lie_are_refused(
+    run: Run, tmp_path: Path, name: str, model: Any, optimizer: Any, says: str
+) -> None:
+    step = shutil.copytree(DATA / "deepspeed-0.19.8" / name, tmp_path / "run") / "global_step2"
+    if model is not None:
+        edited(step / "mp_rank_00_model_states.pt", model)
+    if optimizer is not None:
+        _all(optimizer if callable(optimizer) else lambda own: own.update(optimizer))(step)
+    done = run("inspect", tmp_path / "run")
+    assert (done.status, says in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize("name", ["zero-1", "zero-2"])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_release_that_does_not_say_where_parts_lie(run: Run, tmp_path: Path, name: str, left: int) -> None:
+    saved = DATA / "deepspeed-0.19.8" / name
+    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+    _all(lambda own: own.update(param_slice_mappings=own["param_slice_mappings"][:left]))(step)
+    done = run("diff", tmp_path / "run", saved, "--values", "--whole")
+    assert (done.status, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("listed", [["scale", "count"], [], ["gone", [1]]])
 def test_buffers_that_differ_are_rank_0s_and_it_is_said(run: Run, tmp_path: Path, listed: list[str]) -> None:
     """Also where the file does not list them: what is no placeholder is the module's own."""
     step = shutil.copytree(DATA / "deepspeed-0.19.8" / "zero-3", tmp_path / "run") / "global_step2"
@@ -266,16 +373,61 @@ def test_what_the_module_holds_beside_tensors_is_carried(saved: Path, run: Run, 
     assert "n differs" not in done.err
 
 
+def nested_lists(depth: int) -> list[Any]:
+    return reduce(lambda inner, _: [inner], range(depth), list[Any]())
+
+
 def test_an_option_that_is_not_carried_is_said(saved: Path, run: Run, tmp_path: Path) -> None:
     step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
-    options = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "own": None, "pair": [1, [2.0]]}
+    lost = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99), "foreach": {}, "fused": torch.device("cpu")}
+    lost |= {"capturable": OrderedDict(), "maximize": [torch.Size([1])], "amsgrad": nested_lists(400)}
+    options = lost | {"own": None, "pair": [1, [2.0]]}
     for rank, _ in enumerate(step.glob("*optim_states.pt")):
         _rank(rank, lambda own: _base(own)["param_groups"][0].update(options))(step)
     done = run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt")
-    assert all(f"not carried: {name} of param group 0" in done.err for name in ("lr", "betas"))
+    assert all(f"not carried: {name} of param group 0" in done.err for name in lost)
     group = torch.load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]
-    assert group.keys().isdisjoint({"lr", "betas"})
+    assert group.keys().isdisjoint(lost)
     assert (group["own"], group["pair"]) == (None, [1, [2.0]])
+
+
+def test_a_state_that_is_a_number_is_each_parameters(saved: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+    _all(
+        lambda own: _base(own)["state"].update({at: {**state, "step": 2} for at, state in _base(own)["state"].items()})
+    )(step)
+    assert run("remap", tmp_path / "run", "-o", tmp_path / "whole.pt").status == 0
+    state = torch.load(tmp_path / "whole.pt")["optimizer"]["state"]
+    assert [(type(own["step"]), own["step"]) for own in state.values()] == [(int, 2)] * 7
+
+
+def test_nothing_is_said_of_a_file_that_holds_nothing_else(saved: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+    for path in step.glob("*model_states.pt"):
+        edited(path, lambda own: own.update(skipped_steps=None, global_steps=None, global_samples=None, epoch=None))
+    assert "not carried" not in run("inspect", tmp_path / "run").err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda base: _set(base, state=[]),
+        lambda base: _set(base, param_groups={}),
+        lambda base: _set(base, param_groups=[5, *base["param_groups"]]),
+        lambda base: base["param_groups"].append({"params": [9]}),
+        lambda base: base["param_groups"].pop(),
+        lambda base: base["param_groups"][0].update(params={}),
+        lambda base: base["param_groups"][0].update(params=["x"]),
+    ],
+)
+def test_an_optimizer_that_is_laid_out_otherwise_is_not_read(
+    saved: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    step = shutil.copytree(saved, tmp_path / "run") / "global_step2"
+    _all(lambda own: change(_base(own)))(step)
+    done = run("inspect", tmp_path / "run", "--format", "json")
+    assert [section["path"] for section in done.data["sections"]] == ["model"]
+    assert any("the optimizer is not read: " in note for note in done.data["notes"])
 
 
 @pytest.mark.parametrize("name", ["zero-1", "zero-2"])
@@ -349,6 +501,18 @@ def _of_another_shape(zero: Path) -> None:
     shutil.copy(zero / "up.bias" / "exp_avg.pt", zero / "up.weight" / "exp_avg.pt")
 
 
+def _file(content: object) -> Callable[[Path], None]:
+    return lambda zero: torch.save(content, zero / "up.weight" / "fp32.pt")
+
+
+def _shapes(shapes: object) -> Callable[[Path], None]:
+    def damage(zero: Path) -> None:
+        for path in zero.parent.glob("*model_states.pt"):
+            edited(path, lambda own: own.update(param_shapes=shapes))
+
+    return damage
+
+
 def _no_parameter(zero: Path) -> None:
     shutil.rmtree(zero / "norm.bias")
 
@@ -365,6 +529,11 @@ def _no_step(zero: Path) -> None:
         (_no_parameter, "no file fp32.pt of it @ norm.bias"),
         (lambda zero: (zero / "optimizer_state.pt").unlink(), "optimizer_state.pt"),
         (_no_step, "without the partitions of the weights"),
+        (_file({}), "state.up.weight.fp32 is no flat tensor"),
+        (_file({"param": torch.tensor(1.0)}), "fp32.pt is of shape [], the parameter of [5, 3] @ up.weight"),
+        (_file({"param": torch.ones(15).to_sparse()}), "state.up.weight.fp32 is no flat tensor"),
+        (_shapes(None), "does not hold every parameter whole"),
+        (_shapes([{"../norm.bias": torch.Size([5])}]), "no file fp32.pt of it @ ../norm.bias"),
     ],
 )
 def test_a_universal_checkpoint_that_is_not_whole_is_refused(
@@ -402,6 +571,57 @@ def test_the_hint_for_a_model_that_is_cut_is_deepspeeds_own_program(saved: Path,
     done = run("inspect", step)
     assert done.status == 2
     assert f"ds_to_universal --input_folder {step} --output_folder {step}_universal" in done.err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rest: _set(rest, param_groups=[]),
+        lambda rest: rest["param_groups"].append(5),
+        lambda rest: _set(rest, param_groups=[5, *rest["param_groups"][1:]]),
+    ],
+)
+def test_param_groups_of_a_universal_checkpoint_that_are_others(
+    universal: Path, run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    shutil.copytree(universal, tmp_path / "run")
+    edited(next((tmp_path / "run").rglob("optimizer_state.pt")), change)
+    done = run("inspect", tmp_path / "run", "--format", "json")
+    assert [section["path"] for section in done.data["sections"]] == ["model"]
+    assert any(note.startswith("the optimizer is not read: ") for note in done.data["notes"])
+
+
+def test_state_of_rank_0_in_a_universal_checkpoint(universal: Path, run: Run, tmp_path: Path) -> None:
+    """One value is each parameter's; of more it is said that they are left out, unless each parameter has its own."""
+    shutil.copytree(universal, tmp_path / "run")
+    own = {"step": 7, "beta": 0.5, "exp_avg": torch.ones(4), "alone": torch.ones(3), "none": torch.ones(0)}
+    edited(
+        next((tmp_path / "run").rglob("optimizer_state.pt")),
+        lambda rest: rest.update(optimizer_state_dict={"state": {0: own}}),
+    )
+    done = run("remap", tmp_path / "run", "-o", tmp_path / "o.pt")
+    assert [f"not carried: {name} of " in done.err for name in own] == [False, False, False, True, True], done.err
+    found = torch.load(tmp_path / "o.pt")["optimizer"]
+    first, second = (group["params"] for group in found["param_groups"])
+    assert all(found["state"][name]["beta"] == 0.5 for name in first)
+    assert all("beta" not in found["state"][name] for name in second)
+
+
+def test_a_parameter_of_one_element_has_its_shape(universal: Path, run: Run, tmp_path: Path) -> None:
+    step = shutil.copytree(universal, tmp_path / "run") / "global_step2_universal"
+    for name, shape, held in (
+        ("one", [1], torch.ones(1)),
+        ("none", [], torch.ones(1)),
+        ("cube", [1, 1], torch.ones(1)),
+    ):
+        for path in step.glob("*model_states.pt"):
+            edited(path, partial(lambda name, shape, own: own["param_shapes"][0].update({name: shape}), name, shape))
+        (step / "zero" / name).mkdir()
+        torch.save({"param": held}, step / "zero" / name / "fp32.pt")
+        torch.save({"param": torch.tensor(4.0)}, step / "zero" / name / "step.pt")
+    have = gathered(tmp_path / "run", run, tmp_path / "o.pt")
+    assert [have["model"][name].shape for name in ("one", "none", "cube")] == [(1,), (), (1, 1)]
+    assert [have["optimizer"]["state"][name]["step"].shape for name in ("one", "none", "cube")] == [()] * 3
 
 
 def test_what_a_universal_checkpoint_has_beside_is_said(universal: Path, run: Run, tmp_path: Path) -> None:

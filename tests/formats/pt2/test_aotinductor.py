@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import pytest
 import torch
 from torch import nn
 
+from ckpttool.checkpoint import in_row_major
 from ckpttool.edits.swap.swap import swap
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.pt2.aotinductor import is_inlined
 from ckpttool.formats.pt2.archive import layout, read, read_program
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.limits import Limits, limited
+from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.trace import trace
@@ -187,7 +191,7 @@ def archive(path: Path, configs: dict[str, object], weights: dict[str, object], 
             with out.open(f"p/data/weights/{name}", "w") as record:
                 torch.save(value, record)
         for name in more:
-            out.writestr(f"p/{name}", b"{}")
+            out.writestr(f"p/{name}", b"" if name.endswith("/") else b"{}")
     return str(path)
 
 
@@ -197,6 +201,45 @@ ONE = {"w": ["weight_0", [2, 2], [2, 1], 0]}
 def with_ones(checkpoint, tmp_path):
     torch.save({"w": torch.full((2, 2), 7.0)}, tmp_path / "new.pt")
     return swap(checkpoint, model_section(open_checkpoint(str(tmp_path / "new.pt")))).program
+
+
+class Twice(nn.Module):
+    """A weight of two names, of which compiled code has one, and a buffer that is in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.again = nn.Parameter(torch.ones(2, 2))
+        self.register_buffer("fixed", torch.ones(2, 2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({}, []),
+        ({"again": torch.full((2, 2), 7.0)}, []),
+        ({"again": torch.ones(2, 2)}, ["tied to w, and its new value is another one @ again"]),
+        ({"fixed": torch.zeros(2, 2)}, []),
+        ({"note": "a word"}, ["left over: the program has no such weight @ note"]),
+    ],
+)
+def test_runtime_names_of_which_the_code_has_not_all(tmp_path, state, said):
+    two: dict[str, object] = {name: [f"weight_{at}", [2, 2], [2, 1], 0] for at, name in enumerate(("w", "fixed"))}
+    values: dict[str, object] = {f"weight_{at}": torch.ones(2, 2) for at in (0, 1)}
+    path = archive(tmp_path / "p.pt2", {"model": two}, values)
+    torch.save({"w": torch.full((2, 2), 7.0), **state}, tmp_path / "new.pt")
+    new = model_section(open_checkpoint(str(tmp_path / "new.pt")))
+    names = trace(of_object(Twice))
+    if said:
+        with pytest.raises(Refused) as caught:
+            swap(read(path), new, names, form=ModelForm.RUNTIME)
+        assert [str(problem) for problem in caught.value.problems] == said
+        return
+    done = swap(read(path), new, names, form=ModelForm.RUNTIME)
+    assert (set(done.sources), done.kept) == ({"w", "fixed"} & {"w", *state}, () if "fixed" in state else ("fixed",))
+    out = write_pieces(layout(done.program), tmp_path / "out.pt2")
+    with zipfile.ZipFile(out) as written:
+        assert torch.equal(torch.load(written.open("p/data/weights/weight_0")), torch.full((2, 2), 7.0))
+        assert torch.equal(torch.load(written.open("p/data/weights/weight_1")), state.get("fixed", torch.ones(2, 2)))
 
 
 def test_weights_that_another_model_uses_too_are_not_changed_under_its_feet(tmp_path):
@@ -210,6 +253,48 @@ def test_weights_that_another_model_uses_too_are_not_changed_under_its_feet(tmp_
     with zipfile.ZipFile(out) as written:
         assert torch.load(written.open("p/data/weights/weight_1"))[1, 1] == 7
         assert torch.load(written.open("p/data/weights/weight_0"))[1, 1] == 1
+
+
+def test_a_model_with_its_weights_inside_and_an_entry_of_a_folder_beside_it(tmp_path):
+    more = ("data/aotinductor/", "data/aotinductor/inside/m.wrapper.so")
+    path = archive(tmp_path / "p.pt2", {"cpu": ONE}, {"weight_0": torch.ones(2, 2)}, *more)
+    assert "2 programs: cpu, inside" in read(path).notes
+    assert len(layout(with_ones(read_program(path, "cpu"), tmp_path))) > 1
+
+
+def test_compiled_weights_keep_their_names(tmp_path):
+    old = read(archive(tmp_path / "p.pt2", {"model": ONE}, {"weight_0": torch.ones(2, 2)}))
+    (section,) = old.sections
+    with pytest.raises(Refused) as caught:
+        layout(replace(old, sections=(replace(section, tensors=(section.tensors[0].under("v"),)),)))
+    assert [str(p) for p in caught.value.problems] == [
+        "compiled code calls its weights by the names that they have @ w"
+    ]
+
+
+def test_the_source_beside_the_code_says_which_weights_are_constants(tmp_path):
+    path = archive(tmp_path / "p.pt2", {"model": {**ONE, "c": ONE["w"]}}, {"weight_0": torch.ones(2, 2)})
+    source = (
+        "constants_info_[0].type = static_cast<int32_t>(torch::aot_inductor::ConstantType::Parameter);\n"
+        'constants_info_[0].original_fqn = "w";\n'
+        "constants_info_[1].type = static_cast<int32_t>(torch::aot_inductor::ConstantType::TensorConstant);\n"
+        'constants_info_[1].original_fqn = "c";\n'
+    )
+    with zipfile.ZipFile(path, "a") as out:
+        out.writestr("p/data/aotinductor/model/m.wrapper.cpp", source)
+    for most, keys in ((len(source), [["w"], ["c"]]), (len(source) - 1, [["w", "c"]])):
+        with limited(Limits(json_bytes=most)):
+            assert [section.keys for section in read(path).sections] == keys
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (9,), (1, 1), (2, 4)])
+def test_what_the_compiler_writes_into_the_code(shape):
+    from torch._inductor.graph import GraphLowering
+
+    tensor = torch.zeros(shape)
+    assert is_inlined(in_row_major("w", "float32", shape, None)) == (
+        shape == () or GraphLowering.can_inline_constant(tensor)
+    )
 
 
 def test_an_exported_program_beside_the_code(tmp_path):
@@ -229,11 +314,13 @@ def test_an_exported_program_beside_the_code(tmp_path):
         {"w": ["../x", [2], [1], 0]}, {"w": ["weight_0", [2, 3], [3, 1], 0]}, {"w": ["weight_0", [2, 2], [2, 1], 1]},
         {"w": ["weight_0", [2, 2], [2], 0]}, {"w": ["weight_0", [-2, 2], [2, 1], 0]}, {"w": ["weight_0", 3, 4, 0]},
         {"w": ["weight_0", [2.0], [1], 0]}, {"w": ["weight_0", [2], [1], 0, 0]}, {"w": ["weight_0", [2**62], [9], 0]},
-        {"w": ["text", [2], [1], 0]}, {"w": [["weight_0"], [2], [1], 0]},
+        {"w": ["text", [2], [1], 0]}, {"w": ["weight_0", [2], [2, 1], 0]}, {"w": ["sparse", [2, 2], [2, 1], 0]},
+        {"w": [["weight_0"], [2], [1], 0]},
     ],
 )  # fmt: skip
 def test_a_config_that_lies(tmp_path, config):
-    path = archive(tmp_path / "p.pt2", {"model": config}, {"weight_0": torch.ones(2, 2), "text": {"a": 1}})
+    weights = {"weight_0": torch.ones(2, 2), "text": {"a": 1}, "sparse": torch.eye(2).to_sparse()}
+    path = archive(tmp_path / "p.pt2", {"model": config}, weights)
     with pytest.raises(CkptError) as caught:
         read(path)
     assert caught.value.exit_status == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import pickle
 import random
 import subprocess
 import sys
@@ -308,6 +309,71 @@ def test_several_programs(tmp_path):
     assert names(path, "inner/second").not_serialized == ("scale",)
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "kinds"),
+    [
+        ("upper", {"tensor_constant": {"tensor_constant_name": "upper"}}, ["parameter"]),  # it is saved, so it is none
+        ("small", None, ["buffer"]),
+        ("block.mask", None, []),
+    ],
+)
+def test_a_signature_that_leaves_a_tensor_out(folder, tmp_path, name, said, kinds):
+    model = json.loads(records(folder / "old.pt2")["models/model.json"])
+    specs = model["graph_module"]["signature"]["input_specs"]
+    (at,) = (n for n, spec in enumerate(specs) for kind in spec.values() if name in kind.values())
+    specs[at : at + 1] = [said] if said else []
+    path = with_record(str(folder / "old.pt2"), "models/model.json", json.dumps(model).encode(), tmp_path / "p.pt2")
+    found = names(path)
+    assert [r.kind for r in found.runtime if r.fqn == name] == kinds
+    assert [s.key for s in found.serialized] == [s.key for s in names(str(folder / "old.pt2")).serialized]
+
+
+def with_objects(path: str, value: object, out: Path) -> str:
+    """The program with constants that are no tensors, in both pickles that torch has for them."""
+    folder, config = "data/constants", {}
+    for name, data in {"opaque_obj_0": pickle.dumps(value), "custom_obj_0": torch._C._pickle_save(value)}.items():
+        path = with_record(path, f"{folder}/{name}", data, out.with_name(f"{name}.pt2"))
+        config[name[0]] = {"path_name": name, "is_param": False, "use_pickle": True, "tensor_meta": None}
+    return with_record(path, f"{folder}/model_constants_config.json", json.dumps({"config": config}).encode(), out)
+
+
+def test_constants_that_are_no_tensors_are_compared(tmp_path, run):
+    torch.export.save(torch.export.export(nn.Linear(3, 2), (EXAMPLE,)), tmp_path / "plain.pt2")
+    old, new, same = (
+        with_objects(str(tmp_path / "plain.pt2"), value, tmp_path / f"{n}.pt2")
+        for n, value in enumerate(((1, 2), (1, 3), (1, 2)))
+    )
+    assert [entry.key for entry in read(old).sections[1].extras] == ["o", "c"] == list(torch.export.load(old).constants)
+    assert read(old).unreached == ()
+    assert run("diff", old, same, "--values")[0] == 0
+    status, out, _ = run("diff", old, new, "--values", "--format", "json")
+    assert (status, json.loads(out)["summary"]["value"]) == (1, 2)
+    status, out, said = run("diff", old, tmp_path / "plain.pt2")
+    assert (status, "not compared: 2 entries outside of state dicts that only left has: o, c" in out + said) == (
+        0,
+        True,
+    )
+    assert run("diff", old, tmp_path / "plain.pt2", "--whole")[0] == 1
+
+
+def test_records_that_no_entry_is_of_are_named(tmp_path):
+    path = with_record(linear(tmp_path), "data/weights/weight_8", b"", tmp_path / "empty.pt2")
+    path = with_record(path, "data/weights/weight_9", b"left", tmp_path / "left.pt2")
+    assert [(u.path, u.storage.nbytes, u.is_referred) for u in read(path).unreached] == [
+        ("linear/data/weights/weight_9", 4, False)
+    ]
+
+
+def test_subclasses_are_compared_by_what_they_hold(tmp_path, run):
+    for name, value in (("old", 2), ("new", 3), ("same", 2)):
+        model = Wrapped()
+        model.pair = nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3) * value))
+        torch.export.save(torch.export.export(model, (EXAMPLE,)), tmp_path / f"{name}.pt2")
+    assert run("diff", tmp_path / "old.pt2", tmp_path / "same.pt2", "--values")[0] == 0
+    status, out, _ = run("diff", tmp_path / "old.pt2", tmp_path / "new.pt2", "--values", "--format", "json")
+    assert (status, json.loads(out)["summary"]["value"]) == (1, 1)
+
+
 # Writing
 
 
@@ -387,8 +453,13 @@ def test_what_does_not_fit_is_refused(folder):
         "missing @ frozen",
     ]
     assert problems(with_tensors(old, *tensors, tensors[0])) == [f"stands twice @ {tensors[0].key}"]
-    assert problems(replace_storage(old, "frozen", Storage(Lazy(16, list)))) == [
-        "a storage of 16 bytes, the program's has 12 @ frozen"
+    for nbytes in (8, 16):
+        assert problems(replace_storage(old, "frozen", Storage(Lazy(nbytes, list)))) == [
+            f"a storage of {nbytes} bytes, the program's has 12 @ frozen"
+        ]
+    assert change("frozen", key="forward", dtype="float64") == [
+        "dtype float64, the program has float32 @ frozen",
+        "no name that a module of torch can have: forward @ forward",
     ]
     assert problems(replace_storage(old, "frozen", None, layout="sparse_coo")) == [
         "a sparse_coo tensor, the program has a strided one @ frozen"

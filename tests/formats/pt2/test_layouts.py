@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.pt2.archive import layout, read
 from ckpttool.formats.pt2.signature import names
 from ckpttool.operands.checkpoint import model_section
+from ckpttool.tracing.load_model import of_object
+from ckpttool.tracing.trace import trace
 from files import write_pieces
 from places import DATA
 from torch_version import needs_torch
@@ -220,6 +223,35 @@ def test_subclass_weights_are_swapped_for_the_same_kind_only(tmp_path):
         swap(old, model_section(open_checkpoint(str(tmp_path / "plain.pt"))))
     assert [p.key for p in caught.value.problems] == ["pair"]
     assert "subclass" in caught.value.problems[0].problem
+    torch.save({"pair": TwoTensor(torch.ones(4), torch.ones(4)), "bias": torch.ones(3)}, tmp_path / "long.pt")
+    with pytest.raises(Refused) as caught:
+        swap(old, model_section(open_checkpoint(str(tmp_path / "long.pt"))))
+    assert [str(p) for p in caught.value.problems] == ["float32 [4], the program has float32 [3] @ pair"]
+
+
+class Scaled(Paired):
+    """Saves half of its weight."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: self._by(state, prefix, 0.5))
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: self._by(state, prefix, 2.0))
+
+    @staticmethod
+    def _by(state, prefix, factor):
+        state[f"{prefix}pair"] = state[f"{prefix}pair"] * factor
+
+
+@pytest.mark.parametrize("pair", [None, "a word"])
+def test_subclass_weights_that_are_computed_are_refused(tmp_path, pair):
+    needs_torch("2.9", "a program of tensor subclasses that a test defines")
+    torch.export.save(torch.export.export(Paired(1.0), (torch.ones(3),)), tmp_path / "old.pt2")
+    state = Scaled().state_dict()
+    torch.save(state if pair is None else {**state, "pair": pair}, tmp_path / "new.pt")
+    names = trace(of_object(Scaled if pair is None else lambda: Paired(1.0)))
+    with pytest.raises(Refused) as caught:
+        swap(read(str(tmp_path / "old.pt2")), model_section(open_checkpoint(str(tmp_path / "new.pt"))), names)
+    assert [p.key for p in caught.value.problems] == ["pair"]
 
 
 @pytest.mark.parametrize("version", STATE)
@@ -235,6 +267,19 @@ def test_constants_that_are_no_tensors_stay(version, tmp_path):
     with pytest.raises(Refused) as caught:
         layout(replace(found, sections=(found.sections[0], replace(found.sections[1], extras=()))))
     assert [str(p) for p in caught.value.problems] == ["its objects that are no tensors cannot be changed @ constants"]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("version", STATE)
+def test_a_state_dict_keeps_its_type_under_other_names(version, kind, tmp_path):
+    state = loaded(records(program(version).source)[STATE[version]])
+    old = read(rewritten(version, tmp_path / "old.pt2", STATE[version], saved(kind(state))))
+    new = {key: key.replace("norm.", "other.") for key in state}
+    sections = [replace(s, tensors=tuple(e.under(new.get(e.key, e.key)) for e in s.tensors)) for s in old.sections]
+    out = write_pieces(layout(replace(old, sections=tuple(sections))), tmp_path / "out.pt2")
+    found = loaded(records(out)[STATE[version]])
+    assert (type(found), list(found)) == (kind, list(new.values()))
+    assert all(torch.equal(found[new[key]], state[key]) for key in state)
 
 
 # Hostile and damaged files

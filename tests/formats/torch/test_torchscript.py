@@ -161,6 +161,25 @@ def test_weights_from_the_archive_itself_give_the_same_file(tmp_path: Path, run:
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_what_is_no_strided_tensor_stays(tmp_path: Path, run: Run) -> None:
+    torch.jit.save(torch.jit.script(Quantized()), tmp_path / "p.pt")
+    torch.save({"weight": torch.full((3,), 2.0)}, tmp_path / "new.pt")
+    done = run("swap-weights", tmp_path / "p.pt", tmp_path / "p.pt", "-o", tmp_path / "o.pt")
+    assert "quantized, and its new value is not pickled as such a tensor" in done.err
+    done = run("swap-weights", tmp_path / "p.pt", tmp_path / "new.pt", "-o", tmp_path / "o.pt")
+    assert "no weight for it @ table" in done.err
+
+
 def test_only_what_fits_is_put_into_it(tmp_path: Path, run: Run) -> None:
     path, state = (
         scripted(tmp_path / "model.pt", True),
@@ -176,6 +195,8 @@ def test_only_what_fits_is_put_into_it(tmp_path: Path, run: Run) -> None:
     for key in ("brain", "norm.bias", "tied.weight", "table"):
         assert f"@ {key}\n" in done.err, done.err
     assert not (tmp_path / "out.pt").exists()
+    done = run("swap-weights", f"{path}::model", tmp_path / "new.pt", "-o", tmp_path / "out.pt")
+    assert (done.status, f"{path} holds one program without a name" in done.err) == (2, True)
     done = run("swap-weights", tmp_path / "new.pt", path, "-o", tmp_path / "out.pt")
     assert f"hint: the program comes first: ckpttool swap-weights {path} {tmp_path / 'new.pt'}" in done.err
 

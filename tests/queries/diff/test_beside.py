@@ -132,6 +132,19 @@ def test_equal_files_have_nothing_beside(folder: Path, tmp_path: Path) -> None:
     assert (found.identical, found.aside, found.notes) == (True, False, ())
 
 
+def test_a_second_name_beside_the_models_is_one_that_a_strict_load_misses(folder: Path, run: Run) -> None:
+    model, w = {"w": torch.zeros(1)}, torch.ones(2)
+    for name, beside in ("tied.pt", {"w": w, "v": w}), ("one.pt", {"w": w}):
+        torch.save({"model": model, "ema": beside}, folder / name)
+    for pair in ("tied.pt", "one.pt"), ("one.pt", "tied.pt"):
+        both = [str(folder / name) for name in pair]
+        assert run("diff", *both).status == 0
+        whole = run("diff", *both, "--whole")
+        assert (whole.status, whole.out.splitlines()[1]) == (1, BESIDE)
+        (command,) = re.findall(r"ema: 1 difference \(ckpttool (.*)\)", whole.out + whole.err)
+        assert run(*shlex.split(command)).status == 1
+
+
 def test_the_verdict_speaks_of_the_models_alone_and_the_commands_show_the_rest(tmp_path: Path, run: Run) -> None:
     left, right = training(), training()
     right["epoch"], right["optimizer"]["state"][0]["exp_avg"] = 4, torch.ones(4, 3)
@@ -184,7 +197,7 @@ def sections(**parts: Any) -> dict[str, Any]:
     [
         ({"ema": {"w": torch.ones(2)}}, {}, "not compared: ema of left (LEFT::ema is one)"),
         ({}, {"ema": {"w": torch.ones(2)}}, "not compared: ema of right (RIGHT::ema is one)"),
-        ({"a": (torch.ones(2),)}, {}, "not compared: 1 tensor outside of state dicts that only left has: a.0"),
+        ({"a": (torch.ones(2),)}, {}, "not compared: 1 entry outside of state dicts that only left has: a.0"),
         ({"o": EMPTY}, {"o": {"w": torch.ones(2)}}, "o: optimizer on the left, state_dict on the right"),
         (
             {"o": {"state": {}, "param_groups": [{"lr": 1}]}},

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from ckpttool.queries.diff.computed import COMPUTED, parts
+from ckpttool.queries.diff.computed import COMPUTED, explained, parts
+from ckpttool.queries.diff.result import Entry, only_left, only_right
 from command import Run
 
 torch.set_num_threads(1)
@@ -64,6 +65,13 @@ MODELS = {
     made.__name__: made
     for made in (plain, weight_norm, parametrized_weight_norm, spectral_norm, parametrized_spectral_norm, pruned)
 }
+
+
+def test_what_a_name_is_on_the_other_side_is_not_said_of_it() -> None:
+    """`w` on the left is the right's `x`: the right's `w` is another tensor, and the one that is computed."""
+    renamed = Entry("renamed", ("w",), ("x",), "a wrapper")
+    found = explained([renamed, only_left("w_g"), only_left("w_v"), only_right("w"), only_right("other")])
+    assert [COMPUTED in entry.reason for entry in found] == [False, True, True, True, False]
 
 
 def test_the_names_are_those_of_torch() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpttool.tracing import runtime
 from command import Run
 from places import ROOT
 
@@ -120,9 +121,15 @@ def test_another_order_of_definition_is_an_order_of_ids(repository: Path, run: R
         ("model.parameters()", "reversed(list(model.parameters()))", {"order"}),
         ("model.parameters()", "model.head.parameters()", {"unexpected", "order"}),
         ("AdamW", "SGD", set()),
+        ("'lost'", "'gone'", {"unexpected", "missing"}),
     ],
 )
 def test_what_a_change_breaks(repository: Path, run: Run, old: str, new: str, statuses: set[str]) -> None:
+    if old == "'lost'":  # a parameter that is not saved: the optimizer alone knows of its name
+        hook = "\n        self.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__('lost'))"
+        lost = "\n        self.register_parameter('lost', nn.Parameter(torch.ones(1)))"
+        change((LINEAR, LINEAR + lost + hook), ("__delitem__('lost')", "__delitem__(*module._parameters)"))
+        assert run("diff", "names.json", "--update", "-q").status == 0
     change((old, new))
     done = run("diff", "names.json", "--format", "json")
     assert done.status == 1
@@ -145,6 +152,50 @@ def test_what_hooks_do_is_part_of_the_contract(repository: Path, run: Run) -> No
     change(("state.pop(prefix + 'inner.weight')", "2 * state.pop(prefix + 'inner.weight')"))
     done = run("diff", "names.json", "--format", "json")
     assert ["out.weight"] in [entry["left"] for entry in done.data["entries"] if entry["status"] == "transformed"]
+
+
+def test_what_the_optimizer_is_given_more_is_named(repository: Path, run: Run) -> None:
+    change(("model.parameters()", "model.head.parameters()"))
+    assert run("diff", "names.json", "--update", "-q").status == 0
+    change(("model.head.parameters()", "model.parameters()"))
+    entries = run("diff", "names.json", "--format", "json").data["entries"]
+    found = {(entry["status"], entry["detail"]) for entry in entries if entry["status"] != "same"}
+    others = [name for name, _ in made()[0].named_parameters() if not name.startswith("head.")]
+    assert found == {*(("missing", name) for name in others), ("order", "head.weight"), ("order", "head.bias")}
+
+
+def test_a_names_file_without_an_optimizer_is_no_contract_on_one(repository: Path, run: Run) -> None:
+    names = ("names.json", "--model", "model.py:build", "--no-defaults")
+    assert run("trace", "model.py:build", "-o", "names.json", "--no-defaults", "--force").status == 0
+    assert run("diff", *names).status == 0
+    done = run("diff", *names, "--optimizer", "model.py:optimizer")
+    assert (done.status, "the optimizer is AdamW, and was not named" in done.out + done.err) == (1, True)
+
+
+def test_values_that_hooks_add_or_compute_are_part_of_the_contract(repository: Path, run: Run) -> None:
+    hook = "\n        self.register_state_dict_post_hook(add)"
+    add = "def add(module, state, *_):\n    state['added'] = torch.ones(2)\n    state['twice'] = 2 * state['head.bias']"
+    change((LINEAR, LINEAR + hook), ("class Cl", f"{add}\n\n\nclass Cl"))
+    assert run("diff", "names.json", "--update", "-q").status == 0
+    assert run("diff", "names.json").status == 0
+    change(("torch.ones(2)", "torch.ones(3)"))
+    done = run("diff", "names.json", "--format", "json")
+    assert [entry["left"] for entry in done.data["entries"] if entry["status"] == "shape"] == [["added"]]
+
+
+def test_what_there_is_no_memory_to_try_is_not_said(
+    repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the new code loads the old keys depends on values here."""
+    hook = "\n        self.register_load_state_dict_pre_hook(read)"
+    read = "def read(module, state, *_):\n    assert float(state['embed.weight'].sum()) < 1e9"
+    change((LINEAR, LINEAR + hook), ("class Cl", f"{read}\n\n\nclass Cl"))
+    assert run("diff", "names.json", "--update", "-q").status == 0
+    change(("self.head", "self.classifier"))
+    free = 4 * sum(parameter.nbytes for parameter in made()[0].parameters())  # the names take 3 times, to load 5
+    monkeypatch.setattr(runtime, "memory_available", lambda: free)
+    notes = run("diff", "names.json", "--format", "json").data["notes"]
+    assert any(note.startswith("whether the new code loads the old keys was not tried") for note in notes)
 
 
 def test_what_is_not_asked_rightly_is_no_answer(repository: Path, run: Run) -> None:

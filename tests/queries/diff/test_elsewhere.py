@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import real_models
+from ckpttool.checkpoint import ExtraEntry, TensorEntry
 from ckpttool.cli.app import main
 from ckpttool.evaluate.with_numpy import Difference
 from ckpttool.live.section import section_of
 from ckpttool.naming.inference.alike import exchangeable
 from ckpttool.naming.inference.values import Tensor
-from ckpttool.queries.diff.elsewhere import explained
+from ckpttool.queries.diff.elsewhere import Rotary, explained, rotary
 from ckpttool.queries.diff.keys import compare
 from places import SUPPORT
 
@@ -45,6 +46,38 @@ def test_layers_that_changed_places() -> None:
         **dict.fromkeys(["layers.0.w", "layers.0.b"], "other values: left `layers.0` is right `layers.1`"),
         **dict.fromkeys(["layers.1.w", "layers.1.b"], "other values: left `layers.1` is right `layers.0`"),
     }
+
+
+def test_a_name_of_one_segment_is_told_whole() -> None:
+    a, b = torch.rand(3), torch.rand(3)
+    assert reasons({"x.w": a, "w": b}, {"x.w": b, "w": a}) == {
+        "x.w": "other values: left `x.w` is right `w`",
+        "w": "other values: left `w` is right `x.w`",
+    }
+
+
+def test_sparse_tensors_of_the_same_shape_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"a": torch.ones(2), "s": torch.ones(2).to_sparse()}
+    torch.save(one, tmp_path / "a.pt")
+    torch.save({"a": torch.zeros(2), "s": torch.zeros(2).to_sparse()}, tmp_path / "b.pt")
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--values", "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)["entries"]
+    assert [(entry["status"], entry["left"], entry["reason"]) for entry in found] == [
+        ("value", ["a"], "other values"),
+        ("value", ["s"], "other values"),
+    ]
+
+
+def test_only_matrices_of_one_shape_have_rows_in_another_order() -> None:
+    w = torch.rand(6, 3)
+    have = section_of({"w": w, "more": torch.cat([w, w]), "none": torch.empty(6, 0), "half": w.half(), "one": w[0, 0]})
+    sparse = TensorEntry("sparse", "float32", (6, 3), (3, 1), 0, None, "sparse_coo")
+    entries = {**have.by_key(), "object": ExtraEntry("object"), "sparse": sparse}
+    turned = section_of({"w": permute(w, 1)}).by_key()["w"]
+    assert rotary(entries["w"], turned) == Rotary(6, True)
+    assert rotary(turned, entries["w"]) == Rotary(6, False)
+    found = [rotary(one, other) for one in entries.values() for other in (turned, *entries.values())]
+    assert [order for order in found if order is not None] == [Rotary(6, True)]
 
 
 def test_what_stayed_where_it_was_came_from_no_other_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -231,6 +232,13 @@ def test_call_variants_of_an_unflattened_program() -> None:
 
 def through(left: Section, right: Section) -> list[tuple[str, str, str, str]]:
     return told(compare_through(NAMES, left, right, lambda a, b: difference(a, b, 0, 0)))
+
+
+def test_what_no_hook_renamed_and_whose_shape_hangs_on_values() -> None:
+    names = Names("n", "2", (runtime("a"), runtime("b")), (saved("c", Ref("a")), saved("b", Ref("b"))), ())
+    assert told(compare_names(names)) == [("renamed", "c", "a", "saving turns `a` into `c`")]
+    loose = replace(names, serialized=tuple(replace(key, shape=None) for key in names.serialized))
+    assert loads(compare_load(loose, section("c", tensor("b", 1, 2, 3, dtype="float32")), None))
 
 
 def test_two_checkpoints_through_the_names() -> None:

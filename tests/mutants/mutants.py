@@ -12,7 +12,6 @@ import ast
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +34,8 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from coverage import CoverageData
 
-ROOT = Path(__file__).resolve().parents[2]
+from copies import ROOT, copied, environment
+
 HERE = Path(__file__).parent
 LEAST = 0.95  # of the mutants are to be killed
 _LONGEST = 120.0  # seconds of tests for one mutant, if nothing else is asked for
@@ -175,16 +175,6 @@ def mirrors(packages: Sequence[str]) -> list[str]:
     return sorted(set(found))
 
 
-def copied(folder: Path) -> Path:
-    """What git knows, and new files that it does not ignore."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
-        if name and (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    return folder
-
-
 def reach(tests: Sequence[str], jobs: int) -> Reach:
     """Runs the tests once, and keeps what they reach in build/mutants until a file of the package or a test changes."""
     digest = sha256("\0".join(tests).encode())
@@ -230,7 +220,7 @@ def _under_coverage(copy: Path, data: Path, passed: Path, files: Sequence[str]) 
     return {
         "args": [sys.executable, *line, "-p", "reach", "-p", "no:cacheprovider", *files],
         "cwd": copy,
-        "env": _environment(copy, HERE) | {"CKPTTOOL_PASSED": str(passed)},
+        "env": environment(copy, HERE) | {"CKPTTOOL_PASSED": str(passed)},
     }
 
 
@@ -271,7 +261,7 @@ def _run(copy: Path, tests: Sequence[str]) -> int:
 
     os.setpgid(0, 0)
     os.chdir(copy)
-    os.environ.update(_environment(copy))
+    os.environ.update(environment(copy))
     sys.path[:0] = [str(copy)]
     for number in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
@@ -288,10 +278,6 @@ def _status(child: int) -> int:
         if time.monotonic() > end:
             os.killpg(child, signal.SIGKILL)
         time.sleep(0.05)
-
-
-def _environment(*folders: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
 
 
 def main(args: Sequence[str]) -> int:

@@ -1,0 +1,179 @@
+"""What the ranks hold of a model: parts in any geometry, under the names of either form, and its flat parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from command import Run
+from flatten_params_wrapper import FlattenParamsWrapper, flattened
+from fsdp_run import Block, Net
+from places import SUPPORT
+
+MODEL = ["--model", f"{SUPPORT / 'fsdp_run.py'}:Net"]
+
+
+def same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+class Shifted(nn.Module):
+    """Saves ``a`` as ``b`` and ``b`` as ``c``: a key of the one form is another tensor's in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.arange(6.0).reshape(2, 3)), nn.Parameter(torch.arange(4.0) + 10)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_state_dict_post_hook(self._saving)
+        self.register_load_state_dict_pre_hook(self._loading)
+
+    @staticmethod
+    def _saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state[f"{prefix}c"] = state.pop(f"{prefix}b")
+        state[f"{prefix}b"] = state.pop(f"{prefix}a")
+
+    @staticmethod
+    def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        state[f"{prefix}a"] = state.pop(f"{prefix}b")
+        state[f"{prefix}b"] = state.pop(f"{prefix}c")
+
+
+SHIFTED = ["--model", f"{__file__}:Shifted"]
+
+
+def of_shifted(folder: Path, runtime: bool, *changes: dict[str, torch.Tensor]) -> Path:
+    """What two ranks have with `use_orig_params`, in runtime names or those of `state_dict()`."""
+    model = Shifted()
+    names = {"a": "a", "b": "b"} if runtime else {"a": "b", "b": "c"}
+    for rank, change in enumerate(changes):
+        own = {names[name]: value.detach().flatten().chunk(2)[rank].clone() for name, value in model.named_parameters()}
+        torch.save({**own, "seen": torch.full((2,), rank), **change}, folder / f"rank_{rank}.pt")
+    return folder / "rank_*.pt"
+
+
+@pytest.mark.parametrize("runtime", [False, True])
+@pytest.mark.parametrize("to", ["runtime", "serialized"])
+def test_slices_under_the_names_of_either_form(run: Run, tmp_path: Path, runtime: bool, to: str) -> None:
+    done = run("remap", of_shifted(tmp_path, runtime, {}, {}), *SHIFTED, "--to", to, "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert "seen differs between the ranks: rank 0's is taken" in done.err
+    model = Shifted()
+    expected = model.state_dict() if to == "serialized" else {"a": model.a, "b": model.b, "seen": model.seen}
+    assert same(torch.load(tmp_path / "out.pt"), expected)
+
+
+@pytest.mark.parametrize(("runtime", "key"), [(False, "c"), (True, "b")])
+def test_a_parameter_that_every_rank_has_whole_differs(run: Run, tmp_path: Path, runtime: bool, key: str) -> None:
+    files = of_shifted(tmp_path, runtime, *({key: torch.full((4,), float(rank))} for rank in (0, 1)))
+    done = run("remap", files, *SHIFTED, "-o", tmp_path / "out.pt", "--format", "json")
+    assert (done.status, [p["key"] for p in done.data["problems"]]) == (2, [key])
+
+
+@pytest.mark.parametrize(
+    ("parts", "held"),
+    [
+        ([torch.zeros(1, 3), torch.zeros(1, 3)], 6),  # rows, or columns of another: no rank says which
+        ([torch.zeros(3), torch.zeros(4)], 7),
+        ([torch.zeros(3), torch.zeros(2)], 5),
+        ([torch.zeros(3), torch.zeros(3).half()], 6),
+        ([torch.zeros(3), None], 3),
+    ],
+)
+def test_parts_that_are_not_laid_end_to_end_are_refused(
+    run: Run, tmp_path: Path, parts: list[torch.Tensor | None], held: int
+) -> None:
+    files = of_shifted(tmp_path, True, *({} if part is None else {"a": part} for part in parts))
+    if parts[1] is None:
+        rest = torch.load(tmp_path / "rank_1.pt")
+        del rest["a"]
+        torch.save(rest, tmp_path / "rank_1.pt")
+    done = run("remap", files, *SHIFTED, "-o", tmp_path / "out.pt", "--format", "json")
+    said = [(p["problem"], p["key"]) for p in done.data["problems"]]
+    assert (done.status, said) == (1, [(f"the ranks hold {held} elements of it, and the model's is [2, 3]", "a")])
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_slice_that_is_a_view_with_strides(run: Run, tmp_path: Path) -> None:
+    halves = [{"a": torch.arange(6.0).repeat_interleave(2)[6 * rank : 6 * rank + 6][::2]} for rank in (0, 1)]
+    files = of_shifted(tmp_path, True, *halves)
+    assert run("remap", files, *SHIFTED, "--to", "runtime", "-o", tmp_path / "out.pt").status == 0
+    assert torch.equal(torch.load(tmp_path / "out.pt")["a"], Shifted().a)
+
+
+# Flat parameters
+
+
+def flat_net(inner: type[nn.Module]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The model's state, and that of the same model with `inner` and itself flattened."""
+    model = Net()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    return state, flattened(model, inner, True).state_dict()
+
+
+def test_a_unit_without_parameters_of_its_own_may_be_named(run: Run, tmp_path: Path) -> None:
+    """FSDP flattens nothing for it."""
+    expected, saved = flat_net(Block)
+    torch.save(saved, tmp_path / "flat.pt")
+    units = ["--units", "layers", "--units", "layers.*"]
+    done = run("remap", tmp_path / "flat.pt", *MODEL, *units, "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert same(torch.load(tmp_path / "out.pt"), expected)
+
+
+def test_the_root_need_not_be_flattened(run: Run, tmp_path: Path) -> None:
+    """Its parameters stand under their own names then; `--units` does not name it."""
+    model = Net()
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    model.layers = nn.ModuleList(FlattenParamsWrapper(layer) for layer in model.layers)
+    torch.save(model.state_dict(), tmp_path / "flat.pt")
+    done = run("remap", tmp_path / "flat.pt", *MODEL, "--units", "layers.*", "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert same(torch.load(tmp_path / "out.pt"), expected)
+
+
+def test_a_flat_parameter_is_taken_apart_whatever_its_strides_are(run: Run, tmp_path: Path) -> None:
+    expected, saved = flat_net(Block)
+    saved = {k: v.repeat_interleave(2)[::2] if k == "flat_param" else v for k, v in saved.items()}
+    torch.save(saved, tmp_path / "flat.pt")
+    assert run("remap", tmp_path / "flat.pt", *MODEL, "-o", tmp_path / "out.pt").status == 0
+    assert same(torch.load(tmp_path / "out.pt"), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "key"),
+    [
+        ({"flat_param": torch.zeros(7, 4)}, "is not one-dimensional", "flat_param"),
+        ({"_flat_param": torch.zeros(28)}, "flat_param is of the same module", "_flat_param"),
+        ({"other.flat_param": torch.zeros(2)}, "the model has no module other with parameters", "other.flat_param"),
+    ],
+)
+def test_flat_parameters_that_are_no_units_of_the_model(
+    run: Run, tmp_path: Path, change: dict[str, torch.Tensor], says: str, key: str
+) -> None:
+    torch.save({**flat_net(Block)[1], **change}, tmp_path / "flat.pt")
+    done = run("remap", tmp_path / "flat.pt", *MODEL, "-o", tmp_path / "out.pt", "--format", "json")
+    [problem] = done.data["problems"]
+    assert (done.status, problem["key"]) == (1, key)
+    assert says in problem["problem"]
+
+
+def test_without_a_model_a_file_of_its_own_is_renamed_as_any_other(run: Run, tmp_path: Path) -> None:
+    """Which parameters are in a flat one, a rule does not ask."""
+    torch.save({"flat_param": torch.arange(3.0)}, tmp_path / "flat.pt")
+    done = run("remap", tmp_path / "flat.pt", "--rule", "{x*} => net.{x*}", "-o", tmp_path / "out.pt")
+    assert done.status == 0, done.err
+    assert same(torch.load(tmp_path / "out.pt"), {"net.flat_param": torch.arange(3.0)})
+
+
+def test_a_path_of_module_versions_that_is_no_word_is_carried(run: Run, tmp_path: Path) -> None:
+    state = Net().state_dict()
+    state._metadata[7] = {"version": 1}  # type: ignore[attr-defined]
+    for rank in (0, 1):
+        torch.save(state, tmp_path / f"rank_{rank}.pt")
+    assert run("remap", tmp_path / "rank_*.pt", *MODEL, "-o", tmp_path / "out.pt").status == 0
+    assert torch.load(tmp_path / "out.pt")._metadata == state._metadata  # type: ignore[attr-defined]

@@ -1,0 +1,196 @@
+"""Folders of a store that are replaced under a journal: from wherever the writer died, whoever looks next finishes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckpttool.checkpoint import Lazy
+from ckpttool.errors import CkptError
+from ckpttool.io import temporary
+from ckpttool.io.journal import Journal
+from ckpttool.io.pieces import Held, Link, Piece
+from ckpttool.io.remote import journal
+from ckpttool.io.remote.read import forget
+from ckpttool.io.temporary import JOURNAL, me
+from ckpttool.io.write_remote import preflight, preflight_folder, write_folder
+
+OUT = "memory://journals/m"
+BEFORE = {"index": b"old", "shard": b"old", "gone": b"old", "mine": b"mine"}
+PUT = {"shard": b"new", "added": b"new", "index": b"new"}
+AFTER = {"mine": b"mine", **PUT}
+LIST = Journal(tuple(PUT), ("gone", "never there"))
+DEAD = replace(me(), pid=1 << 23)
+
+
+@pytest.fixture
+def fs() -> Iterator[Any]:
+    fs = fsspec.filesystem("memory")
+    for name, data in BEFORE.items():
+        fs.pipe_file(f"/journals/m/{name}", data)
+    forget(OUT)
+    yield fs
+    fs.rm("/journals", recursive=True)
+    forget(OUT)
+
+
+def staged(fs: Any, owner: object = DEAD) -> str:
+    """The new files, beside the old ones."""
+    home = f"{OUT}/.new.{owner}-00000000.ckpttool.tmp"
+    for name, data in PUT.items():
+        fs.pipe_file(f"{home.removeprefix('memory:/')}/{name}", data)
+    return home
+
+
+def content(fs: Any) -> dict[str, bytes]:
+    found = {path.removeprefix("/journals/m/"): fs.cat_file(path) for path in fs.find("/journals/m")}
+    return {name: data for name, data in found.items() if not temporary.owner_of(name.partition("/")[0])}
+
+
+class Died(BaseException):
+    """The process is not there any more."""
+
+
+@pytest.mark.parametrize("fault", [Died(), OSError(5, "Slow Down")])
+@pytest.mark.parametrize("count", range(10))  # the journal is written, two old files go, three new ones come, it goes
+def test_from_wherever_it_died_it_leads_to_the_end(
+    fs: Any, monkeypatch: pytest.MonkeyPatch, count: int, fault: BaseException
+) -> None:
+    home, calls = staged(fs), [0]
+    for name in ("rm_file", "mv", "pipe_file"):
+        plain = getattr(MemoryFileSystem, name)
+
+        def failing(*args: Any, plain: Any = plain, **how: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > count:
+                raise fault
+            return plain(*args, **how)
+
+        monkeypatch.setattr(MemoryFileSystem, name, failing)
+    said: BaseException | None = None
+    try:
+        journal.replace(home, OUT, LIST.put, LIST.remove)
+    except (Died, CkptError) as error:
+        said = error
+    assert (said is None) == (calls[0] <= count)
+    assert not isinstance(said, CkptError) or ("half replaced" in said.message) == (count > 0)
+    monkeypatch.undo()
+    now = content(fs)
+    assert "index" not in now or now in (BEFORE, AFTER)
+    forget(OUT)
+    journal.settle(OUT)
+    assert content(fs) == (BEFORE if count == 0 else AFTER)
+    assert not [path for path in fs.find("/journals/m") if "ckpttool" in path]
+
+
+@pytest.mark.parametrize(
+    ("owner", "age", "goes_on"),
+    [
+        (DEAD, 0, True),
+        (replace(me(), host="00000000"), 0, False),  # nothing is known of it
+        (replace(me(), host="00000000"), 2 * temporary.PATIENCE, True),
+        (replace(me(), host="00000000"), None, False),  # nor when it was written
+    ],
+)
+def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(
+    fs: Any, monkeypatch: pytest.MonkeyPatch, owner: object, age: float | None, goes_on: bool
+) -> None:
+    home = staged(fs, owner)
+    fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
+    plain = MemoryFileSystem.modified
+
+    def modified(own: Any, path: str) -> Any:
+        if age is None:
+            raise NotImplementedError
+        return plain(own, path)
+
+    monkeypatch.setattr(MemoryFileSystem, "modified", modified)
+    now = time.time()
+    monkeypatch.setattr("ckpttool.io.remote.journal.time.time", lambda: now + (age or 0))
+    if goes_on:
+        journal.settle(OUT)
+    else:
+        with pytest.raises(CkptError, match="just being replaced by another process"):
+            journal.settle(OUT)
+    assert content(fs) == (AFTER if goes_on else BEFORE)
+
+
+def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = staged(fs, me())
+    monkeypatch.setattr(temporary, "_in_work", {home.rpartition("/")[2].removesuffix(".tmp")})
+    journal.settle(OUT)
+    assert fs.exists(home)  # its files, of which no journal says anything yet
+    fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
+    monkeypatch.setattr("ckpttool.io.remote.journal.time.time", lambda: time.time_ns() / 1e9 + 1e6)
+    forget(OUT)
+    with pytest.raises(CkptError, match="just being replaced by another process"):
+        journal.settle(OUT)
+    assert content(fs) == BEFORE
+
+
+# What is there is not written over unasked
+
+
+def test_what_came_into_the_folder_meanwhile_stays(fs: Any) -> None:
+    """Also what comes while the files are made: after it was looked for."""
+    preflight_folder(f"{OUT}/new/", (), "elsewhere.pt", force=False, in_place=False)
+    fs.pipe_file("/journals/m/new/index", b"theirs")
+    with pytest.raises(CkptError, match="new/index exists: another process has written it meanwhile"):
+        write_folder({"shard": [Piece(b"x")], "index": [Piece(b"y")]}, f"{OUT}/new/", (), "copy", replace=False)
+    assert fs.find("/journals/m/new") == ["/journals/m/new/index"]
+
+    def late() -> list[bytes]:
+        fs.pipe_file("/journals/m/late/index", b"theirs")
+        return [b"y"]
+
+    files = {"shard": [Piece(b"x")], "index": [Piece(Lazy(1, late))]}
+    with pytest.raises(CkptError, match="late/index exists: another process has written it meanwhile"):
+        write_folder(files, f"{OUT}/late/", (), "copy", replace=False)
+    assert fs.cat_file("/journals/m/late/index") == b"theirs"
+    write_folder(files, f"{OUT}/late/", (), "copy", replace=True)
+    assert fs.cat_file("/journals/m/late/index") == b"y"
+
+
+def test_outputs_that_are_refused(fs: Any) -> None:
+    how = {"force": True, "in_place": False}
+    with pytest.raises(CkptError, match="m is a folder"):
+        preflight(OUT, [], **how)
+    with pytest.raises(CkptError, match="mine is a file"):
+        preflight_folder(f"{OUT}/mine", (), "elsewhere.pt", **how)
+    for source in (f"{OUT}/", f"{OUT}/shard"):
+        with pytest.raises(CkptError, match="is the folder of the source"):
+            preflight_folder(OUT, (), source, **how)
+    preflight_folder(OUT, (), "memory://journals/elsewhere/shard", **how)
+
+
+# Links
+
+
+def test_a_file_that_is_taken_over_as_it_is_is_copied_by_the_store_or_through_here(
+    fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "local").write_bytes(b"local")
+    files = {"a": Link(f"{OUT}/mine"), "b": Link(str(tmp_path / "local")), "c": Link(f"file://{tmp_path}/local")}
+    copied, plain = list[str](), MemoryFileSystem.cp_file
+
+    def counted(own: Any, source: str, place: str, **how: Any) -> None:
+        copied.append(source)
+        plain(own, source, place)
+
+    monkeypatch.setattr(MemoryFileSystem, "cp_file", counted)
+    write_folder(files, f"{OUT}/linked", (), "copy", replace=False)
+    assert [fs.cat_file(f"/journals/m/linked/{name}") for name in "abc"] == [b"mine", b"local", b"local"]
+    assert copied.count("/journals/m/mine") == 1
+    write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/proved", (), "copy", Held(), replace=False)
+    assert fs.cat_file("/journals/m/proved/a") == b"mine"
+    assert copied.count("/journals/m/mine") == 1  # nothing proves what a store has copied
+    write_folder({"a": [Piece(b"x")]}, f"{OUT}/none", (), "hard", replace=False)  # in which nothing is to be linked
+    with pytest.raises(CkptError, match="nothing in it can be linked"):
+        write_folder({"a": Link(f"{OUT}/mine")}, f"{OUT}/hard", (), "hard", replace=False)

@@ -1,0 +1,250 @@
+"""A folder is replaced by one call, or under a journal: whatever that call says, and whatever comes in meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpttool.errors import CkptError
+from ckpttool.io import kernel, temporary
+from ckpttool.io.journal import settle
+from ckpttool.io.pieces import Files, Piece
+from ckpttool.io.switch_folder import Change, _can_move
+from ckpttool.io.write_folder import write_folder
+
+NEW: Files = {"sub/shard": [Piece(b"new")], "index": [Piece(b"new")]}
+BEFORE = {"index": "old", "sub/shard": "old", "sub/note": "mine", "log/deep/a": "mine", "README": "mine"}
+AFTER = {**BEFORE, "index": "new", "sub/shard": "new"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two files among others, with a link to a folder."""
+    for name, text in BEFORE.items():
+        (tmp_path / "m" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "m" / name).write_text(text)
+    (tmp_path / "m" / "link").symlink_to("log")
+    return tmp_path / "m"
+
+
+def texts(folder: Path) -> dict[str, str]:
+    assert os.readlink(folder / "link") == "log"
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(folder / "link"))
+    return {str(path.relative_to(folder)): path.read_text() for path in found}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder.parent)) + [str(p) for p in folder.rglob("*") if temporary.owner_of(p.name)]
+
+
+def saying(number: int) -> Callable[..., None]:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refused
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EBUSY])
+def test_where_folders_cannot_change_places_it_is_done_under_a_journal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, fsync: bool
+) -> None:
+    monkeypatch.setattr(kernel, "renameat2", saying(number))
+    there = folder.stat().st_ino
+    write_folder(NEW, str(folder), fsync=fsync)
+    assert texts(folder) == AFTER
+    assert (names(folder), folder.stat().st_ino) == (["m"], there)
+
+
+@pytest.mark.parametrize("call", ["renameat2", "link", "mkdir"])
+def test_any_other_fault_leaves_it_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    if call == "renameat2":
+        monkeypatch.setattr(kernel, call, saying(errno.EIO))
+    else:
+        plain = getattr(os, call)
+
+        def failing(path: Any, *more: Any, **how: Any) -> None:
+            plain(path, *more, **how) if "README" not in str(path) and "deep" not in str(path) else saying(errno.EIO)()
+
+        monkeypatch.setattr(os, call, failing)
+    with pytest.raises(CkptError, match="m: Input/output error"):
+        write_folder(NEW, str(folder))
+    monkeypatch.undo()
+    assert (texts(folder), names(folder)) == (BEFORE, ["m"])
+
+
+def test_a_new_folder_that_cannot_take_its_place_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "rename", saying(errno.EIO))
+    with pytest.raises(CkptError, match="new: Input/output error"):
+        write_folder(NEW, str(tmp_path / "new"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Does something once all that stays is in the new folder too, before the two change places."""
+
+    def set_up(do: Callable[[], object]) -> None:
+        plain, todo = kernel.renameat2, [do]
+
+        def exchanging(*args: Any) -> None:
+            while todo:
+                todo.pop()()
+            plain(*args)
+
+        monkeypatch.setattr(kernel, "renameat2", exchanging)
+
+    return set_up
+
+
+def test_what_comes_and_what_changes_meanwhile_is_taken_along(folder: Path, meanwhile: Any) -> None:
+    def other() -> None:
+        (folder / "late").write_text("late")
+        (folder / "README").unlink()
+        (folder / "README").write_text("another")
+
+    meanwhile(other)
+    there = folder.stat().st_ino
+    for own, bits in ((folder, 0o751), (folder / "sub", 0o710), (folder / "log", 0o701)):
+        own.chmod(bits)
+    write_folder(NEW, str(folder))
+    assert texts(folder) == {**AFTER, "late": "late", "README": "another"}
+    assert names(folder) == ["m"]
+    assert folder.stat().st_ino != there
+    assert [stat.S_IMODE(own.stat().st_mode) for own in (folder, folder / "sub", folder / "log")] == [
+        *(0o751, 0o710, 0o701)
+    ]
+
+
+@pytest.mark.parametrize("way", ["one call", "journal"])
+@pytest.mark.parametrize("fsync", [True, False])
+def test_every_folder_is_flushed_before_and_after_the_switch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, way: str
+) -> None:
+    """Those that got something; and none where nothing is to be."""
+    plain, done = os.fsync, list[str]()
+
+    def noted(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            done.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        plain(descriptor)
+
+    def exchanging(*args: Any) -> None:
+        if way == "journal":
+            saying(errno.ENOSYS)()
+        done.append("=>")
+        exchange(*args)
+
+    exchange = kernel.renameat2
+    monkeypatch.setattr(kernel, "renameat2", exchanging)
+    monkeypatch.setattr(os, "fsync", noted)
+    write_folder(NEW, str(folder), fsync=fsync)
+    if not fsync:
+        assert done == ["=>"] * (way == "one call")
+    elif way == "one call":
+        at = done.index("=>")
+        assert {"new", "sub", "log", "deep"} <= {*done[done.index("new") + 2 : at]}
+        assert done[at + 1 :] == [folder.parent.name]
+    else:
+        assert done[-2:] == ["m", folder.parent.name]
+
+
+def test_where_the_new_files_are_made(folder: Path) -> None:
+    """Beside a folder that is replaced as one, and beside one that is not there yet; else inside."""
+    for place, whole, home in (
+        (folder, True, folder.parent),
+        (folder, False, folder),
+        (folder.parent / "none", True, folder.parent),
+        (folder.parent / "none", False, folder.parent),
+        (Path("/proc"), True, Path("/proc")),
+    ):
+        assert Change("out", place, (), (), whole).home == home
+    assert Change("out", folder, (), ()).whole
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_what_cannot_be_taken_along_is_not_left_behind(
+    folder: Path, meanwhile: Any, monkeypatch: pytest.MonkeyPatch, back: bool
+) -> None:
+    """The folders change places again; where they cannot, it is said what is true."""
+
+    def other() -> None:
+        (folder / "late").write_text("late")
+        monkeypatch.setattr(os, "link", saying(errno.EIO))
+
+    meanwhile(other)
+    if not back:
+        plain, calls = kernel.renameat2, []
+
+        def once(*args: Any) -> None:
+            calls.append(args)
+            plain(*args) if len(calls) == 1 else saying(errno.EIO)()
+
+        monkeypatch.setattr(kernel, "renameat2", once)
+    with pytest.raises(CkptError) as raised:
+        write_folder(NEW, str(folder))
+    if back:
+        assert "it is as it was" in raised.value.hint
+        assert texts(folder) == {**BEFORE, "late": "late"}
+    else:
+        assert "is replaced and complete, but not what another process put into it" in raised.value.message
+        assert texts(folder) == AFTER
+    assert names(folder) == ["m"]
+
+
+def test_where_not_even_going_back_is_possible_the_next_command_finishes_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "renameat2", saying(errno.ENOSYS))
+    plain = os.rename
+
+    def failing(old: Any, new: Any) -> None:
+        plain(old, new) if {"index", "shard"}.isdisjoint([Path(old).name]) else saying(errno.EIO)()
+
+    def dying(old: Any, new: Any) -> None:
+        plain(old, new)
+        if Path(old).name == "index":
+            monkeypatch.setattr(os, "rename", failing)
+
+    monkeypatch.setattr(os, "rename", dying)
+    with pytest.raises(CkptError, match="half replaced, which cannot be finished now: Input/output error"):
+        write_folder(NEW, str(folder))
+    with pytest.raises(CkptError, match="half replaced, which cannot be finished now: Input/output error"):
+        settle(folder)
+    monkeypatch.undo()
+    assert not (folder / "index").exists()
+    settle(folder)
+    assert (texts(folder), names(folder)) == (AFTER, ["m"])
+
+
+# Which folders change places
+
+
+def test_a_folder_that_is_gone_or_somebody_stands_in_does_not_move(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder / "sub")
+    assert not _can_move(folder)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    assert _can_move(folder)
+    (tmp_path / "gone").rmdir()
+    assert not _can_move(folder)
+    write_folder(NEW, str(folder))
+    assert texts(folder) == AFTER
+    assert not _can_move(Path("/proc"))  # which is mounted
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can make files of others")
+def test_a_folder_stays_its_owners(folder: Path) -> None:
+    os.chown(folder, 12_345, 12_346)
+    os.chown(folder / "log", 12_345, 12_346)
+    write_folder(NEW, str(folder))
+    for path in (folder, folder / "log"):
+        assert (path.stat().st_uid, path.stat().st_gid) == (12_345, 12_346)
