@@ -38,13 +38,13 @@ def _known(form: object) -> str | None:
 
 def write_form(checkpoint: Checkpoint, *, tensors_only: bool) -> Checkpoint:
     """`checkpoint` with each section's form where its file will keep it; `tensors_only`: in ``__metadata__``."""
-    forms = {section.path: section.form for section in checkpoint.sections if section.form is not None}
+    forms = [section.form for section in checkpoint.sections if section.form is not None]
     if not forms:
         return checkpoint
     if tensors_only:
-        return replace(checkpoint, metadata={**checkpoint.metadata, MARK: str(next(iter(forms.values())))})
+        return replace(checkpoint, metadata={**checkpoint.metadata, MARK: forms[0]})
     sections = tuple(
-        replace(s, modules={**(s.modules or {}), MARK: {"form": s.form}}) if s.path in forms else s
+        s if s.form is None else replace(s, modules={**(s.modules or {}), MARK: {"form": s.form}})
         for s in checkpoint.sections
     )
     return replace(checkpoint, sections=sections)
