@@ -13,6 +13,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch.legacy_file import read
+from ckpttool.io.files import check_assumed
 from ckpttool.limits import Limits, limited
 from command import Run
 from crafted_zip import GOOD, crafted, tensor_node
@@ -346,60 +348,73 @@ def test_what_follows_is_noted(tmp_path):
 
 W = {"w": tensor(reference(), 0, 4)}
 VIEW = reference(view=("8", 1, 3))
+DAMAGED = [
+    (built(W, ["7"], FOUR[:-1]), "is truncated"),
+    (built(W, ["7"], FOUR[:5]), "is truncated"),
+    (built(W, ["7"]), "is truncated"),
+    (built(W, ["7"], storage(2**62, b"")), "is truncated"),
+    (built(W, ["7"], storage(-1, b"")), "is truncated"),
+    (built(W, ["7"], storage(3, bytes(12))), "storage 0 is 12 bytes, its tensors say 16"),
+    (built(W, []), "storage 0 is missing"),
+    (built(W, ["7", "7"], FOUR, FOUR), "listed twice"),
+    (built(W, ["8"], FOUR), "belongs to nothing"),
+    (built(W, 7, FOUR), "the list of its storages is none"),
+    (built(W, [["7"]], FOUR), "the list of its storages is none"),
+    (built(W, ["7"], FOUR, protocol=1000), "the version of the format is 1000"),
+    (built(W, ["7"], FOUR, protocol=[1]), "the version of the format is"),
+    (built({"w": tensor(reference(), 1, 4)}, ["7"], FOUR), "reaches element 4 of a storage of 4"),
+    (built({"w": tensor(reference(numel=-4), 0, 4)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(numel=2**70), 0, 4)}, ["7"], FOUR), "its tensors say"),
+    (built({"w": tensor(reference(kind=dict), 0, 4)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(key=("7",)), 0, 4)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(view=("8", -1, 3)), 0, 3)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(view=("8", 2**60, 3)), 0, 3)}, ["7"], FOUR), "reaches element"),
+    (built({"w": tensor(reference(view=7), 0, 3)}, ["7"], FOUR), "damaged pickle"),
+    (built([reference(view=("8", 1, 3))], ["7"], FOUR), "a part of a storage stands outside of every tensor"),
+    (built({"w": Ref("storage", torch.FloatStorage)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": Ref()}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": Ref("module")}, ["7"], FOUR), "damaged pickle"),
+    (built(W, ["7"], FOUR)[:60], "damaged pickle"),
+    (b"none of it", "it does not begin with the magic number"),
+    (built({"w": Ref("storage", "FloatStorage", "7", "cpu", 4, None)}, ["7"], FOUR), "a storage reference"),
+    (
+        built({"w": tensor(Ref("storage", torch.FloatStorage, "7", "cpu", "4", None), 0, 4)}, ["7"], FOUR),
+        "a storage reference",
+    ),
+    (built({"w": tensor(reference(view=("8", "1", 3)), 0, 3)}, ["7"], FOUR), "a view that begins at '1'"),
+    (built({"w": Rebuilt(_rebuild_tensor_v2, VIEW)}, ["7"], FOUR), "the arguments of torch._utils._rebuild_tensor"),
+    (
+        built({"w": Rebuilt(_rebuild_tensor_v2, VIEW, "0", (2,), (1,))}, ["7"], FOUR),
+        "the arguments of torch._utils",
+    ),
+    (
+        built({"w": Rebuilt(_rebuild_tensor_v2), "v": tensor(VIEW, 0, 3)}, ["7"], FOUR),
+        "the arguments of torch._utils",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (built(W, ["7"], FOUR[:-1]), "is truncated"),
-        (built(W, ["7"], FOUR[:5]), "is truncated"),
-        (built(W, ["7"]), "is truncated"),
-        (built(W, ["7"], storage(2**62, b"")), "is truncated"),
-        (built(W, ["7"], storage(-1, b"")), "is truncated"),
-        (built(W, ["7"], storage(3, bytes(12))), "storage 0 is 12 bytes, its tensors say 16"),
-        (built(W, []), "storage 0 is missing"),
-        (built(W, ["7", "7"], FOUR, FOUR), "listed twice"),
-        (built(W, ["8"], FOUR), "belongs to nothing"),
-        (built(W, 7, FOUR), "the list of its storages is none"),
-        (built(W, [["7"]], FOUR), "the list of its storages is none"),
-        (built(W, ["7"], FOUR, protocol=1000), "the version of the format is 1000"),
-        (built(W, ["7"], FOUR, protocol=[1]), "the version of the format is"),
-        (built({"w": tensor(reference(), 1, 4)}, ["7"], FOUR), "reaches element 4 of a storage of 4"),
-        (built({"w": tensor(reference(numel=-4), 0, 4)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(numel=2**70), 0, 4)}, ["7"], FOUR), "its tensors say"),
-        (built({"w": tensor(reference(kind=dict), 0, 4)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(key=("7",)), 0, 4)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(view=("8", -1, 3)), 0, 3)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(view=("8", 2**60, 3)), 0, 3)}, ["7"], FOUR), "reaches element"),
-        (built({"w": tensor(reference(view=7), 0, 3)}, ["7"], FOUR), "damaged pickle"),
-        (built([reference(view=("8", 1, 3))], ["7"], FOUR), "a part of a storage stands outside of every tensor"),
-        (built({"w": Ref("storage", torch.FloatStorage)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": Ref()}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": Ref("module")}, ["7"], FOUR), "damaged pickle"),
-        (built(W, ["7"], FOUR)[:60], "damaged pickle"),
-        (b"none of it", "it does not begin with the magic number"),
-        (built({"w": Ref("storage", "FloatStorage", "7", "cpu", 4, None)}, ["7"], FOUR), "a storage reference"),
-        (
-            built({"w": tensor(Ref("storage", torch.FloatStorage, "7", "cpu", "4", None), 0, 4)}, ["7"], FOUR),
-            "a storage reference",
-        ),
-        (built({"w": tensor(reference(view=("8", "1", 3)), 0, 3)}, ["7"], FOUR), "a view that begins at '1'"),
-        (built({"w": Rebuilt(_rebuild_tensor_v2, VIEW)}, ["7"], FOUR), "the arguments of torch._utils._rebuild_tensor"),
-        (
-            built({"w": Rebuilt(_rebuild_tensor_v2, VIEW, "0", (2,), (1,))}, ["7"], FOUR),
-            "the arguments of torch._utils",
-        ),
-        (
-            built({"w": Rebuilt(_rebuild_tensor_v2), "v": tensor(VIEW, 0, 3)}, ["7"], FOUR),
-            "the arguments of torch._utils",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), DAMAGED)
 def test_damaged_and_hostile_files(tmp_path, data, message):
     with pytest.raises(CkptError) as caught:
         read(written(tmp_path, data))
     assert message in caught.value.message
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(("data", "message"), [*DAMAGED, (built(W, ["7"], storage(3, bytes(16))), "not as long as")])
+def test_in_a_store_too(tmp_path, data, message):
+    """There the storages are taken to be as long as the pickle says until their bytes are read."""
+    url = f"memory://{tmp_path.name}/built.pt"
+    fsspec.filesystem("memory").pipe(url, data)
+
+    def read_all() -> None:
+        read(url)
+        check_assumed(url)
+
+    with pytest.raises(CkptError) as caught:
+        read_all()
+    assert message in caught.value.message
 
 
 def test_every_truncation_is_an_error(tmp_path):

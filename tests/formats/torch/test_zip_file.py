@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy
 import pytest
 import torch
@@ -432,6 +433,13 @@ def test_tensors_of_devices_without_storages(tmp_path: Path, data: Any) -> None:
     assert (entry.dtype, loaded.dtype) == ("float64", torch.float64)
     out = rewritten(tmp_path, with_keys(read(path), "", "x.".__add__))
     assert torch.equal(load(out)["x.w"], loaded)
+
+
+def test_tensors_of_any_kind_in_a_store(tmp_path: Path, run: Run) -> None:
+    path = Path(saved(tmp_path, {name: TENSORS[name] for name in ("sparse", "quantized", "meta", "dtype float32")}))
+    url = f"memory://{tmp_path.name}/saved.pt"
+    fsspec.filesystem("memory").pipe(url, path.read_bytes())
+    assert run("diff", url, path, "--values").status == 0
 
 
 def test_a_tensor_of_no_class_that_is_named(tmp_path: Path) -> None:
