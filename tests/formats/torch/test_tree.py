@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,26 @@ def test_dicts_inside_an_entry_could_be_what_a_model_is_saved_in(tmp_path: Path,
         "ring": ["n", "self", "inner"], "ring.inner": ["m"], "ring.inner.m": ["w"], "deep": ["d"]
     }  # fmt: skip
     assert sum(path.startswith("deep") for path in readings.dicts) == min(depth + 1, 200)
+
+
+def test_an_optimizer_is_taken_apart_as_far_as_it_is_of_dicts(tmp_path: Path) -> None:
+    """What a dict says beside its items, and keys that are no ids or names, make it an object like any other."""
+    noted = OrderedDict(step=W)
+    vars(noted)["note"] = 1
+    plain: dict[Any, Any] = {0: OrderedDict(step=W), 1: defaultdict(int, step=3), 2: OrderedDict()}
+    state = {**plain, 3: noted, 4: {None: 1}, "w": {"t": (W, 1)}}
+    (section,) = opened(tmp_path, {"o": {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}}).sections
+    assert section.mapping is not None
+    made = section.mapping["state"]
+    assert {key: type(part).__name__ for key, part in made.items()} == {
+        0: "dict", 1: "dict", 2: "dict", 3: "ExtraEntry", 4: "ExtraEntry", "w": "dict"
+    }  # fmt: skip
+    assert (made[0]["step"].key, made[1], made[2], made["w"]["t"][1]) == ("state.0.step", {"step": 3}, {}, 1)
+    assert section.mapping["param_groups"] == [{"lr": 0.1, "params": [0, 1]}]
+    whole: Any = OrderedDict(state={}, param_groups=[])
+    vars(whole)["note"] = 1
+    (section,) = opened(tmp_path, {"o": whole}).sections
+    assert (section.kind, section.mapping) == ("optimizer", None)
 
 
 def test_so_many_values_are_plain_and_no_more(tmp_path: Path) -> None:

@@ -664,6 +664,18 @@ def test_views_of_other_dtypes_beside_the_tensor_itself(tmp_path: Path, dtype: s
         assert [str(found[entry.key].dtype) for entry in again] == [f"torch.{e.dtype}" for e in section.tensors]
 
 
+def test_views_of_a_new_storage_in_several_dtypes(tmp_path: Path) -> None:
+    data = torch.arange(16, dtype=torch.uint8)
+    storage = computed(data)
+    dtypes = ("float32", "int32", "complex64")
+    entries = tuple(TensorEntry(name, name, (16 // of_dtype(name).itemsize,), (1,), 0, storage) for name in dtypes)
+    found = load(rewritten(tmp_path, fresh(Section("", "state_dict", entries))))
+    assert [(str(tensor.dtype), raw(tensor)) for tensor in found.values()] == [
+        (f"torch.{name}", data.tolist()) for name in dtypes
+    ]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+
+
 def test_references_to_a_storage_as_one_of_another_dtype_are_no_file_of_torch(tmp_path: Path) -> None:
     """Torch makes the first one's dtype of both, or since 2.15 each its own."""
     kinds = {"FloatStorage": torch.float32, "IntStorage": torch.int32}
