@@ -156,7 +156,7 @@ def _copy(node: Any, moved: Callable[[Persistent], Persistent], done: dict[int, 
         made = PickledSet(copy(node.items), node.frozen)
     else:
         made = done[id(node)] = Call(copy(node.func), copy(node.args), node.how, copy(node.kwargs))
-        made.items, made.pairs, made.state = copy(node.items), copy(node.pairs), copy(node.state)
-        made.setter = node.setter
+        made.items, made.pairs = copy(node.items), copy(node.pairs)
+        made.state, made.setter = copy(node.state), copy(node.setter)
     done[id(node)] = made
     return made

@@ -212,7 +212,7 @@ HOLDS: dict[type, Callable[[Any], Any]] = {
     dict: lambda node: [*node.keys(), *node.values()],
     Persistent: lambda node: (node.id,),
     PickledSet: lambda node: node.items,
-    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state),
+    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state, node.setter),
 }
 
 

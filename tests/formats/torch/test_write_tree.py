@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,31 @@ def test_a_storage_goes_with_what_holds_it(
         found = torch.load(tmp_path / "out.pt", weights_only=False)
         assert (list(found) if isinstance(found, dict) else [len(found[0]), len(found)]) == kept
         assert not [one for one in read(str(tmp_path / "out.pt")).unreached if one.path == drops[-1]]
+
+
+def put(held: Any, made: Any, state: Any) -> None:
+    made.held, made.state = held, state
+
+
+class BySetter:
+    """Its state is set by a function that holds a tensor."""
+
+    def __reduce__(self) -> Any:
+        return object.__new__, (BySetter,), {"n": 3}, None, None, partial(put, torch.full((4,), 7.0))
+
+
+@pytest.mark.parametrize("form", ["legacy", "zip"])
+def test_what_sets_the_state_of_an_object_is_a_part_of_it(tmp_path: Path, run: Run, form: str) -> None:
+    """Its storages go where the others go, to new numbers too."""
+    path = saved(tmp_path, {"first": {"w": V}, "last": {"w": W, "x._extra_state": BySetter()}})
+    (unreached,) = read(str(path)).unreached
+    assert unreached.is_referred
+    done = run("remap", path, "--torch-format", form, "-o", tmp_path / "out.pt", "--drop", "first")
+    assert done.status == 0, done.err
+    found = torch.load(tmp_path / "out.pt", weights_only=False)["last"]
+    own = found["x._extra_state"]
+    assert (own.held.tolist(), own.state) == ([7.0] * 4, {"n": 3})
+    assert torch.equal(found["w"], W)
 
 
 def test_one_state_dict_at_two_places_that_becomes_two(tmp_path: Path) -> None:
