@@ -20,7 +20,7 @@ def read_form(checkpoint: Checkpoint) -> Checkpoint:
     form = _known(checkpoint.metadata.get(MARK))
     metadata = {name: value for name, value in checkpoint.metadata.items() if name != MARK}
     sections = tuple(_taken_off(section, form) for section in checkpoint.sections)
-    marked = sections != checkpoint.sections or len(metadata) < len(checkpoint.metadata)
+    marked = sections != checkpoint.sections or metadata != checkpoint.metadata
     return replace(checkpoint, sections=sections, metadata=metadata) if marked else checkpoint
 
 

@@ -35,10 +35,10 @@ def test_a_torch_file_has_it_among_the_versions_of_its_section(form: str, module
 
 @pytest.mark.parametrize("form", ["runtime", "serialized"])
 def test_a_file_of_tensors_has_it_in_its_metadata(form: str) -> None:
-    written = write_form(checkpoint(section("", None, form), format="pt", zz="1"), tensors_only=True)
-    assert written.metadata == {"format": "pt", "zz": "1", MARK: form}
+    written = write_form(checkpoint(section("", None, form), a="0", format="pt", zz="1"), tensors_only=True)
+    assert written.metadata == {"a": "0", "format": "pt", "zz": "1", MARK: form}
     read = read_form(Checkpoint("made up", "safetensors", 0, (section(""),), metadata=written.metadata))
-    assert (read.metadata, read.sections[0].form) == ({"format": "pt", "zz": "1"}, form)
+    assert (read.metadata, read.sections[0].form) == ({"a": "0", "format": "pt", "zz": "1"}, form)
 
 
 @pytest.mark.parametrize("tensors_only", [True, False])
