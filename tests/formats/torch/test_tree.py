@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,8 @@ def test_dicts_inside_an_entry_could_be_what_a_model_is_saved_in(tmp_path: Path,
     for _ in range(depth):
         deep = {"d": deep}
     readings = opened(
-        tmp_path, {"w": W, "v": W, "ring": ring, "deep": deep, "empty": {}, "numbers": {1: {"w": 1}}}
+        tmp_path,
+        {"w": W, "v": W, "ring": ring, "deep": deep, "empty": {}, "numbers": {1: {"w": 1}}, "again": ring["inner"]},
     ).readings
     assert readings is not None
     names = {path: list(keys) for path, keys in readings.dicts.items() if not path.startswith("deep.")}
@@ -159,6 +161,17 @@ def test_an_optimizer_is_taken_apart_as_far_as_it_is_of_dicts(tmp_path: Path) ->
     vars(whole)["note"] = 1
     (section,) = opened(tmp_path, {"o": whole}).sections
     assert (section.kind, section.mapping) == ("optimizer", None)
+
+
+def test_a_dict_that_many_entries_share_is_looked_at_once(tmp_path: Path) -> None:
+    """Else a file of a hundred kilobytes would take minutes."""
+    text, numbers = ({kind(number): None for number in range(20_000)} for kind in (str, int))
+    entries = {f"v{number}": (text, numbers)[number % 2] for number in range(20_000)}
+    begun = time.process_time()
+    readings = opened(tmp_path, {"w": W} | entries).readings
+    assert time.process_time() - begun < 60
+    assert readings is not None
+    assert list(readings.dicts) == ["v0"]
 
 
 def test_so_many_values_are_plain_and_no_more(tmp_path: Path) -> None:
