@@ -114,7 +114,7 @@ def test_a_state_that_holds_attributes() -> None:
 @pytest.mark.parametrize(
     ("names", "saved"),
     [
-        (PickledSet(["b"]), False),
+        (PickledSet(["b", "p"]), False),
         (Call(Global("builtins", "set"), (["b", 3],)), False),
         (Call(Global("builtins", "set"), (("b",),)), False),
         (Call(Global("builtins", "set"), ()), True),
@@ -125,10 +125,12 @@ def test_a_state_that_holds_attributes() -> None:
     ],
 )
 def test_buffers_that_are_not_saved(names: Any, saved: bool) -> None:
-    node = module(_buffers={"b": tensor_node(), 3: tensor_node(), b"c": tensor_node()})
+    node = module(
+        _parameters={"p": tensor_node()}, _buffers={"b": tensor_node(), 3: tensor_node(), b"c": tensor_node()}
+    )
     node.state["_non_persistent_buffers_set"] = names
     found = {slot.key: slot.is_persistent for slot in slots_of(node, ())}
-    assert found == {"b": saved, "c": True}
+    assert found == {"p": True, "b": saved, "c": True}
 
 
 def test_the_class_behind_older_protocols() -> None:
