@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -552,6 +553,15 @@ def test_a_swap_that_torch_refuses_halfway_is_taken_back() -> None:
     assert live["a"].bias.grad is not None
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Has Python listen to SIGINT, which is ignored in what a script's shell runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_waits_until_all_is_written() -> None:
     class Interrupted(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
