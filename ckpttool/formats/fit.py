@@ -47,7 +47,7 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
             hint=f"let torchao put them together: {torchao.joined(checkpoint.source)}",
             problems=apart,
         )
-    fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint, target)
+    fitted = _flat(checkpoint, target, keep_aliases) if target.tensors_only else _with_aliases(checkpoint)
     fitted = write_form(fitted, in_metadata=target.tensors_only and not target.aliases)  # of safetensors
     same = checkpoint.format == target.name or (target.pickled and FORMATS[checkpoint.format].pickled)
     return fitted if same else replace(fitted, container=None)
@@ -88,9 +88,9 @@ def _resolved(entry: TensorEntry) -> TensorEntry:
     return payload.resolved(entry) if payload is not None and isinstance(payload, Resolvable) else entry
 
 
-def _with_aliases(checkpoint: Checkpoint, target: Format) -> Checkpoint:
-    """The checkpoint with the names that ``--keep-aliases`` recorded in ``__metadata__``, which `target` has not."""
-    if not checkpoint.metadata or checkpoint.format == target.name:
+def _with_aliases(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the names that ``--keep-aliases`` recorded in ``__metadata__``."""
+    if not checkpoint.metadata:
         return checkpoint
     (section,) = checkpoint.sections
     have = {entry.key: entry for entry in section.tensors}
@@ -155,6 +155,6 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
         notes.append(
             f"nothing will say that this is the {forms[0]} form, whose keys fit another: read it with --from {forms[0]}"
         )
-    if not target.tensors_only and _with_aliases(checkpoint, target).metadata and checkpoint.format != target.name:
+    if not target.tensors_only and _with_aliases(checkpoint).metadata:
         notes.append(f"__metadata__ is left out: {target.title} has no place for it")
     return notes

@@ -20,7 +20,7 @@ def read_form(checkpoint: Checkpoint) -> Checkpoint:
     form = _known(checkpoint.metadata.get(MARK))
     metadata = {name: value for name, value in checkpoint.metadata.items() if name != MARK}
     sections = tuple(_taken_off(section, form) for section in checkpoint.sections)
-    marked = sections != checkpoint.sections or len(metadata) < len(checkpoint.metadata)
+    marked = sections != checkpoint.sections or metadata != checkpoint.metadata
     return replace(checkpoint, sections=sections, metadata=metadata) if marked else checkpoint
 
 
@@ -38,13 +38,13 @@ def _known(form: object) -> str | None:
 
 def write_form(checkpoint: Checkpoint, *, in_metadata: bool) -> Checkpoint:
     """`checkpoint` with each section's form where its file will keep it; `in_metadata`: in ``__metadata__``."""
-    forms = {section.path: section.form for section in checkpoint.sections if section.form is not None}
+    forms = [section.form for section in checkpoint.sections if section.form is not None]
     if not forms:
         return checkpoint
     if in_metadata:
-        return replace(checkpoint, metadata={**checkpoint.metadata, MARK: str(next(iter(forms.values())))})
+        return replace(checkpoint, metadata={**checkpoint.metadata, MARK: forms[0]})
     sections = tuple(
-        replace(s, modules={**(s.modules or {}), MARK: {"form": s.form}}) if s.path in forms else s
+        s if s.form is None else replace(s, modules={**(s.modules or {}), MARK: {"form": s.form}})
         for s in checkpoint.sections
     )
     return replace(checkpoint, sections=sections)

@@ -65,21 +65,14 @@ def _check_exists(path: str) -> None:
         raise CkptError(f"no such file: {path}", hint=f"the folder {folder} does not exist either: check the path")
     from difflib import get_close_matches
 
-    close = get_close_matches(Path(path).name, _names_in(str(folder)), n=3, cutoff=0.6)
+    close = get_close_matches(Path(path).name, files.names_in(str(folder)), n=3, cutoff=0.6)
     hint = "did you mean " + " or ".join(str(folder / name) for name in close) + "?" if close else "check the path"
     raise CkptError(f"no such file: {path}", hint=hint)
 
 
-def _names_in(folder: str) -> list[str]:
-    try:
-        return files.names_in(folder)
-    except CkptError:
-        return []
-
-
 def _directory_hint(folder: str) -> str:
     endings = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2")
-    inside = [name for name in _names_in(folder) if name.endswith(endings)]
+    inside = [name for name in files.names_in(folder) if name.endswith(endings)]
     if not inside:
         return "name one checkpoint file"
     return f"name one of its files, for example {paths.join(folder, inside[0])}"

@@ -58,6 +58,58 @@ def test_one_checkpoint(saved: Path, run: Run, tmp_path: Path, kind: str) -> Non
     assert run("diff", saved / kind, saved / f"{kind}.pt", "--values").status == 0
 
 
+ADAM = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"params": [0]}]}
+
+
+@pytest.mark.parametrize(
+    ("files", "sections"),
+    [
+        ({"pytorch_model_fsdp": {"w": torch.ones(2)}}, ["model"]),
+        (
+            {
+                "pytorch_model_fsdp_1": {"v": torch.ones(2)},
+                "optimizer_1": ADAM,
+                "pytorch_model_fsdp_0": {"w": torch.ones(2)},
+            },
+            ["model", "model_1", "optimizer_1"],
+        ),
+    ],
+)
+def test_of_several_models_each_has_its_sections(tmp_path: Path, run: Run, files: Any, sections: list[str]) -> None:
+    for name, state in files.items():
+        torch.save(state, tmp_path / f"{name}.bin")
+    (tmp_path / "optimizer").write_text("no folder of accelerate's")
+    (tmp_path / "pytorch_model_fsdp_9.bin").mkdir()
+    done = run("inspect", tmp_path, "--format", "json")
+    assert [section["path"] for section in done.data["sections"]] == sections
+    out = tmp_path / "whole.pt"
+    assert run("remap", tmp_path, "-o", out).status == 0
+    assert list(torch.load(out)) == sections
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("pytorch_model_fsdp", ADAM, "holds (root) (optimizer), and not the one of model @ {}"),
+        ("optimizer", {"w": torch.ones(2)}, "holds (root) (state_dict), and not the one of optimizer @ {}"),
+        (
+            "pytorch_model_fsdp",
+            {"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}},
+            "holds a (state_dict), b (state_dict), and not the one of model @ {}",
+        ),
+        ("pytorch_model_fsdp", 3, "holds no state dict, and not the one of model @ {}"),
+        ("pytorch_model_fsdp", {"a": {"w": torch.ones(2)}, "epoch": 3}, "holds more than that @ {}::epoch"),
+    ],
+)
+def test_a_part_that_is_none_is_named(tmp_path: Path, run: Run, name: str, content: Any, problem: str) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp_1.bin")
+    torch.save(content, tmp_path / f"{name}.bin")
+    done = run("inspect", tmp_path)
+    assert done.status == 2
+    assert "is not as accelerate saves it" in done.err
+    assert problem.format(tmp_path / f"{name}.bin") in done.err
+
+
 def test_what_lies_beside_is_refused_by_name_or_carried(saved: Path, run: Run, tmp_path: Path) -> None:
     done = run("remap", saved / KINDS[0], "-o", tmp_path / "whole.pt")
     assert done.status == 1

@@ -13,9 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ckpttool.errors import Refused
+from ckpttool.formats.fit import check_in_place
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.table import FORMATS
 from command import Run
 
 torch.set_num_threads(1)
+W = torch.ones(2)
+ADAM = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"params": [0]}]}
 Remap = Callable[..., tuple[int, str]]
 
 
@@ -110,6 +116,38 @@ def test_the_model_alone_fits(tmp_path: Path, remap: Remap, how: str) -> None:
     status, said = remap(operand, "-o", tmp_path / "out.safetensors", *drops)
     assert status == 0, said
     assert sorted(load_file(tmp_path / "out.safetensors")) == ["bias", "weight"]
+
+
+@pytest.mark.parametrize(
+    ("value", "section", "hint"),
+    [
+        ({"m": {"w": W, "w._extra_state": 3}}, "", "leave them out with --drop PATTERN, or choose"),
+        ({"m": {"w": W, "w._extra_state": 3}, "epoch": 3}, "", "take the section alone: {}::m, or leave the rest out"),
+        ({"run": {"m": {"w": W}, "n": {"w": W}, "epoch": 3}}, "run", "leave them out with --drop PATTERN, or choose"),
+        ({"w": W, "w._extra_state": 3}, "", "leave them out with --drop PATTERN, or choose"),
+        (ADAM, "", "it is an optimizer's state, which torch files can hold: choose an output that ends in .pt"),
+        ([W, W], "", "hint: choose an output that ends in .pt"),
+        (W, "", "it is one tensor without a name; give it one:"),
+    ],
+)
+def test_a_hint_names_the_shortest_way(tmp_path: Path, remap: Remap, value: Any, section: str, hint: str) -> None:
+    torch.save(value, tmp_path / "in.pt")
+    operand = f"{tmp_path / 'in.pt'}::{section}" if section else str(tmp_path / "in.pt")
+    status, said = remap(operand, "-o", tmp_path / "out.safetensors")
+    assert status == 1
+    assert hint.format(operand) in said
+
+
+def test_a_file_is_not_replaced_in_place_by_one_of_another_format(tmp_path: Path) -> None:
+    torch.save({"w": W, "w._extra_state": 3}, tmp_path / "in.pt")
+    source = open_checkpoint(str(tmp_path / "in.pt"))
+    save_file({"w": W}, tmp_path / "in.safetensors")
+    other = open_checkpoint(str(tmp_path / "in.safetensors"))
+    for checkpoint, target in ((source, "safetensors"), (other, "torch_zip")):
+        with pytest.raises(Refused, match="is in another format"):
+            check_in_place(checkpoint, FORMATS[target])
+    for checkpoint, target in ((source, "torch_zip"), (source, "torch_legacy"), (other, "safetensors")):
+        check_in_place(checkpoint, FORMATS[target])
 
 
 def test_extra_state_is_refused_by_name(tmp_path: Path, remap: Remap) -> None:

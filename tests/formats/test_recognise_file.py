@@ -114,6 +114,8 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 4265
         (lambda: zipped("m/.data/extern_modules", "m/model.pkl"), "a torch.package archive", "state dict"),
         (lambda: zipped("m/archive_format", "m/extra/note"), "a .pt2 archive without a program", "export"),
         (lambda: b"\x1c\0\0\0PTMF" + bytes(40), "for mobile", "made from"),
+        (lambda: zipped("m/model.json"), "a zip archive that torch did not write", "unzip"),
+        (lambda: b"PK\3\4" + zipped(), "a zip archive that torch did not write", "unzip"),
         (lambda: zipped("a/model.weights.h5"), "a zip archive that torch did not write", "unzip"),
         (lambda: zipped(), "an empty zip archive", "again"),
         (lambda: exported()[:-30], "is truncated", "again"),

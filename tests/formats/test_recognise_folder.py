@@ -11,7 +11,15 @@ from safetensors.torch import save_file
 
 from ckpttool.errors import CkptError
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.recognise_folder import companions, locate
+from ckpttool.formats.recognise_folder import (
+    beside,
+    checkpoint_files,
+    companions,
+    is_part,
+    locate,
+    states_beside,
+    weights_beside,
+)
 from ckpttool.io.safe_path import safe_path
 
 
@@ -55,6 +63,14 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
         (["notes.txt", "step_100/model.pt", "step_200/model.pt", "step_300/model.pt"], "no checkpoint", "step_300"),
         (["model-00001-of-00002.safetensors"], "1 shards without their index", "index.json"),
         (["__0_0.distcp"], "without its .metadata", "hidden"),
+        (["__0.metadata", "__0_0.distcp"], "each rank has its own index", "use_collectives=True"),
+        (["run/model.pt", ".zzz/x.pt"], "no checkpoint", "/run"),
+        (
+            ["optimizer_rank0.bin", "pytorch_model_fsdp_rank0.bin"],
+            "holds files of ranks",
+            "pytorch_model_fsdp_rank*.bin",
+        ),
+        (["optimizer_rank0.bin"], "holds files of ranks", "optimizer_rank*.bin"),
         (  # scheduler.bin is no checkpoint where there is another
             ["optimizer_0/.metadata", "weights/.metadata", "random_states_0.pkl", "scheduler.bin"],
             "holds its checkpoint in folders, each one of its own",
@@ -70,6 +86,8 @@ def test_the_one_checkpoint(tmp_path: Path, names: list[str], format: str, found
             "the step '{}' that its file `latest` names",
             "global_step5",
         ),
+        (["latest", "global_step5/mp_rank_00_model_states.pt", ".zzz/x"], "the step", "global_step5"),
+        (["latest", "global_step5"], "the step", "copy the folder again"),
         (
             ["zero_pp_rank_0_mp_rank_00_optim_states.pt"],
             "DeepSpeed checkpoint without the model's own file",
@@ -87,6 +105,65 @@ def test_what_is_none_is_named(tmp_path: Path, names: list[str], message: str, h
         open_checkpoint(str(put(tmp_path, *names)))
     assert hint in caught.value.hint
     assert caught.value.exit_status == 2
+
+
+def test_a_step_that_is_a_file_is_none(tmp_path: Path) -> None:
+    put(tmp_path, "latest", "global_step5/mp_rank_00_model_states.pt")
+    (tmp_path / "latest").write_text("latest")
+    with pytest.raises(CkptError, match="the step 'latest' that its file `latest` names is not there"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_files_are_told_from_folders_of_their_name(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        "pytorch_model_fsdp.bin",
+        "scheduler.bin",
+        "own.pkl",
+        "model.safetensors",
+        "train.pt",
+        "training_args.bin",
+    )
+    before = [weights_beside, states_beside, beside]
+    found = [names(str(tmp_path)) for names in before]
+    assert found == [
+        ("model.safetensors", "train.pt"),
+        ("own.pkl", "scheduler.bin", "training_args.bin"),
+        ("model.safetensors", "pytorch_model_fsdp.bin", "scheduler.bin", "train.pt", "training_args.bin"),
+    ]
+    for name in ("other.safetensors", "sampler.bin", "sampler.pkl"):
+        (tmp_path / name).mkdir()
+    assert [names(str(tmp_path)) for names in before] == found
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("model.safetensors.index.json", False),
+        ("own.bin.index.fp16.json", False),
+        ("model-00001-of-00002.bin", False),
+        ("shard-00001-model-00001-of-00002.safetensors", False),
+        (".metadata", False),
+        ("mp_rank_00_model_states.pt", False),
+        ("model.safetensors", True),
+        ("config.json", True),
+    ],
+)
+def test_parts_of_one_checkpoint(tmp_path: Path, name: str, whole: bool) -> None:
+    assert is_part(str(tmp_path), ["a.txt", name]) is not whole
+
+
+def test_what_a_new_checkpoint_takes_the_place_of(tmp_path: Path) -> None:
+    """The files of one like it, and nothing that lies beside."""
+    others = [".gitattributes", "zz", "config.json", "train.pt"]
+    bins = ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
+    safe = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    dcp = [".metadata", "__0_0.distcp"]
+    for name in (*others, *bins, *safe, *dcp):
+        (tmp_path / name).write_bytes(b"")
+    for like, expected in ((".metadata", dcp), (safe[0], safe), (safe[2], safe), (bins[0], bins), (bins[2], bins)):
+        assert checkpoint_files(str(tmp_path), like) == set(expected)
+    assert checkpoint_files(str(tmp_path / "none"), ".metadata") == set()
 
 
 def test_several_are_listed(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Suggested:
         return _suggestion(self._diff, self._left, self._right)
 
     def renames(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """The rules and the patterns that they drop, where these are few and say all of it; without rules it is none."""
+        """The rules and the patterns that they drop, where these are few and say all of it; none without rules."""
         found = self._by_names
         return _few(found) if found is not None and found.plain else None
 

@@ -87,7 +87,7 @@ def edit_behind(source: Archive, entries: Sequence[Record | NewRecord], alignmen
     written = [data for data in new.values() if isinstance(data, bytes)]
     if len(written) < len(new):
         return None
-    old = [source.by_name[name] for name in new if name in source.by_name]
+    old = [source.by_name[name] for name in new]
     before = _index(source.records, [za.read_record(source, record, record.size) for record in old])
     return Edited(layout_behind(source, entries, alignment), before, _index(entries, written))
 

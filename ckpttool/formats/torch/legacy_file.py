@@ -126,7 +126,7 @@ def _read_pickles(path: str, file: Source, nbytes: int) -> _Pickles:
         try:
             return _parse(path, data)
         except CkptError:
-            if len(data) < length or length >= limits().pickle_bytes:
+            if len(data) < length:
                 raise
         length *= 2
 
@@ -157,7 +157,7 @@ def _shift_views(path: str, root: Any, views: Mapping[int, int]) -> None:
         if type(node) not in HOLDS or id(node) in seen:
             continue
         seen.add(id(node))
-        if is_tensor(node) and type(node.args) is tuple and id(node.args[0]) in views:
+        if is_tensor(node) and node.args and id(node.args[0]) in views:
             if len(node.args) < 2 or type(node.args[1]) is not int:
                 raise _unfit(path, f"the arguments of {node.func}")
             reference, offset, *rest = node.args
@@ -300,10 +300,12 @@ def _early(node: Any) -> int | None:
 
 def _know_all(checkpoint: Checkpoint, references: Sequence[Persistent], rebuilder: Rebuilder) -> None:
     """Looks up the storages that no tensor is made of."""
-    for key, reference in {reference.id[2]: reference for reference in references}.items():
-        if key not in rebuilder.storages and isinstance(checkpoint.container, Container):
-            storages = checkpoint.container.tree.storages
-            rebuilder.adopt(storages.get(key, typed_storage(reference, storages)[1].nbytes), key)
+    if not isinstance(checkpoint.container, Container):
+        return
+    storages = checkpoint.container.tree.storages
+    for reference in references:
+        if reference.id[2] not in rebuilder.storages:
+            rebuilder.adopt(typed_storage(reference, storages)[1], reference.id[2])
 
 
 def _widths(

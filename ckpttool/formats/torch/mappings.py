@@ -22,7 +22,7 @@ _MAPPINGS = frozenset(
         ("__builtin__", "dict"),
     )
 )
-_DEFAULT = Global("collections", "defaultdict")
+_DEFAULT, _COUNTER = Global("collections", "defaultdict"), Global("collections", "Counter")
 
 
 def is_mapping(node: Any) -> bool:
@@ -44,8 +44,10 @@ def pairs_of(node: Any) -> dict[Any, Any] | None:
 def _settled(node: Call) -> bool:
     """Puts the items that the mapping is made of among its pairs; False where its arguments are none."""
     first = 1 if node.func == _DEFAULT else 0  # the function that makes missing values
-    if len(node.args) > first:
-        pairs = _items(node.args[first]) if len(node.args) == first + 1 and not node.kwargs else None
+    if len(node.args) > first:  # what is only made, and not called, ignores them
+        is_called = node.how in ("REDUCE", "OBJ") and len(node.args) == first + 1
+        is_counted = node.func == _COUNTER and type(node.args[first]) in (list, tuple)  # and not set
+        pairs = _items(node.args[first]) if is_called and not is_counted else None
         if pairs is None:
             return False
         node.args = node.args[:first]

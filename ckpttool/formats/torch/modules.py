@@ -39,10 +39,8 @@ def is_module(node: Any) -> bool:
 
 def class_of(node: Any) -> str:
     """The name of the module's class."""
-    found = node.func if type(node) is Call else None
-    if type(node) is Call and str(found) == "copyreg._reconstructor" and node.args:
-        found = node.args[0]
-    return str(found)
+    is_older = str(node.func) in ("copy_reg._reconstructor", "copyreg._reconstructor")  # of protocols 0 and 1
+    return str(node.args[0] if is_older and node.args else node.func)
 
 
 def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
@@ -76,8 +74,6 @@ def slots_of(module: Any, steps: Steps) -> Iterator[Slot]:
 
 def _attributes(node: Any) -> tuple[dict[Any, Any], Steps] | None:
     """The attributes of a module, and the steps to them from its node; None for any other node."""
-    if _are_attributes(node):
-        return node, ()
     if type(node) is not Call:
         return None
     if _are_attributes(node.state):

@@ -6,19 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpttool.checkpoint import ExtraEntry, TensorEntry
-from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
+from ckpttool.formats.containers.pickle_tree import ABSENT
+from ckpttool.formats.torch.mappings import is_mapping, pairs_of
 from ckpttool.formats.torch.tensors import Carried, Storages, entry_of, is_tensor
 from ckpttool.optimizer_state import rebuilt
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _MAX_DEPTH = 50
 _MAX_REPEATS = 500_000  # of shared containers: by sharing them a small pickle can make a tree without end
-_DICTS = (
-    Global("collections", "OrderedDict"),
-    Global("collections", "defaultdict"),
-    Global("builtins", "dict"),
-    Global("__builtin__", "dict"),
-)
 
 
 class _TooMuch(Exception):
@@ -68,9 +63,8 @@ def mapping_of(node: Any, entries: Iterable[TensorEntry], storages: Storages) ->
 
 def _pairs(node: Any) -> dict[Any, Any] | None:
     """What a dict holds whose keys are ids or names; None for every other node."""
-    pairs = node if type(node) is dict else None
-    if type(node) is Call and type(node.func) is Global and node.func in _DICTS:
-        pairs = (node.pairs or {}) if node.state is ABSENT else None
+    is_dict = type(node) is dict or (is_mapping(node) and node.state is ABSENT)
+    pairs = pairs_of(node) if is_dict else None
     return pairs if pairs is not None and all(type(key) in (int, str) for key in pairs) else None
 
 

@@ -56,7 +56,7 @@ def _at(node: Any, steps: Steps) -> Any:
 
 # Kind of a step -> the node that it leads to; see `_named_children`.
 _CHILD: dict[str, Callable[[Any, Any], Any]] = {
-    "item": lambda node, key: (node if isinstance(node, (list, tuple)) else pairs_of(node) or {})[key],
+    "item": lambda node, key: (pairs_of(node) or node)[key],
     "arg": lambda node, index: node.args[index],
     "kwarg": lambda node, name: node.kwargs[name],
     "element": lambda node, index: node.items[index],

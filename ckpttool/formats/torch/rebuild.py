@@ -50,8 +50,8 @@ class Rebuilder:
 
     def reference(self, storage: Storage, row: dtypes.DType | None) -> Persistent:
         """The reference to a storage of the file, typed by `row` of the table or untyped."""
-        kind = self._global("torch", row.storage) if row and row.storage else None
-        kind = kind or self._global("torch.storage", "UntypedStorage")
+        name = row.storage if row else None
+        kind = self._global("torch", name) if name else self._global("torch.storage", "UntypedStorage")
         numel = storage.nbytes // (row.itemsize if row else 1)
         return Persistent((self._word("storage"), kind, self.key(storage), self._word("cpu"), numel))
 
@@ -82,7 +82,7 @@ class Rebuilder:
         for key, storage in storages.found.items():
             self.adopt(storage, key)
         nodes = (carried.node for carried in storages.carried.values())
-        first = next((node.args[0] for node in nodes if type(node) is Call and node.args), None)
+        first = next((node.args[0] for node in nodes if node.args), None)
         if type(first) is Persistent:
             self.words.update((part, part) for part in reversed(first.id) if type(part) is str)
 
@@ -156,7 +156,7 @@ def _copy(node: Any, moved: Callable[[Persistent], Persistent], done: dict[int, 
         made = PickledSet(copy(node.items), node.frozen)
     else:
         made = done[id(node)] = Call(copy(node.func), copy(node.args), node.how, copy(node.kwargs))
-        made.items, made.pairs, made.state = copy(node.items), copy(node.pairs), copy(node.state)
-        made.setter = node.setter
+        made.items, made.pairs = copy(node.items), copy(node.pairs)
+        made.state, made.setter = copy(node.state), copy(node.setter)
     done[id(node)] = made
     return made

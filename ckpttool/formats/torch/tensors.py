@@ -108,7 +108,7 @@ class Carried:
 
     def resolved(self, entry: TensorEntry) -> TensorEntry:
         """See `checkpoint.Resolvable`."""
-        if entry.layout not in _FLAGS or not self.describes(entry):
+        if entry.layout not in _FLAGS:
             return entry
         from ckpttool.evaluate import with_torch  # values that are to be computed
 
@@ -148,8 +148,7 @@ def kind(entry: TensorEntry) -> str:
     """What tells tensors apart that do not load in each other's place: the layout; of a subclass its name."""
     if not isinstance(entry.payload, Carried):
         return entry.layout
-    node = bare(entry.payload.node)
-    args = node.args if type(node) is Call and is_tensor(node) and type(node.args) is tuple else ()
+    args = bare(entry.payload.node).args
     known = next((arg for arg in args if type(arg) is Global and not is_tensor(Call(arg, ()))), None)
     return str(known) if entry.layout == "subclass" and known is not None else entry.layout
 
@@ -171,8 +170,9 @@ def entry_of(key: str, node: Call, storages: Storages) -> TensorEntry:
     """The index entry of a tensor's node. Raises `CkptError` where its geometry does not fit its storage."""
     carried = storages.carried.get(id(node))
     if carried is None:
-        carried = storages.carried[id(node)] = Carried(node, storages, _rebuilt(key, node, storages))
-        if carried.rebuilt is not None and carried.rebuilt.storage is None:
+        rebuilt = _rebuilt(key, node, storages)
+        carried = storages.carried[id(node)] = Carried(node, storages, rebuilt)
+        if rebuilt.storage is None:
             references = (part for part in _parts(node, storages) if type(part) is Persistent)
             storages.reached.update(map(storage_key, references))
     assert carried.rebuilt is not None
@@ -212,7 +212,7 @@ HOLDS: dict[type, Callable[[Any], Any]] = {
     dict: lambda node: [*node.keys(), *node.values()],
     Persistent: lambda node: (node.id,),
     PickledSet: lambda node: node.items,
-    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state),
+    Call: lambda node: (node.func, node.args, node.kwargs, node.items, node.pairs, node.state, node.setter),
 }
 
 
@@ -311,11 +311,8 @@ def _meta(args: Any, storages: Storages, depth: int) -> TensorEntry:
 def _device(args: Any, storages: Storages, depth: int) -> TensorEntry:
     """A tensor of a device without storages (XLA): a CPU tensor or a numpy array that is moved when it is loaded."""
     data, dtype = args[:2]
-    shape: tuple[int, ...] = ()
-    if is_tensor(data):
-        shape = _read(data, storages, depth + 1).shape
-    elif type(data.state) is tuple:  # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
-        shape = sizes_of(data.state[1])
+    # numpy.ndarray.__setstate__ takes version, shape, dtype, order, bytes
+    shape = _read(data, storages, depth + 1).shape if is_tensor(data) else sizes_of(data.state[1])
     return unnamed(_dtype(dtype), shape, (), 0, None, "device", prod(shape) * dtypes.itemsize(_dtype(dtype)))
 
 

@@ -21,7 +21,7 @@ from ckpttool.values import dataclass
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
-Step = tuple[str, Any]  # ("item", key or index), ("arg", index) or ("state", None)
+Step = tuple[str, Any]  # ("item", key or index), ("arg", index), ("kwarg", name), ("element", index), ("state", None)
 Steps = tuple[Step, ...]
 Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
 
@@ -61,6 +61,7 @@ class Tree:
     unreached: tuple[Unreached, ...] = ()  # as the reader of the file found them
     outer: dict[str, Any] = field(default_factory=dict)  # path -> a pickled object that has sections or tensors in it
     whole: Collection[str] = ()  # paths of dicts that are state dicts, whatever they look like
+    noted: set[int] = field(default_factory=set)  # ids of dicts inside entries of state dicts that are in `dicts`
     dicts: dict[str, Sequence[str]] = field(default_factory=dict)  # path -> keys of what could be a state dict
 
 
@@ -70,7 +71,7 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
     The dicts at the dotted paths `whole` are state dicts.
     """
     tree = Tree(storages, whole=whole)
-    if not _walk(tree, root, (), (), foreign=False) and not tree.others:
+    if not _walk(tree, root, (), (), foreign=False):
         tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(root, (), ()))
     if tree.loose:
         path = "" if "" not in tree.places else "(other)"
@@ -244,22 +245,24 @@ def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) 
             tensors.append(entry_of(name, value, tree.storages))
         else:
             extras.append(_extra(tree, name, value))
-            _note_dicts(tree, value, (*path, name), set())
+            _note_dicts(tree, value, (*path, name))
     name = free(".".join(path), tree.places)
     modules = metadata_of(node)
     section = Section(name, "state_dict", tuple(tensors), tuple(extras), None if modules is None else dict(modules))
     tree.places[name] = Place(section, steps, node)
 
 
-def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...], seen: set[int]) -> None:
-    """Notes the dicts inside an entry of a state dict: one of them may be what a model is saved in."""
-    names = _names(node)
-    if not names or id(node) in seen or len(path) > _MAX_DEPTH:
+def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...]) -> None:
+    """Notes the dicts inside an entry of a state dict, each once: one of them may be what a model is saved in."""
+    if id(node) in tree.noted or len(path) > _MAX_DEPTH:
         return
-    seen.add(id(node))
+    tree.noted.add(id(node))
+    names = _names(node)
+    if not names:
+        return
     tree.dicts.setdefault(".".join(path), names)
     for name, value in zip(names, (pairs_of(node) or {}).values()):
-        _note_dicts(tree, value, (*path, name), seen)
+        _note_dicts(tree, value, (*path, name))
 
 
 def _extra(tree: Tree, key: str, node: Any) -> ExtraEntry:

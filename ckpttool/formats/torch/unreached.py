@@ -59,5 +59,5 @@ def _parts(node: Any) -> list[tuple[str, Any]]:
     if type(node) is PickledSet:
         return [("", part) for part in node.items]
     if type(node) is Call:
-        named += [("", part) for part in (node.func, *node.args, node.kwargs, node.items, node.state)]
+        named += [("", part) for part in (node.func, *node.args, node.kwargs, node.items, node.state, node.setter)]
     return named

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
@@ -11,8 +11,9 @@ from ckpttool.formats.containers.pickle_tree import ABSENT, Call, Global
 from ckpttool.formats.torch.mappings import metadata_of, pairs_of, text_of
 from ckpttool.formats.torch.optimizer_mapping import node_of
 from ckpttool.formats.torch.rebuild import Rebuilder
-from ckpttool.formats.torch.tensors import Carried, Storages, malformed
+from ckpttool.formats.torch.tensors import Carried, Storages
 from ckpttool.formats.torch.tree import Place, Step, Steps, Tree
+from ckpttool.keys import dotted
 from ckpttool.optimizer_state import kept
 from ckpttool.values import dataclass
 
@@ -46,8 +47,19 @@ def changed_root(checkpoint: Checkpoint, root: Any, tree: Tree, rebuilder: Rebui
             edits.update(_shared(change(section, place, nodes), place, made))
     kept = set(checkpoint.others)
     edits.update((steps, _REMOVE) for path, steps in tree.others.items() if path not in kept)
+    _check_arguments(edits)
     _check_rings(edits, tree)
     return _edited(root, edits) if edits else root
+
+
+def _check_arguments(edits: Mapping[Steps, Any]) -> None:
+    """Raises `Refused` where an object would be made without an argument or its state: it would be another one."""
+    gone = [steps for steps, node in edits.items() if node is _REMOVE and steps[-1][0] in ("arg", "kwarg", "state")]
+    if gone:
+        paths = (".".join(str(name) for _, name in steps if name is not None) for steps in gone)
+        problems = [Problem("an object is made of it", path) for path in paths]
+        hint = "drop the whole object, or nothing of it"
+        raise Refused("an object cannot be made without what it is made of", hint=hint, problems=problems)
 
 
 def _check_rings(edits: Mapping[Steps, Any], tree: Tree) -> None:
@@ -67,17 +79,23 @@ def _check_storages(checkpoint: Checkpoint, tree: Tree) -> None:
     """Raises `Refused` where a storage is to be left out that something in the tree refers to."""
     kept = {found.path for found in checkpoint.unreached}
     held = [found.path for found in tree.unreached if found.is_referred and found.path not in kept]
-    inside = [path for path in held if _is_carried(checkpoint, path)]
+    gone = _gone(checkpoint, tree) if held else set[str]()
+    inside = [path for path in held if not any(path == name or path.startswith(f"{name}.") for name in gone)]
     if inside:
         problems = [Problem("what holds it stays, and cannot be written without it", path) for path in inside]
         raise Refused("a storage cannot be left out of what holds it", hint=_HINT, problems=problems)
 
 
-def _is_carried(checkpoint: Checkpoint, path: str) -> bool:
-    """Whether what stands at `path`, or around it, is still part of the checkpoint."""
-    have = {*checkpoint.others, *(section.path for section in checkpoint.sections)}
-    steps = path.split(".")
-    return not have or any(".".join(steps[:length]) in have for length in range(len(steps) + 1))
+def _gone(checkpoint: Checkpoint, tree: Tree) -> set[str]:
+    """The paths of what stood in the tree, and is no part of the checkpoint any more."""
+
+    def paths(sections: Iterable[Section], others: Iterable[str]) -> set[str]:
+        own = [section for section in sections if section.kind != "other"]
+        extras = {dotted(section.path, extra.key) for section in own for extra in section.extras}
+        return {*others, *(section.path for section in own), *extras}
+
+    was = paths((place.section for place in tree.places.values()), tree.others)
+    return was - paths(checkpoint.sections, checkpoint.others)
 
 
 def fresh_root(checkpoint: Checkpoint, rebuilder: Rebuilder) -> Any:
@@ -310,16 +328,13 @@ def _edited_node(node: Any, trie: Mapping[Step, Any], done: _Done) -> Any:
         return sequence("item", node)
     if type(node) is tuple:
         return tuple(sequence("item", node))
-    if type(node) is not Call:
-        raise malformed("a change below what holds nothing")
     made = _clone(node)
-    made.args = tuple(sequence("arg", node.args))
+    made.args = tuple(changed(("arg", index), arg) for index, arg in enumerate(node.args))
     made.kwargs = None if node.kwargs is None else {k: changed(("kwarg", k), v) for k, v in node.kwargs.items()}
     made.items = None if node.items is None else sequence("element", node.items)
     made.pairs = None if node.pairs is None else mapping(node.pairs)
     if node.state is not ABSENT:
-        state = changed(("state", None), node.state)
-        made.state = ABSENT if state is _REMOVE else state
+        made.state = changed(("state", None), node.state)
     return made
 
 

@@ -8,14 +8,17 @@ import random
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
 from ckpttool.errors import CkptError
 from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
+from ckpttool.io.files import check_assumed
 
 
 @dataclass
@@ -71,6 +74,15 @@ def read(tmp_path: Path, data: bytes) -> Archive:
     path = tmp_path / "archive.zip"
     path.write_bytes(data)
     return read_archive(str(path))
+
+
+def read_in_a_store(tmp_path: Path, data: bytes) -> Archive:
+    """There the headers of storages are read with their data, and checked before these are used."""
+    url = f"memory://{tmp_path.name}/archive.zip"
+    fsspec.filesystem("memory").pipe(url, data)
+    archive = read_archive(url)
+    check_assumed(url)
+    return archive
 
 
 def torch_archive() -> bytes:
@@ -209,6 +221,7 @@ LYING = {
         )
         for length in (1, 3)
     },
+    "a storage of two sizes": (archive_bytes([Entry(b"a/data/0", flags=8, size=5)]), "two different sizes @ a/data/0"),
     "stored with two sizes": (archive_bytes([Entry(b"a", size=5)]), "two different sizes @ a"),
     "name not UTF-8": (archive_bytes([Entry(b"\xff\xfe", flags=0x800)]), "name is not UTF-8"),
     "zip64 sizes missing": (
@@ -226,11 +239,12 @@ LYING = {
 }
 
 
+@pytest.mark.parametrize("reader", [read, read_in_a_store])
 @pytest.mark.parametrize("name", LYING)
-def test_archives_that_lie(tmp_path: Path, name: str) -> None:
+def test_archives_that_lie(tmp_path: Path, name: str, reader: Callable[[Path, bytes], Archive]) -> None:
     data, words = LYING[name]
     with pytest.raises(CkptError) as caught:
-        read(tmp_path, data)
+        reader(tmp_path, data)
     assert words in " ".join([caught.value.message, *map(str, caught.value.problems)])
     assert len(caught.value.problems) <= 1
 

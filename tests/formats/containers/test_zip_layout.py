@@ -143,19 +143,14 @@ def test_checksums_computed_while_writing(tmp_path: Path) -> None:
     assert contents(changed) == expected
 
 
-def test_records_behind_an_archive_with_a_new_one_among_them(tmp_path: Path) -> None:
+def test_a_record_replaced_behind_the_archive(tmp_path: Path) -> None:
     archive = save(tmp_path)
-    first = NewRecord(archive.records[0].name, b"other")
-    edited = edit_behind(archive, [first, *archive.records[1:], NewRecord("source/new", b"new")])
+    name, old = archive.records[0].name, contents(archive)
+    edited = edit_behind(archive, [NewRecord(name, b"other"), *archive.records[1:]])
     assert edited is not None
-    old = contents(archive)
-    assert contents(check(edited.pieces, tmp_path / "out.pt")) == {
-        **old,
-        archive.records[0].name: b"other",
-        "source/new": b"new",
-    }
-    assert edited.before.endswith(b"\0" + old[archive.records[0].name])
-    assert edited.index.endswith(b"\0other\0new")
+    assert contents(check(edited.pieces, tmp_path / "out.pt")) == {**old, name: b"other"}
+    assert edited.before.endswith(b"\0" + old[name])
+    assert edited.index == edited.before.removesuffix(old[name]) + b"other"
 
 
 def test_a_compressed_record_without_a_checksum_is_kept_as_it_is(tmp_path: Path) -> None:

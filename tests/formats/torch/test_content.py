@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from ckpttool.checkpoint import Comparable
+from ckpttool.formats.containers.pickle_tree import Call, Global, PickledSet
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.torch.content import content_of
 
 
 class Own:
@@ -89,6 +91,35 @@ VALUES: dict[str, Any] = {
     "a class": [Own],
     "another class": [Other],
 }
+
+
+ENCODE = Global("_codecs", "encode")
+SET, BYTES = (Global("__builtin__", kind) for kind in ("set", "bytes"))
+# What protocol 2 would have made a set or bytes of, but for a word
+ODD = [
+    Call(SET, ()),
+    Call(SET, ((1, 2),)),
+    Call(SET, ([1, 2], 3)),
+    Call(SET, ([1, 2],), "NEWOBJ"),
+    Call(ENCODE, ("a",)),
+    Call(ENCODE, ("a", "utf-8")),
+    Call(ENCODE, ("a", "latin1", 3)),
+    Call(ENCODE, (3, "latin1")),
+    Call(ENCODE, ("\u0100", "latin1")),
+    Call(BYTES, ("a",)),
+    Call(Global("own", "set"), ([1, 2],)),
+]
+
+
+def test_calls_that_are_almost_those_of_a_set_or_of_bytes() -> None:
+    nodes = [*ODD, PickledSet([1, 2]), b"a", b""]
+    digests = [content_of(node, lambda node: None) for node in nodes]
+    assert None not in digests
+    assert len(set(digests)) == len(nodes)
+    same = [Call(SET, ([2, 1],)), Call(ENCODE, ("a", "latin1")), Call(BYTES, ())]
+    assert [content_of(node, lambda node: None) for node in same] == digests[-3:]
+    highest = content_of(Call(ENCODE, ("\xff", "latin1")), lambda node: None)
+    assert highest == content_of(b"\xff", lambda node: None)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -20,12 +21,16 @@ from torch._utils import _rebuild_tensor, _rebuild_tensor_v2
 
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import same_values
+from ckpttool.formats.containers.pickle_tree import Call
 from ckpttool.formats.fit import fit, losses
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
 from ckpttool.formats.torch.legacy_file import read
+from ckpttool.io.files import check_assumed
+from ckpttool.limits import Limits, limited
 from command import Run
+from crafted_zip import GOOD, crafted, tensor_node
 from files import write_pieces
 from places import DATA
 
@@ -161,6 +166,17 @@ def test_what_torch_could_not_load_from_it_is_refused_by_name(tmp_path, run: Run
         "  its storage is not of one dtype that was known then @ storage 1",
     ]
     assert not (tmp_path / "old.pt").exists()
+    one_byte = torch.ones(3, dtype=torch.uint8)
+    six = torch.zeros(6, dtype=torch.uint8).untyped_storage()
+    odd: dict[str, Any] = {
+        "as bytes": {"as bytes": one_byte, "bare": one_byte.untyped_storage()},
+        "no whole number": {"no whole number": torch.tensor([]).set_(six, 0, (1,), (1,)), "w": torch.ones(1)},
+    }
+    for key, own in odd.items():
+        torch.save(own, tmp_path / "in.pt")
+        done = run("remap", tmp_path / "in.pt", "-o", tmp_path / "old.pt", "--torch-format", "legacy")
+        assert done.status == 1
+        assert f"its storage is not of one dtype that was known then @ {key}" in done.err
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -213,6 +229,38 @@ def test_large_pickles_are_read_to_their_end(tmp_path):
     state = {f"layer.{index}.weight": torch.tensor(float(index)) for index in range(12_000)}
     path = saved(state, tmp_path / "many.pt")
     assert [e.key for e in read(path).section("").tensors] == list(state)
+    for most in (1 << 17, 1 << 18, 200_000):
+        with limited(Limits(pickle_bytes=most)), pytest.raises(CkptError, match="damaged pickle"):
+            read(path)
+
+
+def test_objects_of_any_kind_are_written(tmp_path, run: Run) -> None:
+    """Sets of later protocols, and what is called that no function could be."""
+    value: dict[str, Any] = {
+        "w": torch.ones(2),
+        "tags": {1, "a"},
+        "frozen": frozenset({3}),
+        "o_extra_state": {"inside": {2}},
+    }
+    torch.save(value, tmp_path / "in.pt", pickle_protocol=4)
+    done = run("remap", tmp_path / "in.pt", "-o", tmp_path / "old.pt", "--torch-format", "legacy")
+    assert done.status == 0, done.err
+    found = torch.load(tmp_path / "old.pt", weights_only=False)
+    assert torch.equal(found.pop("w"), value.pop("w"))
+    assert found == value
+    odd = Call([], ())
+    path = crafted(tmp_path, {"w": tensor_node(), "odd": odd}, GOOD)
+    assert run("remap", path, "-o", tmp_path / "odd.pt", "--torch-format", "legacy").status == 0
+    with open(tmp_path / "odd.pt", "rb") as file:
+        assert read(file.name).section("").extras[0].key == "odd"
+
+
+def test_a_storage_that_nothing_refers_to_is_not_left_out_unsaid(tmp_path, run: Run) -> None:
+    path = crafted(tmp_path, {"w": tensor_node()}, {**GOOD, "1": bytes(4)})
+    done = run("remap", path, "-o", tmp_path / "old.pt", "--torch-format", "legacy")
+    assert done.status == 1
+    assert "a storage that belongs to no tensor that is understood @ data/1" in done.err
+    assert run("remap", path, "-o", tmp_path / "old.pt", "--torch-format", "legacy", "--drop", "data/1").status == 0
 
 
 # Files built by hand
@@ -299,44 +347,74 @@ def test_what_follows_is_noted(tmp_path):
 
 
 W = {"w": tensor(reference(), 0, 4)}
+VIEW = reference(view=("8", 1, 3))
+DAMAGED = [
+    (built(W, ["7"], FOUR[:-1]), "is truncated"),
+    (built(W, ["7"], FOUR[:5]), "is truncated"),
+    (built(W, ["7"]), "is truncated"),
+    (built(W, ["7"], storage(2**62, b"")), "is truncated"),
+    (built(W, ["7"], storage(-1, b"")), "is truncated"),
+    (built(W, ["7"], storage(3, bytes(12))), "storage 0 is 12 bytes, its tensors say 16"),
+    (built(W, []), "storage 0 is missing"),
+    (built(W, ["7", "7"], FOUR, FOUR), "listed twice"),
+    (built(W, ["8"], FOUR), "belongs to nothing"),
+    (built(W, 7, FOUR), "the list of its storages is none"),
+    (built(W, [["7"]], FOUR), "the list of its storages is none"),
+    (built(W, ["7"], FOUR, protocol=1000), "the version of the format is 1000"),
+    (built(W, ["7"], FOUR, protocol=[1]), "the version of the format is"),
+    (built({"w": tensor(reference(), 1, 4)}, ["7"], FOUR), "reaches element 4 of a storage of 4"),
+    (built({"w": tensor(reference(numel=-4), 0, 4)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(numel=2**70), 0, 4)}, ["7"], FOUR), "its tensors say"),
+    (built({"w": tensor(reference(kind=dict), 0, 4)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(key=("7",)), 0, 4)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(view=("8", -1, 3)), 0, 3)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": tensor(reference(view=("8", 2**60, 3)), 0, 3)}, ["7"], FOUR), "reaches element"),
+    (built({"w": tensor(reference(view=7), 0, 3)}, ["7"], FOUR), "damaged pickle"),
+    (built([reference(view=("8", 1, 3))], ["7"], FOUR), "a part of a storage stands outside of every tensor"),
+    (built({"w": Ref("storage", torch.FloatStorage)}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": Ref()}, ["7"], FOUR), "damaged pickle"),
+    (built({"w": Ref("module")}, ["7"], FOUR), "damaged pickle"),
+    (built(W, ["7"], FOUR)[:60], "damaged pickle"),
+    (b"none of it", "it does not begin with the magic number"),
+    (built({"w": Ref("storage", "FloatStorage", "7", "cpu", 4, None)}, ["7"], FOUR), "a storage reference"),
+    (
+        built({"w": tensor(Ref("storage", torch.FloatStorage, "7", "cpu", "4", None), 0, 4)}, ["7"], FOUR),
+        "a storage reference",
+    ),
+    (built({"w": tensor(reference(view=("8", "1", 3)), 0, 3)}, ["7"], FOUR), "a view that begins at '1'"),
+    (built({"w": Rebuilt(_rebuild_tensor_v2, VIEW)}, ["7"], FOUR), "the arguments of torch._utils._rebuild_tensor"),
+    (
+        built({"w": Rebuilt(_rebuild_tensor_v2, VIEW, "0", (2,), (1,))}, ["7"], FOUR),
+        "the arguments of torch._utils",
+    ),
+    (
+        built({"w": Rebuilt(_rebuild_tensor_v2), "v": tensor(VIEW, 0, 3)}, ["7"], FOUR),
+        "the arguments of torch._utils",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (built(W, ["7"], FOUR[:-1]), "is truncated"),
-        (built(W, ["7"], FOUR[:5]), "is truncated"),
-        (built(W, ["7"]), "is truncated"),
-        (built(W, ["7"], storage(2**62, b"")), "is truncated"),
-        (built(W, ["7"], storage(-1, b"")), "is truncated"),
-        (built(W, ["7"], storage(3, bytes(12))), "storage 0 is 12 bytes, its tensors say 16"),
-        (built(W, []), "storage 0 is missing"),
-        (built(W, ["7", "7"], FOUR, FOUR), "listed twice"),
-        (built(W, ["8"], FOUR), "belongs to nothing"),
-        (built(W, 7, FOUR), "the list of its storages is none"),
-        (built(W, [["7"]], FOUR), "the list of its storages is none"),
-        (built(W, ["7"], FOUR, protocol=1000), "the version of the format is 1000"),
-        (built(W, ["7"], FOUR, protocol=[1]), "the version of the format is"),
-        (built({"w": tensor(reference(), 1, 4)}, ["7"], FOUR), "reaches element 4 of a storage of 4"),
-        (built({"w": tensor(reference(numel=-4), 0, 4)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(numel=2**70), 0, 4)}, ["7"], FOUR), "its tensors say"),
-        (built({"w": tensor(reference(kind=dict), 0, 4)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(key=("7",)), 0, 4)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(view=("8", -1, 3)), 0, 3)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": tensor(reference(view=("8", 2**60, 3)), 0, 3)}, ["7"], FOUR), "reaches element"),
-        (built({"w": tensor(reference(view=7), 0, 3)}, ["7"], FOUR), "damaged pickle"),
-        (built([reference(view=("8", 1, 3))], ["7"], FOUR), "a part of a storage stands outside of every tensor"),
-        (built({"w": Ref("storage", torch.FloatStorage)}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": Ref()}, ["7"], FOUR), "damaged pickle"),
-        (built({"w": Ref("module")}, ["7"], FOUR), "damaged pickle"),
-        (built(W, ["7"], FOUR)[:60], "damaged pickle"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), DAMAGED)
 def test_damaged_and_hostile_files(tmp_path, data, message):
     with pytest.raises(CkptError) as caught:
         read(written(tmp_path, data))
     assert message in caught.value.message
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(("data", "message"), [*DAMAGED, (built(W, ["7"], storage(3, bytes(16))), "not as long as")])
+def test_in_a_store_too(tmp_path, data, message):
+    """There the storages are taken to be as long as the pickle says until their bytes are read."""
+    url = f"memory://{tmp_path.name}/built.pt"
+    fsspec.filesystem("memory").pipe(url, data)
+
+    def read_all() -> None:
+        read(url)
+        check_assumed(url)
+
+    with pytest.raises(CkptError) as caught:
+        read_all()
+    assert message in caught.value.message
 
 
 def test_every_truncation_is_an_error(tmp_path):

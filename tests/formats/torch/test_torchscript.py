@@ -239,6 +239,38 @@ def test_damaged_and_hostile_archives(tmp_path, changes, message):
     assert message in caught.value.message
 
 
+@pytest.mark.parametrize(
+    "root",
+    [
+        b"}.",
+        b"cother\nKind\n)\x81}b.",
+        b"c__torch__.torch.classes.own\nKind\n)\x81}b.",
+        b"c__torch__\nTagger\n)\x81.",
+        b"c__torch__\nTagger\n)\x81]b.",
+        b"](c__torch__\nTagger\n)\x81}be.",
+        b"](]c__torch__\nTagger\n)\x81}be)R}b.",
+        b"](" + OBJECT + b"}K\x01" + OBJECT + b"}bsbe.",
+    ],
+)
+def test_an_object_that_is_no_module_of_the_code_has_no_tensors(tmp_path, root):
+    """Of another class, of torch's own, without attributes, not alone, of what is no class."""
+    odd = altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root})
+    assert read(odd).section("").tensors == ()
+
+
+def test_attributes_that_have_no_name_are_passed_over(tmp_path):
+    root = OBJECT + b"}(K\x01" + OBJECT + b"}bX\1\0\0\0aNub."
+    assert read(altered(OLD, tmp_path / "odd.pt", {"data.pkl": b"\x80\x02" + root})).section("").tensors == ()
+
+
+def test_one_pickle_is_the_module(tmp_path):
+    with zipfile.ZipFile(tmp_path / "two.pt", "w") as archive:
+        for name in ("a/data.pkl", "b/data.pkl", "a/constants.pkl"):
+            archive.writestr(name, b"N.")
+    with pytest.raises(CkptError, match=r"2 records are called NAME/data.pkl, not one"):
+        read(str(tmp_path / "two.pt"))
+
+
 @pytest.mark.parametrize("code", [b"", b"\xff"])
 def test_a_class_that_is_no_module_has_no_tensors(tmp_path, code):
     changed = altered(OLD, tmp_path / "other.pt", {CODE: code})

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, Comparable, Span, Storage
+from ckpttool.formats.containers.pickle_tree import Call, Global
 from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.torch.tensors import Storages
+from ckpttool.formats.torch.tree import find_sections
+from crafted_zip import tensor_node
 
 W = torch.ones(2)
 LINEAR = torch.nn.Linear(2, 1).state_dict()
@@ -40,6 +46,8 @@ def opened(tmp_path: Path, value: Any) -> Checkpoint:
 def bytes_of(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.uint8)
 
+
+TWICE = {"w": W.clone()}
 
 # What is in the file, and its sections: path, kind, keys of tensors
 SECTIONS: dict[str, tuple[Any, list[tuple[str, str, list[str]]]]] = {
@@ -81,6 +89,11 @@ SECTIONS: dict[str, tuple[Any, list[tuple[str, str, list[str]]]]] = {
     "keys that are no text": ({0: W, 1: W}, [("", "other", ["0", "1"])]),
     "attributes": ({"o": Foreign(w=W), "x": 1}, [("", "other", ["o.w"])]),
     "a dict in an object": ({"o": Foreign(m=STATE), "x": 1}, [("", "other", ["o.m.w", "o.m.b"])]),
+    "a dict again in an object": ({"m": TWICE, "o": Foreign(m=TWICE), "x": 1}, [("m", "state_dict", ["w"])]),
+    "a state dict again in an object": (
+        {"m": LINEAR, "o": Foreign(m=LINEAR), "x": 1},
+        [("m", "state_dict", ["weight", "bias"]), ("o.m", "state_dict", ["weight", "bias"])],
+    ),
     "a state dict in an object": ({"o": Foreign(m=LINEAR)}, [("o.m", "state_dict", ["weight", "bias"])]),
     "a state dict in an object, and a tensor beside": (
         {"o": Foreign(m=LINEAR), "w": [W]},
@@ -98,6 +111,84 @@ def test_sections(tmp_path: Path, name: str) -> None:
     value, expected = SECTIONS[name]
     found = opened(tmp_path, value).sections
     assert [(section.path, section.kind, [e.key for e in section.tensors]) for section in found] == expected
+
+
+@pytest.mark.parametrize("inner", [{3: tensor_node()}, Call(Global("own", "Kind"), ({"x": tensor_node()},)), [1]])
+def test_of_two_things_of_one_path_only_a_dict_of_names_is_a_state_dict(tmp_path: Path, inner: Any) -> None:
+    """Whichever dict is said to be one by its path."""
+    root = {"a.b": {"x": tensor_node(), "n": {"y": tensor_node()}}, "a": {"b": inner}}
+    find = lambda key, nbytes: Storage(Span("nowhere", 0, 8))  # noqa: E731
+    places = find_sections(root, Storages(find), ["a.b"]).places
+    found = {path: (p.section.kind, [e.key for e in p.section.entries]) for path, p in places.items()}
+    assert found.pop("a.b") == ("state_dict", ["x", "n"])
+    assert all(kind == "other" for kind, _ in found.values())
+
+
+@pytest.mark.parametrize("depth", [150, 250])
+def test_dicts_inside_an_entry_could_be_what_a_model_is_saved_in(tmp_path: Path, depth: int) -> None:
+    ring: dict[str, Any] = {"n": 1}
+    ring["self"], ring["inner"] = ring, {"m": {"w": 1}}
+    deep: dict[str, Any] = {"w": 1}
+    for _ in range(depth):
+        deep = {"d": deep}
+    readings = opened(
+        tmp_path,
+        {"w": W, "v": W, "ring": ring, "deep": deep, "empty": {}, "numbers": {1: {"w": 1}}, "again": ring["inner"]},
+    ).readings
+    assert readings is not None
+    names = {path: list(keys) for path, keys in readings.dicts.items() if not path.startswith("deep.")}
+    assert names == {
+        "ring": ["n", "self", "inner"], "ring.inner": ["m"], "ring.inner.m": ["w"], "deep": ["d"]
+    }  # fmt: skip
+    assert sum(path.startswith("deep") for path in readings.dicts) == min(depth + 1, 200)
+
+
+def test_an_optimizer_is_taken_apart_as_far_as_it_is_of_dicts(tmp_path: Path) -> None:
+    """What a dict says beside its items, and keys that are no ids or names, make it an object like any other."""
+    noted = OrderedDict(step=W)
+    vars(noted)["note"] = 1
+    plain: dict[Any, Any] = {0: OrderedDict(step=W), 1: defaultdict(int, step=3), 2: OrderedDict()}
+    state = {**plain, 3: noted, 4: {None: 1}, "w": {"t": (W, 1)}}
+    (section,) = opened(tmp_path, {"o": {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}}).sections
+    assert section.mapping is not None
+    made = section.mapping["state"]
+    assert {key: type(part).__name__ for key, part in made.items()} == {
+        0: "dict", 1: "dict", 2: "dict", 3: "ExtraEntry", 4: "ExtraEntry", "w": "dict"
+    }  # fmt: skip
+    assert (made[0]["step"].key, made[1], made[2], made["w"]["t"][1]) == ("state.0.step", {"step": 3}, {}, 1)
+    assert section.mapping["param_groups"] == [{"lr": 0.1, "params": [0, 1]}]
+    whole: Any = OrderedDict(state={}, param_groups=[])
+    vars(whole)["note"] = 1
+    (section,) = opened(tmp_path, {"o": whole}).sections
+    assert (section.kind, section.mapping) == ("optimizer", None)
+
+
+def test_a_dict_that_many_entries_share_is_looked_at_once(tmp_path: Path) -> None:
+    """Else a file of a hundred kilobytes would take minutes."""
+    text, numbers = ({kind(number): None for number in range(20_000)} for kind in (str, int))
+    entries = {f"v{number}": (text, numbers)[number % 2] for number in range(20_000)}
+    begun = time.process_time()
+    readings = opened(tmp_path, {"w": W} | entries).readings
+    assert time.process_time() - begun < 60
+    assert readings is not None
+    assert list(readings.dicts) == ["v0"]
+
+
+def test_so_many_values_are_plain_and_no_more(tmp_path: Path) -> None:
+    shared = [0] * 5000
+    (section,) = opened(tmp_path, {"w": W} | {f"v{number}": shared for number in range(201)}).sections
+    assert [type(extra.value) for extra in section.extras] == [list] * 199 + [type(None)] * 2
+
+
+def test_the_content_of_an_object_is_what_stands_around_its_sections(tmp_path: Path) -> None:
+    contents = []
+    for version, note in ((1, "a"), (2, "a"), (2, "b")):
+        model: Any = torch.nn.Linear(2, 1).state_dict()
+        model["_extra_state"] = version
+        (found,) = opened(tmp_path, {"o": Foreign(m=model, note=note)}).objects
+        assert isinstance(found.payload, Comparable)
+        contents.append(found.payload.content())
+    assert contents[0] == contents[1] != contents[2]
 
 
 def test_tensors_inside_of_what_two_entries_share_are_listed_in_both(tmp_path: Path) -> None:

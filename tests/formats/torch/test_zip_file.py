@@ -17,17 +17,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy
 import pytest
 import torch
 
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Storage, TensorEntry, contiguous_stride
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, dumps, loads
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
-from ckpttool.formats.torch.tensors import kind
-from ckpttool.formats.torch.zip_file import layout, read
+from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
+from ckpttool.formats.torch.tensors import Carried, bare, kind
+from ckpttool.formats.torch.zip_file import layout, layout_in_place, of_tensor, read
 from command import Run
+from crafted_zip import GOOD, crafted, tensor_node
 from files import write_pieces
 from places import DATA
 from torch_version import needs_torch
@@ -375,6 +379,103 @@ def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
         load(out)
 
 
+def test_storages_without_torchs_numbers_keep_theirs(tmp_path: Path) -> None:
+    """Torch called them by their addresses once; a new one gets the first number that is free."""
+    storages = {key: bytes(8) for key in ("5", "1")}
+    checkpoint = read(crafted(tmp_path, {key: tensor_node(key=key) for key in storages}, storages))
+    out = rewritten(tmp_path, with_keys(checkpoint, "", "w".__add__))
+    assert [record.name for record in read_archive(out).records if "/data/" in record.name] == ["a/data/5", "a/data/1"]
+    assert list(load(out)) == ["w5", "w1"]
+    for taken, key in ((set[str](), "0"), ({"0"}, "1"), ({"1"}, "2"), ({"2", "3"}, "4")):
+        assert Rebuilder(taken=taken).key(computed(torch.ones(1))) == key
+
+
+@pytest.mark.parametrize("name", ["parameter", "sparse", "dtype float32"])
+@pytest.mark.parametrize("is_param", [True, False])
+def test_one_tensor_alone(tmp_path: Path, name: str, is_param: bool) -> None:
+    """A Parameter is one once; what is none becomes one where it is asked for."""
+    payload = read(saved(tmp_path, {"w": TENSORS[name]})).sections[0].tensors[0].payload
+    assert isinstance(payload, Carried)
+    found = load(write_pieces(of_tensor(payload, is_param, False), tmp_path / "one.pt"))
+    assert isinstance(found, torch.nn.Parameter) == (is_param or name == "parameter")
+    if name != "parameter":
+        assert not found.requires_grad
+    with zipfile.ZipFile(tmp_path / "one.pt") as archive:
+        node = loads(archive.read("archive/data.pkl")).root
+    assert not is_parameter(bare(node))
+    assert not (is_parameter(node) and is_parameter(node.args[0]))
+
+
+def test_nodes_that_are_no_parameter() -> None:
+    rows = [[], Call([], ()), Call(Global("torch._utils", "_rebuild_tensor"), ())]
+    assert [is_parameter(node) for node in rows] == [False] * 3
+    assert is_parameter(Call(Global("torch._utils", "_rebuild_parameter_with_state"), ()))
+
+
+class OfDevice:
+    """Pickled as torch pickles a tensor of a device without storages."""
+
+    def __init__(self, data: Any, dtype: torch.dtype) -> None:
+        self.parts = data, dtype
+
+    def __reduce__(self) -> Any:
+        how = "cpu_tensor" if isinstance(self.parts[0], torch.Tensor) else "numpy"
+        rebuild = getattr(torch._utils, f"_rebuild_device_tensor_from_{how}")
+        return rebuild, (*self.parts, "cpu", False)
+
+
+@pytest.mark.parametrize("data", [torch.ones(2, 3), numpy.ones((2, 3), "float32")])
+def test_tensors_of_devices_without_storages(tmp_path: Path, data: Any) -> None:
+    path = saved(tmp_path, {"w": OfDevice(data, torch.float64)})
+    loaded = load(path)["w"]
+    (entry,) = read(path).sections[0].tensors
+    assert (entry.layout, entry.shape, entry.nbytes) == ("device", tuple(loaded.shape), 48)
+    assert (entry.dtype, loaded.dtype) == ("float64", torch.float64)
+    out = rewritten(tmp_path, with_keys(read(path), "", "x.".__add__))
+    assert torch.equal(load(out)["x.w"], loaded)
+
+
+def test_tensors_of_any_kind_in_a_store(tmp_path: Path, run: Run) -> None:
+    path = Path(saved(tmp_path, {name: TENSORS[name] for name in ("sparse", "quantized", "meta", "dtype float32")}))
+    url = f"memory://{tmp_path.name}/saved.pt"
+    fsspec.filesystem("memory").pipe(url, path.read_bytes())
+    assert run("diff", url, path, "--values").status == 0
+
+
+def test_a_tensor_of_no_class_that_is_named(tmp_path: Path) -> None:
+    odd = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (3, 4, (tensor_node(),), None))
+    (entry,) = read(crafted(tmp_path, {"w": odd}, GOOD)).sections[0].tensors
+    assert (entry.layout, kind(entry), entry.nbytes) == ("subclass", "subclass", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("quantized", "the scale and the zero point of its values"),
+        ("sparse", "the indices of its values"),
+        ("nested", "the shapes of its parts"),
+        ("sparse csr", "how its values are made of what is stored"),
+        ("jagged", "its class torch.nested._internal.nested_tensor._rebuild_njt, and what each tensor in it is for"),
+    ],
+)
+def test_what_would_be_lost_of_a_tensor(tmp_path: Path, run: Run, name: str, words: str) -> None:
+    done = run("remap", saved(tmp_path, {"w": TENSORS[name]}), "-o", tmp_path / "out.safetensors")
+    assert done.status == 1
+    assert f"{words} would be lost @ w" in done.err
+
+
+def test_a_conjugated_tensor_of_a_dtype_without_a_storage_of_its_own(tmp_path: Path, run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = saved(tmp_path, {"w": torch.ones(2, dtype=torch.complex32).conj()})
+    (entry,) = read(path).sections[0].tensors
+    assert (entry.layout, entry.dtype) == ("conj", "complex32")
+    assert isinstance(entry.payload, Carried)
+    resolved = entry.payload.resolved(entry)
+    assert (resolved.layout, resolved.dtype, resolved.nbytes) == ("strided", "complex32", 8)
+    assert run("remap", path, "-o", tmp_path / "out.safetensors").status == 1
+
+
 def test_shared_storages_stay_shared(tmp_path: Path) -> None:
     base = torch.arange(12.0)
     value = {"whole": base, "part": base[4:8], "same": base, "other": torch.ones(3)}
@@ -563,15 +664,28 @@ def test_views_of_other_dtypes_beside_the_tensor_itself(tmp_path: Path, dtype: s
         assert [str(found[entry.key].dtype) for entry in again] == [f"torch.{e.dtype}" for e in section.tensors]
 
 
+def test_views_of_a_new_storage_in_several_dtypes(tmp_path: Path) -> None:
+    data = torch.arange(16, dtype=torch.uint8)
+    storage = computed(data)
+    dtypes = ("float32", "int32", "complex64")
+    entries = tuple(TensorEntry(name, name, (16 // of_dtype(name).itemsize,), (1,), 0, storage) for name in dtypes)
+    found = load(rewritten(tmp_path, fresh(Section("", "state_dict", entries))))
+    assert [(str(tensor.dtype), raw(tensor)) for tensor in found.values()] == [
+        (f"torch.{name}", data.tolist()) for name in dtypes
+    ]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+
+
 def test_references_to_a_storage_as_one_of_another_dtype_are_no_file_of_torch(tmp_path: Path) -> None:
     """Torch makes the first one's dtype of both, or since 2.15 each its own."""
-    other = Persistent(("storage", Global("torch", "IntStorage"), "0", "cpu", 2))
-    again = Call(Global("torch._utils", "_rebuild_tensor_v2"), (other, *tensor_node().args[1:]))
-    path = crafted(tmp_path, {"w": tensor_node(), "again": again}, GOOD)
-    assert load(path)["again"].dtype in (torch.float32, torch.int32)
-    with pytest.raises(CkptError, match="storage 0 is one of float32 and of int32") as caught:
-        read(path)
-    assert [problem.key for problem in caught.value.problems] == ["again"]
+    kinds = {"FloatStorage": torch.float32, "IntStorage": torch.int32}
+    for first, second in (kinds, reversed(kinds)):
+        path = crafted(tmp_path, {"w": tensor_node(kind=first), "again": tensor_node(kind=second)}, GOOD)
+        assert load(path)["again"].dtype in kinds.values()
+        words = [str(kinds[name]).removeprefix("torch.") for name in (first, second)]
+        with pytest.raises(CkptError, match="storage 0 is one of {} and of {}".format(*words)) as caught:
+            read(path)
+        assert [problem.key for problem in caught.value.problems] == ["again"]
 
 
 def test_a_computed_tensor_in_an_optimizer(tmp_path: Path) -> None:
@@ -592,10 +706,17 @@ def test_loose_tensors_are_not_renamed(tmp_path: Path) -> None:
         layout(with_keys(checkpoint, "", "x.".__add__))
 
 
-def test_sections_are_not_added(tmp_path: Path) -> None:
-    checkpoint = read(saved(tmp_path, {"w": torch.ones(1)}))
-    with pytest.raises(Refused, match="cannot be added"):
-        layout(replace(checkpoint, sections=(*checkpoint.sections, Section("more", "state_dict", ()))))
+@pytest.mark.parametrize(("value", "path"), [({"w": torch.ones(1)}, "more"), ({"m": {"w": torch.ones(1)}}, "")])
+def test_sections_are_not_added(tmp_path: Path, value: Any, path: str) -> None:
+    checkpoint = read(saved(tmp_path, value))
+    with pytest.raises(Refused, match="cannot be added") as caught:
+        layout(replace(checkpoint, sections=(*checkpoint.sections, Section(path, "state_dict", ()))))
+    assert [problem.key for problem in caught.value.problems] == [path or "(root)"]
+
+
+def test_a_file_is_not_written_without_the_one_state_dict_that_it_is(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="nothing would be left"):
+        layout(replace(read(saved(tmp_path, {"w": torch.ones(1)})), sections=()))
 
 
 def plain(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
@@ -722,6 +843,13 @@ def test_a_fresh_file_refuses_what_has_no_place(tmp_path: Path) -> None:
         layout(fresh(section))
     with pytest.raises(Refused, match="not everything fits"):
         layout(replace(fresh(Section("", "state_dict", ())), others=("epoch",)))
+    with pytest.raises(Refused, match="not everything fits") as caught:
+        layout(fresh(Section("adam", "optimizer", ())))  # too large to be taken apart
+    assert [problem.key for problem in caught.value.problems] == ["adam"]
+    for extra in (ExtraEntry("x", object(), 3), ExtraEntry("x", None, b"3")):
+        with pytest.raises(Refused, match="an object of another format cannot be written @ x"):
+            layout(fresh(Section("", "state_dict", (), (extra,))))
+    assert layout_in_place(fresh(Section("", "state_dict", ()))) is None
 
 
 @pytest.mark.parametrize("order", ["kept", "reversed", "dropped", "grown"])
@@ -786,24 +914,6 @@ def test_an_alignment_that_is_none_is_that_of_torch(tmp_path: Path, text: bytes)
 # Bad input
 
 
-def crafted(tmp_path: Path, root: Any, storages: dict[str, bytes], **records: bytes) -> str:
-    """A file with this pickle and these storages."""
-    notes = {"version": b"3\n", **records}
-    entries = [NewRecord("a/data.pkl", dumps(Pickle(root, 2)))]
-    entries += [NewRecord(f"a/data/{key}", data) for key, data in storages.items()]
-    entries += [NewRecord(f"a/{name}", data) for name, data in notes.items()]
-    return write_pieces(layout_archive(None, entries), tmp_path / "crafted.pt")
-
-
-def tensor_node(
-    offset: Any = 0, size: Any = (2,), stride: Any = (1,), numel: Any = 2, kind: str = "FloatStorage", key: Any = "0"
-) -> Call:
-    reference = Persistent(("storage", Global("torch", kind), key, "cpu", numel))
-    hooks = Call(Global("collections", "OrderedDict"), ())
-    args = (reference, offset, size, stride, False, hooks)
-    return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
-
-
 def wrapped(depth: int) -> Call:
     node = tensor_node()
     for _ in range(depth):
@@ -811,7 +921,7 @@ def wrapped(depth: int) -> Call:
     return node
 
 
-GOOD = {"0": bytes(8)}
+FLOAT = Global("torch", "float32")
 # The tensor, the storages, and what is said of it
 LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
     "no storage": (tensor_node(key="7"), GOOD, "storage 7 is missing"),
@@ -824,6 +934,12 @@ LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
     "negative size": (tensor_node(size=(-1,)), GOOD, "sizes (-1,)"),
     "negative stride": (tensor_node(offset=1, stride=(-1,)), GOOD, "sizes (-1,)"),
     "negative offset": (tensor_node(offset=-1), GOOD, "offset -1, shape (2,), strides (1,)"),
+    "offset of another type": (tensor_node(offset="0"), GOOD, "offset '0', shape (2,), strides (1,)"),
+    "offset that is a bool": (tensor_node(offset=False), GOOD, "offset False, shape (2,), strides (1,)"),
+    "more strides than sizes": (tensor_node(stride=(1, 1)), GOOD, "offset 0, shape (2,), strides (1, 1)"),
+    "a dimension too many": (tensor_node(size=(1,) * 65, stride=(1,) * 65), GOOD, "tuple where sizes have to be"),
+    "a size beyond torch's": (tensor_node(size=(2**63,), stride=(0,)), GOOD, "sizes that no tensor has"),
+    "sizes made by another call": (tensor_node(size=Call(Global("torch", "Other"), ((2,),))), GOOD, "Call where sizes"),
     "negative number of elements": (tensor_node(numel=-2), GOOD, "a storage reference"),
     "sizes and strides differ": (tensor_node(size=(1, 1)), GOOD, "offset 0, shape (1, 1), strides (1,)"),
     "too many dimensions": (tensor_node(size=(1,) * 100, stride=(1,) * 100), GOOD, "tuple where sizes have to be"),
@@ -857,6 +973,19 @@ LYING: dict[str, tuple[Any, dict[str, bytes], str]] = {
         Call(Global("torch._utils", "_rebuild_meta_tensor_no_storage"), (Global("os", "system"), (1,), (1,), False)),
         GOOD,
         "os.system where a dtype has to be",
+    ),
+    "dtype that torch has not": (
+        Call(Global("torch._utils", "_rebuild_meta_tensor_no_storage"), (Global("torch", "float3"), (1,), (1,), False)),
+        GOOD,
+        "torch.float3 where a dtype has to be",
+    ),
+    "array of a device without a shape": (
+        Call(
+            Global("torch._utils", "_rebuild_device_tensor_from_numpy"),
+            (Call(Global("numpy", "a"), ()), Global("torch", "int8"), "xla"),
+        ),
+        GOOD,
+        "the arguments of torch._utils._rebuild_device_tensor_from_numpy",
     ),
 }
 

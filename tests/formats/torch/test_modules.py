@@ -1,0 +1,151 @@
+"""Pickled modules: the keys of their `state_dict()`, however Python pickles them, and hostile ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.pickle_tree import Call, Global, PickledSet
+from ckpttool.formats.open import open_checkpoint
+from ckpttool.formats.torch import modules
+from ckpttool.formats.torch.modules import class_of, is_module, slots_of
+from crafted_zip import GOOD, crafted, tensor_node
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.inner = nn.BatchNorm1d(2)
+        self.register_buffer("kept", torch.ones(3))
+        self.register_buffer("unsaved", torch.ones(3), persistent=False)
+        self.register_module("gone", None)
+        self.register_parameter("none", None)
+
+
+class Slotted(Whole):
+    __slots__ = ("note",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "note", 3)
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 4])
+@pytest.mark.parametrize("kind", [Whole, Slotted])
+def test_the_keys_are_those_of_the_state_dict(tmp_path: Path, kind: Any, protocol: int) -> None:
+    if kind is Slotted and protocol < 2:
+        pytest.skip("Python pickles no slots so")
+    model = kind()
+    torch.save({"m": model}, tmp_path / "m.pt", pickle_protocol=protocol)
+    checkpoint = open_checkpoint(str(tmp_path / "m.pt"))
+    assert [entry.key for entry in checkpoint.section("m").tensors] == list(model.state_dict())
+    assert [entry.key for entry in checkpoint.section("").tensors] == ["m.unsaved"]
+    words = f"m is a pickled module ({__name__}.{kind.__name__}): read as its state dict, never run"
+    assert checkpoint.notes == (words,)
+
+
+def test_a_module_from_before_buffers_were_not_saved(tmp_path: Path) -> None:
+    """Torch 1.4 knew no such buffers."""
+    model = nn.BatchNorm1d(2)
+    del model.__dict__["_non_persistent_buffers_set"]
+    torch.save(model, tmp_path / "m.pt")
+    (section,) = open_checkpoint(str(tmp_path / "m.pt")).sections
+    assert [entry.key for entry in section.tensors] == [
+        "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
+    ]  # fmt: skip
+
+
+def test_the_attributes_alone_are_no_module(tmp_path: Path) -> None:
+    torch.save(dict(vars(nn.Linear(2, 2))), tmp_path / "m.pt")
+    checkpoint = open_checkpoint(str(tmp_path / "m.pt"))
+    assert [section.path for section in checkpoint.sections] == ["_parameters"]
+    assert checkpoint.notes == ()
+
+
+KIND = Global("own", "Kind")
+
+
+def module(state: Any = None, *, func: Any = KIND, args: Any = (), **slots: Any) -> Call:
+    """The node of a module with these slots, or this state."""
+    made = Call(func, args, "NEWOBJ")
+    made.state = {"_parameters": {}, "_buffers": {}, "_modules": {}, **slots} if state is None else state
+    return made
+
+
+def nested(depth: int) -> Call:
+    made = module(_parameters={"w": tensor_node()})
+    for _ in range(depth):
+        made = module(_modules={"m": made})
+    return made
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        module(state=()),
+        module(state=(3,)),
+        module(state={"_parameters": {}, "_buffers": {}}),
+        module(_modules=3),
+        module().state,
+        [],
+        None,
+    ],
+)
+def test_what_is_no_module(node: Any) -> None:
+    assert not is_module(node)
+
+
+def test_a_state_that_holds_attributes() -> None:
+    attributes = module(_parameters={"w": tensor_node()}).state
+    assert [slot.steps for slot in slots_of(module(state=(attributes, {"note": 3})), ())] == [
+        (("state", None), ("item", 0), ("item", "_parameters"), ("item", "w"))
+    ]
+    assert [slot.steps for slot in slots_of(Call(KIND, (3, attributes)), ())] == [
+        (("arg", 1), ("item", "_parameters"), ("item", "w"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "saved"),
+    [
+        (PickledSet(["b", "p"]), False),
+        (Call(Global("builtins", "set"), (["b", 3],)), False),
+        (Call(Global("builtins", "set"), (("b",),)), False),
+        (Call(Global("builtins", "set"), ()), True),
+        (Call(Global("builtins", "set"), (["b"], ["b"])), True),
+        (Call(Global("builtins", "set"), (3,)), True),
+        (["b"], True),
+        (None, True),
+    ],
+)
+def test_buffers_that_are_not_saved(names: Any, saved: bool) -> None:
+    node = module(
+        _parameters={"p": tensor_node()}, _buffers={"b": tensor_node(), 3: tensor_node(), b"c": tensor_node()}
+    )
+    node.state["_non_persistent_buffers_set"] = names
+    found = {slot.key: slot.is_persistent for slot in slots_of(node, ())}
+    assert found == {"p": True, "b": saved, "c": True}
+
+
+def test_the_class_behind_older_protocols() -> None:
+    older = Global("copy_reg", "_reconstructor")
+    assert class_of(module()) == "own.Kind"
+    assert class_of(module(func=older, args=(KIND, Global("builtins", "object"), None))) == "own.Kind"
+    assert class_of(module(func=older)) == "copy_reg._reconstructor"
+
+
+def test_modules_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(list(slots_of(nested(200), ()))) == 1
+    with pytest.raises(CkptError, match="too many others"):
+        list(slots_of(nested(201), ()))
+    monkeypatch.setattr(modules, "_MAX_MODULES", 7)
+    twice = module(_modules={"x": (one := module(_modules={"a": module(), "b": module()})), "y": one})
+    assert list(slots_of(twice, ())) == []
+    with pytest.raises(CkptError, match="too many others"):
+        open_checkpoint(crafted(tmp_path, {"m": module(_modules={"z": twice})}, GOOD))
