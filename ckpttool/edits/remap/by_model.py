@@ -12,7 +12,7 @@ from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Ref
-from ckpttool.names import RUNTIME
+from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.adapters import adapter_of
 from ckpttool.naming.call_variants import collapse, expand, settle
 from ckpttool.naming.forms import FormPlan, Reading, left_to_code, move, read
@@ -23,7 +23,7 @@ from ckpttool.naming.wrappers import chain
 from ckpttool.operands.model import ModelOperand
 from ckpttool.plan import Dropped, Output, Plan, compose
 from ckpttool.values import dataclass
-from ckpttool.words import plural
+from ckpttool.words import plural, some
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
@@ -54,13 +54,15 @@ class ByModel:
             section = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
             reading = read(self.tables, section, form)
         plan = self._move(section, reading).plan
+        unmade = [] if self.trainable_only else _unmade(self.tables, self.to, plan, reading)
+        notes = [*self._notes(reading), *unmade]
         return replace(
             draft,
             plan=trained(plan, self.tables, self.to.names) if self.trainable_only else plan,
             canonical=self.tables.serialized_names,
             form=(draft.wrappers.form or "wrapped") if reading.match.wrapped else reading.form,
             counters=tuple(counters),
-            notes=(*draft.notes, *self._notes(reading)),
+            notes=(*draft.notes, *notes),
             runners=_with_runner(draft.runners, plan, self.code),
         )
 
@@ -137,6 +139,7 @@ class ToModel:
             )
         new = reading.match.missing
         notes = [f"new in {names.model}, and not in the checkpoint: {', '.join(new)}"] if new else []
+        notes += _unmade(self.tables, self.to, moved.plan, reading)
         return replace(
             draft,
             plan=compose(draft.plan, moved.plan),
@@ -153,6 +156,19 @@ class ToModel:
                 text = f"shape {list(entry.shape)}, {self.tables.names.model} has {list(shape)}"
                 problems.append(Problem(text, entry.key, "shape"))
         return problems
+
+
+def _unmade(tables: NameTables, to: ModelForm, plan: Plan, reading: Reading) -> list[str]:
+    """What is said of keys that state_dict() writes and no tensor is made into, beside what `reading` misses."""
+    if to.names != SERIALIZED:
+        return []
+    have = {*(output.key for output in plan.outputs), *reading.match.missing}
+    alone = (*(key for key, source in tables.saved.items() if source is None), *tables.names.extra_state)
+    lacks = [key for key in alone if key not in have]
+    if not lacks:
+        return []
+    said = f"{plural(len(lacks), 'key')} that state_dict() makes of no tensor, and a strict load wants"
+    return [f"{said}, not in the output: {some(lacks)}"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,6 +330,39 @@ def test_what_is_no_tensor_is_dropped_by_name_and_by_a_plan(tmp_path: Path, run:
         assert [one.path for one in open_operand(str(out)).unreached] == [f"{n}.storage" for n in held if n != gone]
 
 
+class Versioned(nn.Linear):
+    """Writes a constant and a state of its own beside its tensors, and reads both."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self._register_state_dict_hook(lambda own, state, prefix, local: state.update({f"{prefix}v": torch.ones(1)}))
+        self.register_load_state_dict_pre_hook(lambda own, state, prefix, *rest: state.pop(f"{prefix}v"))
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: object) -> None:
+        assert state == 3
+
+
+def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_path: Path, run: Run) -> None:
+    model = Versioned()
+    torch.save(dict(model.named_parameters()), tmp_path / "runtime.pt")
+    torch.save(model.state_dict(), tmp_path / "whole.pt")
+    asked = ("--model", f"{__file__}:Versioned", "-o", tmp_path / "out.pt", "--force", "--format", "json", "--to")
+    done = run("remap", tmp_path / "runtime.pt", *asked, "serialized")
+    assert done.data["notes"] == [
+        "2 keys that state_dict() makes of no tensor, and a strict load wants, not in the output: v, _extra_state"
+    ]
+    with pytest.raises((KeyError, RuntimeError)):
+        Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+    run("remap", tmp_path / "whole.pt", *asked, "runtime")
+    (tmp_path / "out.pt").rename(tmp_path / "back.pt")
+    done = run("remap", tmp_path / "back.pt", *asked, "serialized", "--from", "runtime")
+    assert done.data["notes"] == []
+    Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
+
+
 def test_what_another_section_alone_lacks_is_said_of_it(tmp_path: Path, run: Run) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     less = {key: value for key, value in model.state_dict().items() if key != "1.bias"}
