@@ -91,7 +91,7 @@ def of_folder(operand: str, arguments: Mapping[str, Any], materialize: bool) -> 
 
 def _built(kind: Any, config: Any, real: bool) -> nn.Module:
     before = torch.get_default_dtype()
-    wanted = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    wanted = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)
     torch.set_default_dtype(wanted if isinstance(wanted, torch.dtype) else before)
     try:
         with torch.device("cpu" if real else "meta"):

@@ -27,6 +27,7 @@ from ckpttool.io.ranges import read_all
 from ckpttool.tracing.once import logs_as_warnings
 from ckpttool.values import dataclass
 
+_DEEPEST = 200  # containers and calls inside each other: code may have raised Python's own limit without end
 _PYTHON_2 = {"__builtin__": "builtins"}  # torch pickles with protocol 2, which has the modules' old names
 
 
@@ -135,17 +136,19 @@ class _Maker:
         whole = read_all(data)
         return torch.frombuffer(whole, dtype=torch.uint8).untyped_storage()
 
-    def node(self, node: Any, storages: Storages) -> Any:
+    def node(self, node: Any, storages: Storages, depth: int = 0) -> Any:
         """What `node` stands for. Raises `NotMade` where only unpickling could tell."""
         if node is None or type(node) in (bool, int, float, str, bytes, bytearray):
             return node
+        if depth > _DEEPEST:
+            raise NotMade("an object that is nested too deep")
         if id(node) not in self.made:
             self.keep.append(node)
             try:
-                self._make(node, storages, lambda part: self.node(part, storages))
+                self._make(node, storages, lambda part: self.node(part, storages, depth + 1))
             except (NotMade, CkptError):
                 raise
-            except Exception as error:  # whatever a class that is declared safe raises, and what is nested too deep
+            except Exception as error:  # whatever a class that is declared safe raises
                 raise NotMade(f"an object that cannot be made: {error}") from error
         return self.made[id(node)]
 
