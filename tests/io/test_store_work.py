@@ -217,9 +217,17 @@ def of(piece: Piece, content: dict[str, bytes]) -> bytes:
     return content[piece.data.path][piece.data.offset : piece.data.offset + piece.data.length]
 
 
+@pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("large", [False, True])
-def test_without_force_what_came_meanwhile_stays(bucket: Any, large: bool) -> None:
+def test_without_force_what_came_meanwhile_stays(bucket: Any, monkeypatch: Any, large: bool, knows: bool) -> None:
+    """Also by a driver that does not know how to ask the store for it, and drops what it does not know."""
     fs, name = bucket
+    if not knows:
+        asked = fs.call_s3
+        monkeypatch.setattr(type(fs), "_pipe_file", lambda self, path, data: None)
+        monkeypatch.setattr(
+            type(fs), "call_s3", lambda self, *what, IfNoneMatch=None, **arguments: asked(*what, **arguments)
+        )
     fs.pipe_file(f"{name}/source", os.urandom(MIB) * 24)
     fs.pipe_file(f"{name}/out", b"of somebody else")
     pieces = [Piece(b"head"), *([Piece(Span(f"s3://{name}/source", 0, 24 * MIB))] if large else [])]
