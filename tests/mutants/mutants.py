@@ -60,7 +60,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Reach:
-    """Seconds of each test that passes; the tests and the files of tests that reach the lines of each module."""
+    """Seconds of each test that passes, and of what each file sets up; which of both reach the lines of each module."""
 
     seconds: Mapping[str, float]
     lines: Mapping[str, Mapping[int, Sequence[str]]]
@@ -68,22 +68,28 @@ class Reach:
     def tests(self, mutant: Mutant, longest: float = _LONGEST) -> list[str]:
         """What to try the mutant with: what reaches its line, where it is in a function, else what reaches the module.
 
-        The quickest of them, of `longest` seconds together.
+        The quickest of them, of `longest` seconds together with what their files set up.
         A line that is reached in other processes alone is known to no test: then it is all of them.
         """
         lines = self.lines.get(mutant.path, {})
         inside = mutant.line in _lines_of_functions((ROOT / mutant.path).read_text())
         reached = lines.get(mutant.line, ()) if inside else [test for tests in lines.values() for test in tests]
         names = {name for name in reached if name}
-        found = [test for test in self.seconds if test in names or test.partition("::")[0] in names]
+        tests = [test for test in self.seconds if "::" in test]
+        found = [test for test in tests if test in names or _file(test) in names]
         chosen: list[str] = []
-        total = 0.0
-        for test in sorted(found or self.seconds, key=lambda test: self.seconds[test]):
-            total += self.seconds[test]
-            if total > longest and chosen:
-                break
-            chosen.append(test)
+        total, there = 0.0, set[str]()
+        for test in sorted(found or tests, key=lambda test: self.seconds[test]):
+            setup = 0.0 if _file(test) in there else self.seconds[_file(test)]
+            if not chosen or total + setup + self.seconds[test] <= longest:
+                chosen.append(test)
+                total += setup + self.seconds[test]
+                there.add(_file(test))
         return chosen
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 # What can be changed

@@ -1,4 +1,7 @@
-"""A plugin of pytest, under ``coverage run``: which test reaches which line, and how long those took that passed."""
+"""A plugin of pytest, under ``coverage run``: which test reaches which line, and how long those took that passed.
+
+What is set up for a test may be there for the others of its file: each file has one time for all of that.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def _reached_by(test: str) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _seconds[report.nodeid] += report.duration
+    _seconds[report.nodeid.partition("::")[0] if report.when == "setup" else report.nodeid] += report.duration
     if not report.passed:
         _not_passed.add(report.nodeid)
 
