@@ -26,11 +26,6 @@ WITH_TORCH = (
     "ckpttool.io.together.torchrun",
 )
 
-MOST_LINES = {"function": 45, "module": 400}
-LONGER = {  # what may be longer, and why
-    "ckpttool.formats.containers.pickle_tree.opcodes": "one table, a row for each opcode of pickle"
-}
-
 
 @cache
 def tree(name: str) -> ast.Module:
@@ -165,20 +160,6 @@ def test_only_the_writers_write() -> None:
         return False
 
     assert [name for name in MODULES if writes(name) and name not in WRITERS] == []
-
-
-def test_functions_and_modules_are_short() -> None:
-    long = []
-    for name, path in MODULES.items():
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MOST_LINES["module"] and name not in LONGER:
-            long.append(f"{name}: {lines} lines")
-        for node in ast.walk(tree(name)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > MOST_LINES["function"]:
-                    long.append(f"{name}.{node.name}: {lines} lines")
-    assert long == []
 
 
 def test_what_is_listed_as_no_other_behaviour_stands_in_the_code() -> None:
