@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from ckpttool.values import dataclass
@@ -40,6 +40,13 @@ def option(
 ) -> Option:
     """Marks a field as an option: ``Annotated[str | None, option("--to", metavar="FORM", help="…")]``."""
     return Option(flags, metavar, help, least, check)
+
+
+def several(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return the values of an option that may be repeated: in Python a string is one value, not its letters."""
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from ckpttool.formats.table import MANIFEST
 from ckpttool.io import work
 from ckpttool.io.together.job import only_first
 from ckpttool.operands.names_file import is_names_file
-from ckpttool.options import OptimizerOptions
+from ckpttool.options import OptimizerOptions, several
 from ckpttool.queries.diff.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -129,4 +129,4 @@ def check_by(files: Sequence[str], options: OptimizerOptions, allow: Sequence[st
     from ckpttool import checks
 
     asked = {field.name: getattr(options, field.name) for field in fields(OptimizerOptions)}
-    return checks.check(files, DiffOptions(**asked), allow)
+    return checks.check(several(files) or (), DiffOptions(**asked), several(allow) or ())

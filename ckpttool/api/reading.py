@@ -10,7 +10,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
 from ckpttool.io.files import read_on
 from ckpttool.operands.checkpoint import open_operand, split
-from ckpttool.options import OptimizerOptions
+from ckpttool.options import OptimizerOptions, several
 from ckpttool.words import a
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def manifest(ckpt: str, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
     path, section = split(ckpt)
     if section is not None:
         raise CkptError("a manifest is of whole files", hint=f"leave ::{section} out")
-    return statement(open_checkpoint(path), path, leave_out)
+    return statement(open_checkpoint(path), path, several(leave_out) or ())
 
 
 @takes(OptimizerOptions)

@@ -85,6 +85,23 @@ def test_an_index_is_not_read_on_in_another_file(tmp_path: Path, place: str) -> 
     assert ckpttool.diff(ckpttool.open_checkpoint(url), url, values=True).identical
 
 
+def test_a_string_is_one_value_of_an_option_that_may_be_repeated(tmp_path: Path) -> None:
+    state = {"model": {"a.w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3}
+    torch.save(state, tmp_path / "a.pt")
+    (tmp_path / "size.toml").write_text('[[rule]]\nreshape = "b"\nshape = ["{n}"]\nfrom_shape = [1]\n')
+    given = str(tmp_path / "a.pt")
+    for option, value in (("rule", "a.w => c"), ("drop", "epoch")):
+        one, many = (ckpttool.remap(given, **{option: value}) for value in (value, [value]))
+        assert one.plan == many.plan
+        assert one.counts["renamed"] or one.dropped == ["epoch"]
+    sized = ckpttool.remap({"b": torch.ones(1)}, rules=str(tmp_path / "size.toml"), size="n=1")
+    assert sized.result.sections[0].tensors[0].shape == (1,)
+    other = {"a.w": torch.ones(2), "b": torch.ones(2)}
+    found = ckpttool.diff(state["model"], other, ignore="shape b # two of them are expected")
+    assert found.accepted
+    assert [file.path for file in ckpttool.check(given, allow="os.*").files] == [given]
+
+
 def test_a_swap_in_memory_needs_no_out() -> None:
     model = nn.Linear(1, 1, bias=False)
     ckpttool.swap_weights(model, STATE)

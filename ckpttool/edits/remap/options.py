@@ -14,7 +14,7 @@ from ckpttool.naming import model_form
 from ckpttool.naming.model_form import Form, ModelForm
 from ckpttool.operands.checkpoint import split
 from ckpttool.optimizer_state import FORMS as KEYS
-from ckpttool.options import OptimizerOptions, OutputOptions, option
+from ckpttool.options import OptimizerOptions, OutputOptions, option, several
 from ckpttool.values import dataclass
 
 RANK = "{rank}"  # in OUT, for the number of the rank
@@ -85,6 +85,10 @@ class RemapOptions(OptimizerOptions, OutputOptions):
     link: Annotated[
         str, option("--link", metavar="HOW", help=f"Data files that stay as they are: {', '.join(LINKS)}.")
     ] = "copy"
+
+    def __post_init__(self) -> None:
+        for name in ("rule", "size", "drop", "units"):
+            object.__setattr__(self, name, several(getattr(self, name)))
 
     @property
     def to_ranks(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckpttool.errors import CkptError
 from ckpttool.io import work
-from ckpttool.options import OptimizerOptions, option
+from ckpttool.options import OptimizerOptions, option, several
 from ckpttool.queries.diff.result import STATUSES
 from ckpttool.values import dataclass
 
@@ -52,6 +52,9 @@ class DiffOptions(OptimizerOptions):
         str | None, option("--ignore-file", metavar="FILE", help="Such lines in a file, kept in the repository.")
     ] = None
     fail_on_unused: Annotated[bool, option("--fail-on-unused", help="Status 1 for lines that ignore nothing.")] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", several(self.ignore))
 
     @property
     def says_what_fails(self) -> bool:
