@@ -1,4 +1,4 @@
-"""What torch does with a saved state, found out on tensors without data: beside a real load and a real step."""
+"""What is said of loading a saved state, against a real load and a real step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckpttool.operands.checkpoint import open_operand
+from ckpttool.tracing import runtime
 from ckpttool.tracing.load_model import of_object
 from ckpttool.tracing.load_optimizer import load_optimizer
 from ckpttool.tracing.optimizer_loading import OptimizerVerdict, optimizer_verdict
@@ -91,5 +92,15 @@ def test_an_error_without_words(tmp_path: Path) -> None:
     assert found == OptimizerVerdict({}, "AssertionError", False)
 
 
-def test_a_model_that_is_built_for_real_is_not_tried(tmp_path: Path) -> None:
-    assert verdict(saved(), sgd, tmp_path / "a.pt", real=True) is None
+def test_a_large_model_is_tried_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_CHEAP", 0)
+    for state in STATES.values():
+        # Real tensors were asked for, and there are too many of them.
+        assert verdict(state, sgd, tmp_path / "a.pt", real=True) is None
+        large = verdict(state, sgd, tmp_path / "a.pt")
+        monkeypatch.undo()
+        found = verdict(state, sgd, tmp_path / "a.pt")
+        monkeypatch.setattr(runtime, "_CHEAP", 0)
+        assert large is not None
+        assert found is not None
+        assert (large.landed, large.stepped, large.error is None) == (found.landed, found.stepped, found.error is None)

@@ -16,14 +16,12 @@ from ckpttool.naming.forms import read
 from ckpttool.naming.inference.alike import exchangeable
 from ckpttool.naming.inference.values import Tensor
 from ckpttool.naming.name_tables import NameTables
-from ckpttool.naming.optimizers.forms import form_of
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import saved_order
 from ckpttool.naming.versions import other_versions
 from ckpttool.operands.checkpoint import model_section, saved_state_dicts
 from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.operands.sections import same_model
-from ckpttool.optimizer_state import ID
 from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
 from ckpttool.queries.diff.names import NON_PERSISTENT, compare_load, compare_names, loads
@@ -220,8 +218,8 @@ def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:
 
 
 def _tried(model: ModelOperand, section: Section) -> OptimizerVerdict | None:
-    """What torch does with the state; None where it cannot be tried, or it is in a form that goes by names."""
-    if model.optimizer is None or form_of(section) != ID:
+    """What torch does with the state; None if it cannot be tried."""
+    if model.optimizer is None:
         return None
     from ckpttool.tracing.load_optimizer import load_optimizer
     from ckpttool.tracing.optimizer_loading import optimizer_verdict

@@ -78,7 +78,7 @@ def compare_with_optimizer(
     entries = [
         *group_entries(mine, target.fresh_optimizer, _astray(known, target, verdict)),
         *(only_right(key, _LACKS) for key in needs if not _is_hyperparameter(key)),
-        *([] if state.form == ID else _stateless(mine, target)),
+        *([] if state.form == ID or _steps(verdict) else _stateless(mine, target)),
     ]
     # Loading takes the file's hyperparameters, whatever they are.
     weighing = (next(iter((*e.left, *e.right))) for e in entries if e.status not in HARMLESS)
@@ -88,7 +88,7 @@ def compare_with_optimizer(
     notes += more
     if fits:
         notes += _grounds(known, mine, target)
-    foreign = bool(needs) or (failed and not differing)
+    foreign = bool(needs) or (failed and not differing and state.form == ID)
     remedy = None if fits else _remedy(known, mine, target, foreign, notes)
     fit = OptimizerFit(tuple(entries), tuple(notes), fits, remedy)
     return _by_old_model(fit, state, target, saved) if remedy is not None and remedy.way == "old_model" else fit
@@ -183,10 +183,15 @@ def _astray(known: Owners, target: Parameters, verdict: OptimizerVerdict | None)
     return Astray(_OF_ANOTHER, told)
 
 
+def _steps(verdict: OptimizerVerdict | None) -> bool:
+    """Whether torch has loaded the state and taken steps."""
+    return verdict is not None and verdict.stepped and verdict.error is None
+
+
 def _needs(mine: OptimizerState, target: Parameters, verdict: OptimizerVerdict | None) -> tuple[list[str], list[str]]:
     """The keys that a step needs and the state lacks, if it is that of another class; what torch says of it."""
     notes = [] if verdict is None or verdict.error is None else [f"torch: {verdict.error}"]
-    if verdict is not None and verdict.stepped and verdict.error is None:
+    if _steps(verdict):
         return [], notes
     keys = lacking(mine, target.names.optimizer_groups, target.first_step)
     if keys:
