@@ -12,7 +12,7 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
 from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
 from ckpttool.operands.checkpoint import open_operand
-from ckpttool.operands.model import operand_of
+from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.names_file import holds, is_names_file, read_names
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
@@ -64,30 +64,40 @@ def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ())
     """Each file for what it is: a names file (against the options' model), rules, a plan, or a checkpoint.
 
     A checkpoint's pickles call for nothing but torch's own and what a shell pattern in `allow` names. Raises OSError
-    for a file that cannot be read.
+    for a file that cannot be read, and `CkptError` for a model or optimizer that cannot be built: that is not a fault
+    of the files.
     """
-    return Checks(tuple(_checked(path, options, allow) for path in paths))
+    kinds = [_kind(path) for path in paths]
+    model = operand_of(options) if "names" in kinds else None
+    if model is not None:
+        model.names()
+    return Checks(tuple(_checked(path, kind, model, options, allow) for path, kind in zip(paths, kinds)))
 
 
-def _checked(path: str, options: DiffOptions, allow: Sequence[str]) -> Checked:
+def _kind(path: str) -> str:
     with open(path, "rb"):
-        pass  # raises where it cannot be read
-    kind = "names" if is_names_file(path) else "checkpoint"
-    kind = "rules" if path.endswith(".toml") else kind
-    kind = "plan" if holds(path, PLAN_SCHEMA) else kind
+        pass  # raises if it cannot be read
+    if holds(path, PLAN_SCHEMA):
+        return "plan"
+    if path.endswith(".toml"):
+        return "rules"
+    return "names" if is_names_file(path) else "checkpoint"
+
+
+def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOptions, allow: Sequence[str]) -> Checked:
     try:
         if kind == "rules":
             rules.read(path)
         elif kind == "plan":
             Plan.from_json(json_text.read_file(path, "write one with --save-plan"), path)
         elif kind == "names":
-            return _names(path, options)
+            read_names(path)
         else:
             foreign = [name for name in open_operand(path).globals if not any(fnmatchcase(name, one) for one in allow)]
             return Checked(path, kind, tuple(Problem(_CALLED, name) for name in foreign))
     except CkptError as error:
         return Checked(path, kind, error.problems or (_of_the_file(error, path),), error.hint)
-    return Checked(path, kind)
+    return _names(path, model, options) if kind == "names" else Checked(path, kind)
 
 
 def _of_the_file(error: CkptError, path: str) -> Problem:
@@ -95,10 +105,8 @@ def _of_the_file(error: CkptError, path: str) -> Problem:
     return Problem(error.message.removeprefix(path).lstrip(": "), path)
 
 
-def _names(path: str, options: DiffOptions) -> Checked:
-    model = operand_of(options)
+def _names(path: str, model: ModelOperand | None, options: DiffOptions) -> Checked:
     if model is None:
-        read_names(path)
         return Checked(path, "names", notes=(_NOT_COMPARED,))
     diff = contract.run(path, model, options)
     if diff.identical:

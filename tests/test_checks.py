@@ -318,3 +318,29 @@ def test_another_optimizer_is_said_beside_other_names(run: Run) -> None:
     done = run("check", "traced.json", "--model", "model.py:build")
     assert done.status == 1
     assert "ckpttool diff traced.json --model model.py:build (with --update" in done.out + done.err
+
+
+MISTYPED = {
+    "no file": ("check", "names.json", "--model", "nope.py:build"),
+    "no attribute": ("check", "names.json", "--model", "model.py:nope"),
+    "a constructor that raises": ("check", "names.json", "--model", "broken.py:build"),
+    "no names file": ("check", "names.json", "--model", "nope.json"),
+    "no optimizer": ("check", "names.json", "--model", "model.py:build", "--optimizer", "torch.optim:Nope"),
+    "an optimizer left out": ("check", "names.json", "--model", "model.py:build", "--no-defaults"),
+    "no file to check": ("check", "good.pt", "nope.pt"),
+    "no step": ("diff", "good.pt", "args.pt", "nope.pt"),
+    "no base": ("diff", "good.pt", "args.pt", "--base", "nope.pt"),
+    "no section": ("diff", "good.pt::nope", "args.pt"),
+    "no right": ("diff", "good.pt", "nope.pt"),
+    "no model to load it": ("diff", "good.pt", "--model", "nope.py:build"),
+    "no code to compare names with": ("diff", "names.json", "--model", "broken.py:build"),
+    "no such tensor": ("explain", "nope", "--model", "names.json"),
+}
+
+
+@pytest.mark.parametrize("line", MISTYPED.values(), ids=MISTYPED)
+def test_a_mistyped_operand_is_an_error_and_no_difference(run: Run, line: tuple[str, ...]) -> None:
+    Path("broken.py").write_text("def build():\n    raise ValueError('no data')\n")
+    done = run(*line)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: ")

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.table import MANIFEST
 from ckpttool.io import work
+from ckpttool.io.files import exists, is_glob
 from ckpttool.io.together.job import only_first
+from ckpttool.operands.checkpoint import split
 from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import OptimizerOptions, several
 from ckpttool.queries.diff.options import DiffOptions
+from ckpttool.words import plural
 
 if TYPE_CHECKING:
     from ckpttool.checks import Checks
@@ -86,8 +89,18 @@ def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
     only_first()
     folder = run if isinstance(run, str) else None
     found, others = steps_in(run) if isinstance(run, str) else (in_order(run), [])
+    if folder is None:
+        _check_there(found)
     with work.doing(f"comparing {len(found)} checkpoints", None):
         return compare_steps(found, folder, options, others)
+
+
+def _check_there(paths: Sequence[str]) -> None:
+    """Raises `CkptError` for a step that was named and does not exist, which is not a change of the run."""
+    missing = [path for path in paths if not exists(source := split(path)[0]) and not is_glob(source)]
+    if missing:
+        problems = [Problem("no such file", path) for path in missing]
+        raise CkptError(f"{plural(len(missing), 'step')} not found", hint="check the paths", problems=problems)
 
 
 @takes(DiffOptions)
