@@ -97,7 +97,7 @@ Suggested: likely one tensor under two names; nothing above rests on it
   q.0 + k.0      qk.0           end to end
   x.y (+1 more)  z.y (+1 more)  the same name but for a prefix
 
-Not paired: could be each other in more than one way
+Ambiguous matches
   left         right        why
   m (+1 more)  o (+1 more)  of one shape
 
@@ -157,7 +157,7 @@ Suggested: likely one tensor under two names; nothing above rests on it
   x.y        z.y    the same name but for a prefix
   x.u        z.u    the same name but for a prefix
 
-Not paired: could be each other in more than one way
+Ambiguous matches
   left   right  why
   m + n  o + p  of one shape
 

@@ -39,6 +39,7 @@ def infer(left: Side, right: Side, known: Mapping[str, str] | None = None) -> In
     steps = (
         *(search.by_content, search.by_tree, search.by_name, search.by_part, search.by_module, search.by_parts),
         *(search.by_relative_parts, search.by_segment, search.by_shape, search.by_order, search.by_shape_alone),
+        search.by_elimination,
     )
     try:
         while any(search.step(step) for step in steps):
@@ -56,7 +57,7 @@ class _Search:
     def __init__(
         self, left: Side, right: Side, known: Mapping[str, str], ways: tuple[frozenset[str], frozenset[str]]
     ) -> None:
-        self.sides, self.ways = (left, right), ways
+        self.sides, self.ways, self.known = (left, right), ways, bool(known)
         self.left, self.right, turned_too = self._not_known(known)
         self.orders = orders = Order(left), Order(right)
         count = len(left.tensors) + len(right.tensors)
@@ -215,6 +216,20 @@ class _Search:
 
         return self._unique(
             linked, lambda a, b: f"the only ones of shape {list(a.first.shape)}", weak=True, apart=lambda a: None
+        )
+
+    def by_elimination(self) -> bool:
+        """The only tensor on each side that has no partner, if others have one: there is one way to pair them."""
+
+        def linked(left: Group, right: Group) -> bool:
+            one, other = left.first, right.first
+            kinds = {kind(left), kind(right)} - {""}
+            return (one.shape, one.dtype) == (other.shape, other.dtype) and len(kinds) < 2
+
+        if len(self.left) != 1 or len(self.right) != 1 or not (self.known or self.pairs):
+            return False
+        return self._unique(
+            linked, lambda a, b: "the only ones without a partner, of one shape", weak=True, apart=lambda a: None
         )
 
     def by_order(self) -> bool:

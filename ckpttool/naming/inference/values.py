@@ -56,7 +56,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Tensors that could be each other in more than one way."""
+    """Tensors that no evidence pairs: several could match, or only the shapes agree."""
 
     left: tuple[str, ...]
     right: tuple[str, ...]

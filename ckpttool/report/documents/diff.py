@@ -183,7 +183,7 @@ def _ambiguous(inferred: Inference, all: bool) -> Table:
         (first_pattern(one.left, all), first_pattern(one.right, all), one.reason) for one in inferred.ambiguous
     )
     columns = (Column("left", "key"), Column("right", "key"), Column("why"))
-    return Table("Not paired: could be each other in more than one way", columns, rows)
+    return Table("Ambiguous matches", columns, rows)
 
 
 def _exchangeable(diff: Diff) -> str:

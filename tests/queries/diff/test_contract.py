@@ -265,3 +265,24 @@ def test_two_names_files(repository: Path, run: Run) -> None:
     Path("other.json").write_text(json.dumps(names))
     assert run("diff", "names.json", "names.json").status == 0
     assert run("diff", "names.json", "other.json", "--format", "json").data["summary"] == {"same": 15, "shape": 1}
+
+
+@pytest.mark.parametrize("shape", ["()", "(1,)", "(7,)", "(2, 3)"])
+@pytest.mark.parametrize(("old", "new"), [("calls", "counter"), ("scale", "running_total"), ("a.pe", "b.table")])
+def test_the_only_missing_and_the_only_unexpected_buffer_are_suggested(
+    run: Run, tmp_path: Path, old: str, new: str, shape: str
+) -> None:
+    for name, buffer in (("old", old), ("new", new)):
+        (tmp_path / f"{name}.py").write_text(
+            "import torch\nfrom torch import nn\n\n\ndef build():\n"
+            "    net = nn.Sequential(nn.Linear(4, 4), nn.Module())\n    at = net[1]\n"
+            f"    *way, name = {buffer!r}.split('.')\n"
+            "    for part in way:\n        at.add_module(part, nn.Module())\n        at = at.get_submodule(part)\n"
+            f"    at.register_buffer(name, torch.zeros({shape}))\n    return net\n"
+        )
+    names = tmp_path / "names.json"
+    assert run("trace", f"{tmp_path}/old.py:build", "-o", names).status == 0
+    done = run("diff", names, "--model", f"{tmp_path}/new.py:build", "--format", "json")
+    assert [(one["left"], one["right"]) for one in done.data["suggested"]] == [([f"1.{old}"], [f"1.{new}"])]
+    assert done.data["ambiguous"] == []
+    assert done.data["fix"] == [f"ckpttool remap CKPT --rule '1.{old} => 1.{new}' -o CKPT.renamed.pt"]
