@@ -34,6 +34,10 @@ SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
 SERIALIZED, RUNTIME = "serialized", "runtime"  # the two forms of a model's names
 AS_A_PART = "as a part of another model"  # begins the notes on keys that depend on where a model stands
+# Of a buffer or parameter that is called so: torch expects the key only of modules that define set_extra_state().
+NAMED_EXTRA_STATE = (
+    "a tensor called _extra_state: state_dict() writes the key, and a strict load_state_dict() refuses it"
+)
 FSDP_FLAT, FSDP_SHARDED = "fsdp-flat", "fsdp-sharded"  # the forms of FSDP1's rank files
 RANK_FORMS = (FSDP_FLAT, FSDP_SHARDED)
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
 from ckpttool.json_schema import COUNT, SHAPE, TEXT, TEXTS, either, map_of, nullable, record
 from ckpttool.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
+from ckpttool.naming.call_variants import base_names
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.wrappers.table import TABLE
 from ckpttool.values import dataclass
+
+_SEGMENTS = frozenset(row.segment for row in TABLE)
+_MOST_SEGMENTS = 10  # of wrappers in one name that are tried one by one
+_STATE = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(.+)\.[^.]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,8 @@ EXPLAIN = record(
 
 
 def explain(names: Names, name: str) -> Explanation:
-    """The tensor that `name` names in any form: runtime, canonical or serialized.
+    """Return the tensor that `name` names in any form: runtime, canonical or serialized, inside of wrappers, or as the
+    key of its optimizer's state.
 
     Raises `CkptError`, with names that are like it, where the model has none of this name.
     """
@@ -98,13 +108,21 @@ def explain(names: Names, name: str) -> Explanation:
 
 
 def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
-    """The tensors that have the name: at runtime, as their key, without wrappers, or as a part of what has that key."""
-    source = tables.saved.get(name)
-    parts = () if source is None else ex.refs(source)
-    canonical = (tensor.fqn for tensor in names.runtime if tensor.canonical == name)
-    named = dict.fromkeys((name, tables.fqn_of.get(name, name), *canonical, *parts))
-    found = [tables.tensors[fqn] for fqn in named if fqn in tables.tensors]
-    if not found:
+    """Return the tensors that have the name: as it is, or without the segments that wrappers and optimizers add.
+
+    Of several readings the one that takes the fewest segments out counts.
+    """
+    canonical: dict[str, list[str]] = {}
+    for called, fqn in (*tables.serialized_names.items(), *((t.fqn, t.canonical) for t in names.runtime)):
+        canonical.setdefault(fqn, []).append(called)
+    for candidates in _readings(names, name):
+        found: dict[str, RuntimeTensor] = {}
+        for one in candidates:
+            for called in (one, *canonical.get(one, ())):
+                found.update((tensor.fqn, tensor) for tensor in _called(tables, called))
+        if found:
+            break
+    else:
         near = difflib.get_close_matches(
             name, {*tables.tensors, *tables.fqn_of, *(t.canonical for t in names.runtime)}, 3
         )
@@ -112,4 +130,34 @@ def _named(names: Names, tables: NameTables, name: str) -> list[RuntimeTensor]:
             f"names that are like it: {', '.join(near)}" if near else f"list them: ckpttool trace {names.model} --all"
         )
         raise CkptError(f"{names.model} has no tensor {name!r}", hint=hint)
-    return found
+    return list(found.values())
+
+
+def _called(tables: NameTables, name: str) -> Iterator[RuntimeTensor]:
+    """Yield the tensors of this FQN and of this key, and those that the key is computed from."""
+    source = tables.saved.get(name)
+    parts = () if source is None else ex.refs(source)
+    for fqn in dict.fromkeys((name, tables.fqn_of.get(name, name), *parts)):
+        if fqn in tables.tensors:
+            yield tables.tensors[fqn]
+
+
+def _readings(names: Names, name: str) -> Iterator[list[str]]:
+    """Yield the names that `name` may stand for, those with the fewest segments taken out first."""
+    for inner in dict.fromkeys((name, *base_names(name))):
+        yield [inner]
+        yield from _unwrapped(inner)
+    of_state = _STATE.fullmatch(name)
+    if of_state is not None:  # the key of an optimizer's state, by FQN or by id
+        inner = of_state[1]
+        yield [p.fqn for p in names.ids if str(p.id) == inner]
+        yield from _readings(names, inner)
+
+
+def _unwrapped(name: str) -> Iterator[list[str]]:
+    parts = name.split(".")
+    places = [at for at, part in enumerate(parts[:-1]) if part in _SEGMENTS][:_MOST_SEGMENTS]
+    for count in range(1, len(places) + 1):
+        yield [
+            ".".join(part for at, part in enumerate(parts) if at not in taken) for taken in combinations(places, count)
+        ]

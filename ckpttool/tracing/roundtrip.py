@@ -11,6 +11,7 @@ from ckpttool.errors import CkptError, Problem
 from ckpttool.evaluate.interpret import evaluate
 from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.expression import Expression, Op, Ref, is_opaque, refs, substitute
+from ckpttool.names import NAMED_EXTRA_STATE
 from ckpttool.tracing.loading import Verdict
 from ckpttool.tracing.recorder.simplify import Simplifier
 from ckpttool.tracing.saving import Saved
@@ -31,7 +32,8 @@ def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
     What cannot be told is a problem of the kind ``unknown``.
     """
     found = [Problem("load_state_dict expects a key that state_dict does not write", key) for key in verdict.missing]
-    found += [Problem("state_dict writes a key that load_state_dict does not expect", k) for k in verdict.unexpected]
+    tensors = {s.key for s in saved.serialized}
+    found += [Problem(_unexpected(key, key in tensors), key) for key in verdict.unexpected]
     found += [
         Problem(f"load_state_dict refuses what state_dict wrote: {' '.join(text.split())}", _ROOT)
         for text in verdict.errors
@@ -39,6 +41,11 @@ def problems(saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
     if not verdict.ok and not found:
         found.append(Problem("load_state_dict refuses what state_dict wrote", _ROOT))
     return (*found, *_values(saved, verdict))
+
+
+def _unexpected(key: str, is_tensor: bool) -> str:
+    named = is_tensor and key.rpartition(".")[2] == "_extra_state"
+    return NAMED_EXTRA_STATE if named else "state_dict writes a key that load_state_dict does not expect"
 
 
 def settled(found: Iterable[Problem], saved: Saved, verdict: Verdict, truth: Tried) -> tuple[Problem, ...]:

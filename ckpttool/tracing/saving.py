@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, Union
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ Reads = tuple[tuple[Hook | None, tuple[str, ...]], ...]
 _MOST_TRIED = 256  # runtime tensors that are changed one by one, to see which of them feed a key
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 FILLINGS = (1, 2)  # seeds of the further runs that tell whether names or expressions depend on values
+Filling = Union[int, Literal["zeros", "ones", "own"]]  # a seed, one value everywhere, or the values of the constructor
+CONSTANT: tuple[Filling, ...] = ("zeros", "ones")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Saved:
     """What ``state_dict()`` showed; `state` is what it returned, `real` says whether its tensors have values.
 
     `places` are the tokens of the runtime tensors before the run. `carried` are runtime tensors inside of extra
-    entries. `unstable` says that the keys depend on values.
+    entries. `varying` are the names of keys that are written for some values of the tensors and not for others;
+    `further` those of these keys that this run did not show.
     """
 
     runtime: tuple[RuntimeTensor, ...]
@@ -50,12 +53,13 @@ class Saved:
     places: Mapping[str, Token]
     real: bool
     carried: frozenset[str] = frozenset()
-    unstable: bool = False
+    varying: tuple[str, ...] = ()
+    further: tuple[SerializedKey, ...] = ()
 
     @property
     def fed(self) -> frozenset[str]:
         """The runtime tensors (first names) that are saved, in whatever form."""
-        found = {key for s in self.serialized for key in refs(s.source)}
+        found = {key for s in (*self.serialized, *self.further) for key in refs(s.source)}
         return frozenset(found) | self.carried
 
     @property
@@ -72,16 +76,21 @@ def save(model: LoadedModel, real: bool) -> Saved:
     saved, reads = _run(model.build(real), real)
     if not reads and not real:
         return saved
-    serialized, unstable, varying, proven = saved.serialized, False, set[str](), False
-    for seed in FILLINGS:
+    serialized, varying, proven = saved.serialized, set[str](), False
+    keys = dict.fromkeys((*(s.key for s in serialized), *saved.extra_state))
+    seen, always, further = dict(keys), set(keys), dict[str, SerializedKey]()
+    for filling in (*FILLINGS, *CONSTANT):
         try:
-            other, more = _run(filled(model, seed, real), real)
+            other, more = _run(filled(model, filling, real), real)
         except CodeFailed:
             continue  # a check on values that these do not pass
-        proven = True
+        proven |= isinstance(filling, int)  # one value everywhere may pass a check that others do not
         reads += more
         by_key = {s.key: s for s in other.serialized}
-        unstable |= list(by_key) != [s.key for s in serialized]
+        written = {*by_key, *other.extra_state}
+        seen.update(dict.fromkeys((*by_key, *other.extra_state)))
+        always &= written
+        further.update((s.key, s) for s in other.serialized if s.key not in keys)
         serialized = tuple(_settled(s, by_key.get(s.key), reads) for s in serialized)
         unexplained = [s.key for s in serialized if is_opaque(s.source) and is_constant(s.source)]
         varying |= {key for key in unexplained if _differs(saved.state, other.state, key)}
@@ -89,7 +98,8 @@ def save(model: LoadedModel, real: bool) -> Saved:
         serialized = tuple(_unproven(s, reads) for s in serialized)
     if varying:
         serialized = tuple(_with_feeders(model, saved, s) if s.key in varying else s for s in serialized)
-    return replace(saved, serialized=serialized, unstable=unstable)
+    depends = tuple(key for key in seen if key not in always)
+    return replace(saved, serialized=serialized, varying=depends, further=tuple(further.values()))
 
 
 def _differs(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
@@ -139,11 +149,14 @@ def without_constants(keys: tuple[SerializedKey, ...]) -> tuple[SerializedKey, .
     return tuple(replace(s, source=None) if is_constant(s.source) else s for s in keys)
 
 
-def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> None:
-    """Gives every tensor that has values (or `only` those of these first names) other ones, integers as `others`.
+def fill(model: nn.Module, filling: Filling, only: Collection[str] | None = None) -> None:
+    """Give every tensor that has values (or `only` those with these first names) other values, integers as `others`.
 
-    Those of a negative `seed` are the negatives of the other's.
+    The values of a negative seed are the negatives of the positive seed's.
     """
+    if filling == "own":
+        return
+    seed = 0 if isinstance(filling, str) else filling
     generator = torch.Generator().manual_seed(abs(seed))
     with torch.no_grad():
         for item in listed(model):
@@ -153,7 +166,10 @@ def fill(model: nn.Module, seed: int, only: Collection[str] | None = None) -> No
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
             if not plain or tensor.is_quantized or tensor.device.type != "cpu" or 0 in tensor.stride():
                 continue
-            if tensor.is_floating_point() or tensor.is_complex():
+            if isinstance(filling, str):
+                if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+                    tensor.fill_(filling == "ones")  # integers may be indices
+            elif tensor.is_floating_point() or tensor.is_complex():
                 kind = tensor.dtype if tensor.is_complex() else None
                 values = torch.randn(tensor.shape, generator=generator, dtype=kind)
                 tensor.copy_(-values if seed < 0 else values)
@@ -177,10 +193,10 @@ def others(integers: torch.Tensor) -> torch.Tensor:
     return integers ^ half if integers.dtype == torch.bool else (integers + half).to(integers.dtype)
 
 
-def filled(model: LoadedModel, seed: int, real: bool = True) -> nn.Module:
-    """A fresh instance with the values of `fill`."""
+def filled(model: LoadedModel, filling: Filling, real: bool = True) -> nn.Module:
+    """Return a fresh instance with the values of `fill`."""
     instance = model.build(real)
-    fill(instance, seed)
+    fill(instance, filling)
     return instance
 
 
@@ -205,18 +221,26 @@ def _run(instance: nn.Module, real: bool) -> tuple[Saved, Reads]:
             raise TypeError(f"state_dict() gives {a(state)}, not a mapping from names")
     first = {item.fqn: item.first for item in items}
     with quiet():
-        keys = tuple(
-            _serialized(key, value, recorder, watcher, first) for key, value in state.items() if _is_saved(key, value)
-        )
-        extra = {key: value for key, value in state.items() if not _is_saved(key, value)}
+        saved = {key: value for key, value in state.items() if _is_saved(key, value, recorder)}
+        keys = tuple(_serialized(key, value, recorder, watcher, first) for key, value in saved.items())
+        extra = {key: value for key, value in state.items() if key not in saved}
         carried = frozenset(key for tensor in tensors_in(extra) for key in refs(recorder.value(tensor)))
     places = {item.fqn: item.token for item in items}
     return Saved(runtime, keys, tuple(extra), state, places, real, carried), tuple(recorder.reads)
 
 
-def _is_saved(key: str, value: Any) -> bool:
-    """Whether the entry is a tensor of the model, and no extra state; a buffer may be called ``my_extra_state``."""
-    return isinstance(value, torch.Tensor) and key.rpartition(".")[2] != "_extra_state"
+def _is_saved(key: str, value: Any, recorder: Recorder) -> bool:
+    """Return whether the entry is a tensor of the model, and not extra state; a buffer may be called so too."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if not _is_extra_state(key):
+        return True
+    source = recorder.value(value)
+    return isinstance(source, Ref) and _is_extra_state(source.key)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _serialized(

@@ -22,9 +22,12 @@ from ckpttool.tracing.runtime import check_memory, copied_state, is_cheap, metad
 from ckpttool.tracing.saving import Saved, run_once, save, without_constants
 from ckpttool.tracing.tried import brought_back, tried
 from ckpttool.tracing.versions import versions_asked_for
+from ckpttool.words import some
 
 _PART = "part"  # of another model; any name will do
 _ABSOLUTE = "a state_dict hook looks for absolute keys, and breaks under DDP too"
+DEPENDS = "state_dict() writes some keys for some values of the tensors only: {keys}"
+_UNTRIED = "whether load_state_dict() reads them back for other values was not tried"
 _WORTH_BUILDING = 1 << 30  # bytes; a smaller model is built for real where meta leaves a value unexplained
 
 
@@ -35,15 +38,13 @@ def trace(model: LoadedModel) -> Names:
     verdict, versions = on_meta_or_real(model, lambda real: _load(model, saved, real))
     sources = {s.key: s.source for s in saved.serialized}
     found = [*_lost(model, saved), *_given_back(model, saved, verdict)]
-    if saved.unstable:
-        found.insert(0, Problem("which keys are saved depends on the values of the tensors", "(root)"))
     wrong = [problem for problem in found if problem.kind != "unknown"]
     metadata, fed = metadata_of(saved.state), saved.fed
     return Names(
         model=model.operand,
         torch=torch.__version__,
         runtime=saved.runtime,
-        serialized=saved.serialized,
+        serialized=(*saved.serialized, *saved.further),
         load=tuple(LoadedTensor(fqn, _by_own_name(fqn, value, sources)) for fqn, value in verdict.reads.items()),
         not_serialized=tuple(r.fqn for r in saved.runtime if (r.alias_of or r.fqn) not in fed),
         extra_state=saved.extra_state,
@@ -53,6 +54,7 @@ def trace(model: LoadedModel) -> Names:
         versions=versions,
         notes=(
             *notes,
+            *([DEPENDS.format(keys=some(saved.varying))] if saved.varying else []),
             *(str(problem) for problem in found if problem.kind == "unknown"),
             *(f"{AS_A_PART}: {problem}" for problem in _nested(model, saved)),
         ),
@@ -135,13 +137,13 @@ def _with_hidden(model: LoadedModel, saved: Saved) -> Saved:
 def _given_back(model: LoadedModel, saved: Saved, verdict: Verdict) -> tuple[Problem, ...]:
     """What does not come back when a saved model is loaded: by symbols, and where these leave a doubt by doing it."""
     found = problems(saved, verdict)
-    if not found:
+    if not found and not saved.varying:
         return ()
     try:
         check_memory(model, 0, "")
-        return settled(found, saved, verdict, tried(model))
+        return settled(found, saved, verdict, tried(model, varying=bool(saved.varying)))
     except CkptError:  # there is no memory for it, or it builds on meta only
-        return found
+        return (*found, Problem(_UNTRIED, "(root)", "unknown")) if saved.varying else found
 
 
 def _saved(model: LoadedModel) -> Saved:
@@ -149,7 +151,7 @@ def _saved(model: LoadedModel) -> Saved:
     if saved.is_opaque and not saved.real and nbytes(model.build(False)) <= _WORTH_BUILDING:
         with suppress(CkptError):  # it builds on meta only; what meta showed stands
             saved = save(model, True)
-    return replace(saved, serialized=without_constants(saved.serialized))
+    return replace(saved, serialized=without_constants(saved.serialized), further=without_constants(saved.further))
 
 
 def _load(model: LoadedModel, saved: Saved, real: bool) -> tuple[Verdict, dict[str, Any] | None]:

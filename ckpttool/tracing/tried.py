@@ -13,11 +13,13 @@ from ckpttool.evaluate.with_torch import same_bits
 from ckpttool.tracing.load_model import LoadedModel, describe
 from ckpttool.tracing.recorder.identity import inside
 from ckpttool.tracing.runtime import attempted, failure_of_loading, listed
-from ckpttool.tracing.saving import filled
+from ckpttool.tracing.saving import CONSTANT, Filling, filled
 from ckpttool.values import dataclass
 
 # Of the instance that is saved and of the one that loads; what depends on signs shows in one element too.
-_SEEDS = ((11, 12), (-11, 14))
+_SEEDS: tuple[tuple[Filling, Filling], ...] = ((11, 12), (-11, 14))
+# Where the keys depend on values: one value everywhere, and the constructor's, into and out of random ones.
+_EVERY = (*_SEEDS, *((one, 12) for one in (*CONSTANT, "own")), *((11, one) for one in CONSTANT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +30,13 @@ class Tried:
     differing: frozenset[str] = frozenset()
 
 
-def tried(model: LoadedModel) -> Tried:
-    """Saves an instance with random values and loads it into one with others. Raises `CannotBuild`."""
+def tried(model: LoadedModel, *, varying: bool = False) -> Tried:
+    """Save an instance with random values and load it into one with others. Raises `CannotBuild`.
+
+    `varying`: which keys are saved depends on the values, so more of them are tried.
+    """
     differing: set[str] = set()
-    for seed, other in _SEEDS:
+    for seed, other in _EVERY if varying else _SEEDS:
         source, target = filled(model, seed), filled(model, other)
         _count_on(target)
         wanted = values_of(source)

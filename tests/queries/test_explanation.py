@@ -9,6 +9,7 @@ from torch import nn
 from ckpttool import expression as ex
 from ckpttool.errors import CkptError
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.wrappers.table import TABLE, Wrapper
 from ckpttool.operands.model import ModelOperand
 from ckpttool.queries.explanation import explain
 from ckpttool.tracing.load_model import of_object
@@ -83,3 +84,74 @@ def test_what_is_no_tensors_name_is_refused_with_names_that_are_like_it() -> Non
         with pytest.raises(CkptError, match=f"has no tensor '{name}'") as refused:
             explain(names, name)
         assert refused.value.hint == hint
+
+
+class Deep(nn.Module):
+    """Has modules of its own that are called as wrappers' are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"module": nn.Linear(2, 2)}))
+        self.model = nn.Linear(2, 2)
+
+
+def wrapped(how: str) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same model inside of a wrapper or two."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.optim.swa_utils import AveragedModel
+
+    plain: nn.Module = Deep()
+    inner = plain
+    if how == "blocks":
+        outer = Deep()
+        for name, value in plain.state_dict().items():
+            assert name in outer.state_dict(), value.shape
+        outer.trunk[0] = checkpoint_wrapper(torch.compile(plain.trunk[0]))  # type: ignore[arg-type]
+        outer.trunk[1], outer.model = plain.trunk[1], plain.model  # type: ignore[assignment]
+        return plain, outer
+    for word in how.split():
+        if word == "compile":
+            inner = torch.compile(inner)  # type: ignore[assignment]
+        elif word == "dp":
+            inner = nn.DataParallel(inner)
+        elif word == "ac":
+            inner = checkpoint_wrapper(inner)
+        elif word == "averaged":
+            averaged = AveragedModel(inner)
+            plain, inner = averaged.module, averaged
+    return plain, inner
+
+
+@pytest.mark.parametrize("how", ["compile", "dp", "ac", "averaged", "compile dp", "ac compile dp", "ac dp", "blocks"])
+@pytest.mark.parametrize("form", ["{}", "state.{}.exp_avg", "optimizer.state.{}.step"])
+def test_wrapped_names_are_resolved(how: str, form: str) -> None:
+    """Every name that a real wrapper gives, and the optimizer's key of it, leads to the tensor of the plain model."""
+    plain, outer = wrapped(how)
+    inner = plain._orig_mod if hasattr(plain, "_orig_mod") else plain
+    own = {id(tensor): name for name, tensor in (*plain.named_parameters(), *inner.named_parameters())}
+    names = trace(of_object(Deep))
+    told = {name: own[id(tensor)] for name, tensor in outer.named_parameters() if id(tensor) in own}
+    assert len(told) == 6
+    for name, fqn in told.items():
+        assert explain(names, form.format(name)).tensor.fqn == fqn, name
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.segment} {row.title}")
+def test_a_segment_of_every_wrapper_is_taken_out(row: Wrapper) -> None:
+    names = trace(of_object(Deep))
+    for tensor in names.runtime:
+        parts = tensor.fqn.split(".")
+        for at in range(len(parts)):
+            name = ".".join((*parts[:at], row.segment, *parts[at:]))
+            if name not in {other.fqn for other in names.runtime}:
+                found = explain(names, name)
+                assert tensor.fqn in (found.tensor.fqn, *found.also), name
+
+
+def test_calls_ids_and_names_that_are_nowhere() -> None:
+    names = trace(of_object(Deep))
+    assert explain(names, "trunk.0@1.weight").tensor.fqn == "trunk.0.weight"
+    assert explain(names, "state.1.exp_avg").tensor.fqn == "trunk.0.bias"
+    for name in ("module._orig_mod.nothing", "state.99.exp_avg", "module", "other.trunk.0.weight"):
+        with pytest.raises(CkptError, match="has no tensor"):
+            explain(names, name)

@@ -12,7 +12,7 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.remarks import PLACEHOLDER, is_placeholder
 from ckpttool.keys import is_flat
-from ckpttool.names import RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
+from ckpttool.names import NAMED_EXTRA_STATE, RUNTIME, SERIALIZED, Hook, Names, RuntimeTensor, SerializedKey
 from ckpttool.naming.call_variants import aliases, base_name
 from ckpttool.naming.forms import read, with_keys
 from ckpttool.naming.name_tables import NameTables
@@ -112,7 +112,8 @@ def compare_load(names: Names, section: Section, verdict: Verdict | None) -> tup
     have = section.by_key()
     want: dict[str, SerializedKey | None] = dict.fromkeys([*(s.key for s in names.serialized), *names.extra_state])
     want.update((s.key, s) for s in names.serialized)
-    entries = [_loaded(have[key], wanted) for key, wanted in want.items() if key in have]
+    refused = () if verdict is None else verdict.unexpected
+    entries = [_loaded(have[key], wanted, key in refused) for key, wanted in want.items() if key in have]
     mine = {key: entry for key, entry in have.items() if key not in want}
     theirs = dict.fromkeys(key for key in want if key not in have)
     entries += _other_form(NameTables(names), section, mine, theirs)
@@ -147,8 +148,10 @@ def _overwritten(names: Names, section: Section, verdict: Verdict | None) -> dic
     return found
 
 
-def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None) -> Entry:
+def _loaded(entry: TensorEntry | ExtraEntry, want: SerializedKey | None, refused: bool) -> Entry:
     key = (entry.key,)
+    if refused and want is not None:
+        return only_left(entry.key, NAMED_EXTRA_STATE)
     if want is None:
         return Entry("extra_state", key, key, "extra state")
     if isinstance(entry, ExtraEntry):
