@@ -10,19 +10,35 @@ if TYPE_CHECKING:
     from ckpttool.api.making import remap, swap_weights, write
     from ckpttool.api.reading import explain, inspect, manifest, open_checkpoint, trace
     from ckpttool.checkpoint import Checkpoint
+    from ckpttool.checks import Checks
+    from ckpttool.edits.remap.result import Remap
+    from ckpttool.edits.swap.swap import Swap
     from ckpttool.errors import CkptError, Problem, Refused
+    from ckpttool.live.swap import Swapped
     from ckpttool.names import Names
     from ckpttool.plan import Plan
     from ckpttool.queries.diff.result import Diff
+    from ckpttool.queries.diff.since import Since
+    from ckpttool.queries.diff.steps import Steps
+    from ckpttool.queries.explanation import Explanation
+    from ckpttool.queries.inspection import Inspection
 
 __all__ = [
     "Checkpoint",
+    "Checks",
     "CkptError",
     "Diff",
+    "Explanation",
+    "Inspection",
     "Names",
     "Plan",
     "Problem",
     "Refused",
+    "Remap",
+    "Since",
+    "Steps",
+    "Swap",
+    "Swapped",
     "check",
     "diff",
     "explain",
@@ -40,12 +56,20 @@ __all__ = [
 # Where the values and the verbs come from. Imported when they are asked for: nothing here costs start-up.
 _HOMES = {
     "Checkpoint": "checkpoint",
+    "Checks": "checks",
     "CkptError": "errors",
     "Diff": "queries.diff.result",
+    "Explanation": "queries.explanation",
+    "Inspection": "queries.inspection",
     "Names": "names",
     "Plan": "plan",
     "Problem": "errors",
     "Refused": "errors",
+    "Remap": "edits.remap.result",
+    "Since": "queries.diff.since",
+    "Steps": "queries.diff.steps",
+    "Swap": "edits.swap.swap",
+    "Swapped": "live.swap",
     **dict.fromkeys(("check", "diff", "since", "steps"), "api.comparing"),
     **dict.fromkeys(("remap", "swap_weights", "write"), "api.making"),
     **dict.fromkeys(("explain", "inspect", "manifest", "open_checkpoint", "trace"), "api.reading"),
@@ -71,4 +95,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

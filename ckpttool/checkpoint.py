@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.dtypes import itemsize
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class TensorEntry:
     storage: Storage | None
     layout: str = "strided"
     packed_bytes: int = 0
-    payload: object = field(default=None, compare=False)
+    payload: object = field(default=None, compare=False, repr=False)
 
     def under(self, key: str) -> TensorEntry:
         """The same tensor under another name. `replace` would take several times as long."""
@@ -198,7 +198,7 @@ class ExtraEntry:
     """
 
     key: str
-    payload: object = field(default=None, compare=False)
+    payload: object = field(default=None, compare=False, repr=False)
     value: object = field(default=None, compare=False)
     tensors: tuple[TensorEntry, ...] = field(default=(), compare=False)
 
@@ -227,6 +227,7 @@ class Unreached:
 KINDS = ("state_dict", "optimizer", "other")
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Section:
     """One state dict in a file. `path` is the dotted way to it from the file's root (``""`` is the root itself).
@@ -309,6 +310,7 @@ class Readings:
     again: Callable[[Collection[str]], Checkpoint]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The index of one checkpoint.

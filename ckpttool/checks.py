@@ -17,7 +17,7 @@ from ckpttool.operands.names_file import holds, is_names_file, read_names
 from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 from ckpttool.words import shell
 
 _CALLED = "a class or function that a pickle calls for when it is loaded"
@@ -37,6 +37,7 @@ class Checked:
     notes: tuple[str, ...] = ()
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Checks:
     """The files, in the order in which they were named."""

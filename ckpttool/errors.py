@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 # What a problem is, for code that chooses what to advise; what nobody asks about is ``other``.
 Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "other"]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong, and the key (or path) where it is wrong."""

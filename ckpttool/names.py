@@ -28,7 +28,7 @@ from ckpttool.json_schema import (
     one_of,
     record,
 )
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 SCHEMA = "ckpttool.names/1"
 _HINT = "write one with `ckpttool trace MODEL -o names.json`"
@@ -105,6 +105,7 @@ class OptimizerParam:
     state: tuple[str, ...] = ()
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Names:
     """All names of one model; the fields are those of the contract's `trace` object.

@@ -30,7 +30,7 @@ from ckpttool.json_schema import (
     unless_empty,
 )
 from ckpttool.keys import dotted
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 SCHEMA = "ckpttool.plan/1"
 _HINT = "write one with `ckpttool remap … --save-plan PLAN.json`"
@@ -103,6 +103,7 @@ class ModelRun:
     given: Mapping[str, Expression]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a remap does. Sections that nothing here names are carried through unchanged."""

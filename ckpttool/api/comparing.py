@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
+from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.table import MANIFEST
+from ckpttool.formats.table import MANIFEST, MEMORY
 from ckpttool.io import work
 from ckpttool.io.files import exists, is_glob
 from ckpttool.io.together.job import only_first
@@ -71,26 +72,31 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
 
 
 @takes(DiffOptions)
-def steps(run: str | Sequence[str], **options: Any) -> Steps:
-    """What each checkpoint of a run changed since the one before: keys, dtypes, shapes, the optimizer's groups.
+def steps(run: str | Sequence[Ckpt], **options: Any) -> Steps:
+    """Return what each checkpoint of a run changed since the one before: keys, dtypes, shapes, param groups.
 
-    `run` is a folder, in the order of the numbers in its names, or the checkpoints: so too where they differ in nothing
-    else. With `values` the bytes and
-    hyperparameters too. Raises `CkptError` where there are not two that can be read.
+    `run` is a folder, or the checkpoints. Paths that differ only in numbers are compared in the order of the numbers,
+    everything else in the order given. `values` also compares bytes and hyperparameters. Raises `CkptError` if fewer
+    than two checkpoints can be read.
     """
     return steps_by(run, DiffOptions(**options))
 
 
-def steps_by(run: str | Sequence[str], options: DiffOptions) -> Steps:
+def steps_by(run: str | Sequence[Ckpt], options: DiffOptions) -> Steps:
     """`steps`, with its options as a value."""
     from ckpttool.operands.steps import in_order, steps_in
     from ckpttool.queries.diff.steps import compare_steps
 
     only_first()
     folder = run if isinstance(run, str) else None
-    found, others = steps_in(run) if isinstance(run, str) else (in_order(run), [])
+    found: list[str | Checkpoint]
+    names, others = steps_in(run) if isinstance(run, str) else ([one for one in run if isinstance(one, str)], [])
     if folder is None:
-        _check_there(found)
+        _check_there(names)
+    if isinstance(run, str) or len(names) == len(run):
+        found = [*(names if isinstance(run, str) else in_order(names))]
+    else:
+        found = [one if isinstance(one, str) else _numbered(one, number) for number, one in enumerate(run)]
     with work.doing(f"comparing {len(found)} checkpoints", None):
         return compare_steps(found, folder, options, others)
 
@@ -118,6 +124,11 @@ def since_by(base: Ckpt, left: Ckpt, right: Ckpt, options: DiffOptions) -> Since
     three = open_checkpoint(base), open_checkpoint(left), open_checkpoint(right)
     with options.comparing(*three, *three):  # each is compared with each
         return compare_since(*three, options)
+
+
+def _numbered(ckpt: Ckpt, number: int) -> Checkpoint:
+    checkpoint = open_checkpoint(ckpt)
+    return replace(checkpoint, source=f"step {number}") if checkpoint.format == MEMORY.name else checkpoint
 
 
 def _judged(diff: Diff, options: DiffOptions) -> Diff:

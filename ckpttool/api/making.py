@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.api.reading import Ckpt, open_checkpoint
@@ -44,6 +45,8 @@ def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None
     """`remap`, with its options as a value."""
     from ckpttool.edits.run import run, undone
 
+    if options.like is not None and not isinstance(options.like, str):
+        options = replace(options, like=open_checkpoint(options.like))
     options.check(ckpt if isinstance(ckpt, str) else None)
     if options.undo:
         return undone(ckpt, options)

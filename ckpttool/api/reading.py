@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Union
 
+from ckpttool import values
+from ckpttool.api.notebook import html
 from ckpttool.api.takes import takes
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError
+from ckpttool.formats.table import MEMORY
 from ckpttool.io.files import read_on
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.options import OptimizerOptions, several
@@ -18,25 +21,29 @@ if TYPE_CHECKING:
     from ckpttool.queries.explanation import Explanation
     from ckpttool.queries.inspection import Inspection
 
-Ckpt = Union[str, Checkpoint, Mapping[str, Any]]
+values.to_html = html  # results know nothing of reports
+
+# What torch.save writes: a dict of any keys, a list or a tuple, with tensors anywhere inside.
+Ckpt = Union[str, Checkpoint, Mapping[Any, Any], "list[Any]", "tuple[Any, ...]"]
 
 
 def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
-    """The index of a checkpoint: keys, dtypes, shapes, and where the bytes lie; no tensor is read.
+    """Return the index of a checkpoint: keys, dtypes, shapes, and where the bytes are. No tensor is read.
 
-    `ckpt` is a path, a URL, or ``PATH::SECTION``; a state dict in memory becomes an index of its memory. Raises
-    `CkptError` where it cannot be read, or has no such section, and for an index of files that have changed since.
+    `ckpt` is a path, a URL, ``PATH::SECTION``, or an object in memory: a dict, list or tuple that `torch.save` could
+    save. The index of an object is the one of the file that `torch.save` would write. Raises `CkptError` if it cannot
+    be read, if it has no such section, or if files of the index have changed since.
     """
     if isinstance(ckpt, Checkpoint):
         read_on(ckpt.files)
         return ckpt
     if isinstance(ckpt, str):
         return open_operand(ckpt)
-    if not isinstance(ckpt, Mapping):
-        raise CkptError(f"{a(ckpt)} is no checkpoint", hint="pass a path or a URL as text, or a state dict")
-    from ckpttool.live.section import section_of
+    if not isinstance(ckpt, (Mapping, list, tuple)):
+        raise CkptError(f"{a(ckpt)} is not a checkpoint", hint="pass a path or a URL as text, or a state dict")
+    from ckpttool.live.saved import checkpoint_of
 
-    return Checkpoint("a state dict in memory", "memory", 0, (section_of(ckpt),))
+    return checkpoint_of(ckpt)
 
 
 def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> Inspection:
@@ -55,18 +62,19 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     return inspection.inspect(checkpoint, stats=stats)
 
 
-def manifest(ckpt: str, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """A digest of every file and every tensor of a checkpoint, as the JSON of an in-toto statement.
+def manifest(ckpt: Ckpt, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """Return a digest of every file and every tensor of a checkpoint, as the JSON of an in-toto statement.
 
-    `diff` with `values` compares a checkpoint with it. Files of a folder that are in `leave_out` are no part of it.
-    Raises `CkptError` where something cannot be read.
+    `diff` with `values` compares a checkpoint with it. Files of a folder in `leave_out` are not listed. An object in
+    memory has no files, so its statement has no subject. Raises `CkptError` if something cannot be read.
     """
     from ckpttool.formats.manifest import statement
 
-    path, section = split(ckpt)
+    checkpoint = open_checkpoint(ckpt)
+    path, section = split(checkpoint.source)
     if section is not None:
         raise CkptError("a manifest is of whole files", hint=f"leave ::{section} out")
-    return statement(open_checkpoint(path), path, several(leave_out) or ())
+    return statement(checkpoint, None if checkpoint.format == MEMORY.name else path, several(leave_out) or ())
 
 
 @takes(OptimizerOptions)

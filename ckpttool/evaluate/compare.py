@@ -12,6 +12,7 @@ from ckpttool.checkpoint import (
     ExtraEntry,
     Lazy,
     Meaningful,
+    Resolvable,
     Span,
     Storage,
     TensorEntry,
@@ -47,6 +48,8 @@ def same_values(
         return False
     if _is_digest(left) or _is_digest(right):  # whose layout is a class by its name, where it is one
         return (left.layout == "strided") == (right.layout == "strided") and _same_digest(left, right)
+    if left.layout != right.layout:
+        left, right = _resolved(left), _resolved(right)
     if left.layout != right.layout or _meaning(left) != _meaning(right):
         return False
     if left.storage is None or right.storage is None:
@@ -59,6 +62,11 @@ def same_values(
         return same_data(mine, yours)
     pairs = with_numpy.in_step(elements(left), elements(right), itemsize(left.dtype))
     return all(a == b for a, b in pairs)
+
+
+def _resolved(entry: TensorEntry) -> TensorEntry:
+    """A lazily conjugated or negated tensor as a dense one; any other entry as it is."""
+    return entry.payload.resolved(entry) if isinstance(entry.payload, Resolvable) else entry
 
 
 def _meaning(entry: TensorEntry) -> str:
@@ -138,6 +146,7 @@ def difference(left: TensorEntry, right: TensorEntry, rtol: float, atol: float) 
         return None
     if _is_digest(left) or _is_digest(right):
         return Difference(f"SHA-256 {sha256(left)!s:.12} instead of {sha256(right)!s:.12}")
+    left, right = _resolved(left), _resolved(right)
     if left.storage is None or right.storage is None:
         return Difference(f"{left.layout} tensors of other content, or not to be compared")
     if with_numpy.reader(left.dtype) is not None:

@@ -87,14 +87,16 @@ def _is_sha256(text: str) -> bool:
 # Writing
 
 
-def statement(checkpoint: Checkpoint, path: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-    """The manifest of the checkpoint in the files at `path`, as JSON; each byte is read for its file and its tensor.
+def statement(checkpoint: Checkpoint, path: str | None, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the manifest of the checkpoint in the files at `path`, as JSON. Reads each byte of files and tensors.
 
-    Files in `leave_out` are no part of it. Raises `CkptError` where something cannot be read.
+    `path` is None for a checkpoint in memory, whose manifest lists no files. Files in `leave_out` are not listed.
+    Raises `CkptError` if something cannot be read.
     """
     without = set(map(os.path.realpath, leave_out))
-    names = {name: file for name, file in _files(path).items() if os.path.realpath(file) not in without}
-    digests = answers(f"hashing {path}", dict(_digests(checkpoint, names)))
+    have = {} if path is None else _files(path)
+    names = {name: file for name, file in have.items() if os.path.realpath(file) not in without}
+    digests = answers(f"hashing {path or checkpoint.source}", dict(_digests(checkpoint, names)))
     return {
         "_type": _TYPE,
         "subject": [{"name": name, "digest": {"sha256": digests[_FILE, name]}} for name in names],

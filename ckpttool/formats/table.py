@@ -97,7 +97,7 @@ TABLE = (
     ),
 )
 MANIFEST = Format("manifest", "manifest", "manifest of a checkpoint (in-toto statement)", ())  # digests, and no values
-MEMORY = Format("memory", "", "a state dict in memory", ())  # no file: nothing reads it, nothing writes it
+MEMORY = Format("memory", "", "a checkpoint in memory", (), pickled=True)  # not a file: nothing reads or writes it
 FORMATS = {row.name: row for row in (*TABLE, MANIFEST, MEMORY)}
 TORCH_FORMATS = {
     "zip": FORMATS["torch_zip"],

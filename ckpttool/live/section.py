@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -45,24 +45,32 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
     extras: list[ExtraEntry] = []
     storages: dict[int, Storage] = {}
     first: dict[object, Packed] = {}
-    freed: list[Problem] = []
+    check_memory((key, value) for key, value in state_dict.items() if isinstance(value, torch.Tensor))
     for key, value in state_dict.items():
         if not isinstance(key, str):
             raise CkptError(f"the state dict has a key that is no string: {key!r}", hint="pass model.state_dict()")
         if isinstance(value, torch.Tensor):
             levels = list(_levels(value.detach()))
-            freed += [Problem("its memory was freed", key)] if any(map(_is_freed, levels)) else []
             one = token(value), *(map(_told, levels) if is_special(value) else ())
             tensors.append(_entry(key, value, storages, first.setdefault(one, Packed(value))))
         else:
             plain = _is_plain(value)
             extras.append(ExtraEntry(key, None if plain else value, value if plain else None))
-    if freed:
-        hint = "gather it first, as FSDP's own state_dict() does"
-        raise CkptError(f"{plural(len(freed), 'tensor')} without memory", hint=hint, problems=freed)
     versions = getattr(state_dict, "_metadata", None)
     modules = {path: dict(own) for path, own in versions.items()} if isinstance(versions, Mapping) else None
     return Section("", "state_dict", tuple(tensors), tuple(extras), modules)
+
+
+def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would end the process."""
+    freed = [
+        Problem("its memory was freed", key)
+        for key, tensor in tensors
+        if any(map(_is_freed, _levels(tensor.detach())))
+    ]
+    if freed:
+        hint = "gather it first, as FSDP's own state_dict() does"
+        raise CkptError(f"{plural(len(freed), 'tensor')} without memory", hint=hint, problems=freed)
 
 
 def context(tensor: torch.Tensor) -> object:
@@ -98,10 +106,15 @@ def _entry(key: str, tensor: torch.Tensor, storages: dict[int, Storage], first: 
         return TensorEntry(key, dtype, shape, contiguous_stride(shape), 0, None, layout, nbytes, payload=first)
     tensor = tensor.resolve_conj().resolve_neg()  # the memory of a lazy one holds other values
     memory = tensor.untyped_storage()
-    storage = storages.setdefault(memory._cdata, Storage(Lazy(memory.nbytes(), lambda: [_bytes(memory)])))
+    storage = storages.setdefault(memory._cdata, Storage(Lazy(memory.nbytes(), bytes_of(memory))))
     return TensorEntry(key, dtype, shape, tuple(tensor.stride()), int(tensor.storage_offset()), storage)
 
 
-def _bytes(memory: torch.UntypedStorage) -> memoryview:
-    whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-    return with_torch.to_bytes(whole.cpu())
+def bytes_of(memory: torch.UntypedStorage) -> Callable[[], list[memoryview]]:
+    """Return a function that reads the bytes of a live storage."""
+
+    def read() -> list[memoryview]:
+        whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+        return [with_torch.to_bytes(whole.cpu())]
+
+    return read

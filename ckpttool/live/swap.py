@@ -17,12 +17,13 @@ from ckpttool.evaluate import with_torch
 from ckpttool.expression import LOADED, Expression, Ref
 from ckpttool.formats.pt2.program import CONSTANTS
 from ckpttool.live.model import Model, Target, module_target, package_target, program_target
+from ckpttool.live.saved import model_in
 from ckpttool.live.section import section_of
 from ckpttool.live.sharded import at_rest, check_replaceable
 from ckpttool.live.stage import check_in_place, laid_out, stage
 from ckpttool.live.tensors import put, replacements, write
 from ckpttool.operands.model import ModelOperand
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 from ckpttool.words import a
 
 _HINTS: dict[Advice, str] = {
@@ -35,6 +36,7 @@ _HINTS: dict[Advice, str] = {
 _COMPILED_IN = "a weight of 8 elements or fewer in a row is compiled into a package's code: leave it out to keep it"
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Swapped:
     """What a swap did. `sources`: FQN -> expression over the state dict's keys; `constants` stayed as they were.
@@ -72,6 +74,7 @@ def swap_weights(
     """
     if not isinstance(state_dict, Mapping):
         raise CkptError(f"{a(state_dict)} is no state dict", hint="pass model.state_dict()")
+    state_dict = model_in(state_dict)
     if isinstance(target, nn.Module):
         return _into_module(target, state_dict, model, cast, in_place is not False)
     if isinstance(target, ExportedProgram):

@@ -10,7 +10,7 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError
 from ckpttool.formats.form_mark import read_form
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.formats.table import FORMATS
+from ckpttool.formats.table import FORMATS, MEMORY
 from ckpttool.io import work
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
@@ -72,10 +72,10 @@ def model_section(checkpoint: Checkpoint) -> Section:
     if len(found) == 1:
         return found[0]
     if found:
-        raise CkptError(
-            f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}",
-            hint=f"pick one: {checkpoint.source}::{found[0].path}",
-        )
+        hint = f"pick one: {checkpoint.source}::{found[0].path}"
+        if checkpoint.format == MEMORY.name:
+            hint = f"pass one of them instead of the whole object: {found[0].title}"
+        raise CkptError(f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}", hint=hint)
     have = [f"{s.title} ({s.kind})" for s in checkpoint.sections]
     have += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
     what = ", ".join(have) or "; ".join(checkpoint.notes) or "no tensors at all"

@@ -50,11 +50,14 @@ def _holds_one(folder: str) -> bool:
     return is_part(folder, names) or bool(parts_in(folder, names)) or any(map(is_weights, names))
 
 
-def opened(step: str) -> Iterator[tuple[str, Checkpoint]]:
+def opened(step: str | Checkpoint) -> Iterator[tuple[str, Checkpoint]]:
     """The checkpoints that a step is made of, each with its name in the step's folder, empty for the one of the model.
 
     Raises `CkptError` where one cannot be read.
     """
+    if isinstance(step, Checkpoint):
+        yield "", step
+        return
     if not is_dir(step) or is_fsdp(step):
         yield "", open_operand(step)
         return
@@ -66,6 +69,8 @@ def opened(step: str) -> Iterator[tuple[str, Checkpoint]]:
         yield name, open_operand(join(step, name))
 
 
-def called(step: str, run: str | None) -> str:
-    """A step by its name in the folder of the run, or as it was named."""
+def called(step: str | Checkpoint, run: str | None) -> str:
+    """Return the step's name in the folder of the run, or the name that it was given."""
+    if isinstance(step, Checkpoint):
+        return step.source
     return name_of(step) if run else step

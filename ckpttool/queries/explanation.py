@@ -15,13 +15,14 @@ from ckpttool.names import HOOK, Hook, Names, OptimizerParam, RuntimeTensor
 from ckpttool.naming.call_variants import base_names
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.table import TABLE
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 _SEGMENTS = frozenset(row.segment for row in TABLE)
 _MOST_SEGMENTS = 10  # of wrappers in one name that are tried one by one
 _STATE = re.compile(r"(?:(?:optimizer|optim)\.)?state\.(.+)\.[^.]+")
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """`serialized` are the keys that hold the tensor or a part of it; `forms` maps a form to the name that it uses.

@@ -34,7 +34,7 @@ from ckpttool.naming.call_variants import aliases
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.naming.wrappers.chain import infer, is_lightning, segments
 from ckpttool.optimizer_state import FORMS, OptimizerState, Param
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 from ckpttool.words import plural, some
 
 
@@ -53,6 +53,7 @@ class Found(NamedTuple):
         return dotted(self.section, self.entry.key)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """A checkpoint and what can be told from its names alone.

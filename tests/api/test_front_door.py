@@ -23,9 +23,9 @@ STATE = {"weight": torch.ones(1, 1)}
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda path: ckpttool.inspect(path), "a PosixPath is no checkpoint"),
-        (lambda path: ckpttool.diff(STATE, path), "a PosixPath is no checkpoint"),
-        (lambda path: ckpttool.remap(cast(Any, [STATE])), "a list is no checkpoint"),
+        (lambda path: ckpttool.inspect(path), "a PosixPath is not a checkpoint"),
+        (lambda path: ckpttool.diff(STATE, path), "a PosixPath is not a checkpoint"),
+        (lambda path: ckpttool.remap(cast(Any, {1, 2})), "a set is not a checkpoint"),
         (lambda path: ckpttool.trace(3), "an int is no model"),
         (
             lambda path: ckpttool.swap_weights(nn.Linear(1, 1, bias=False), STATE, str(path)),

@@ -15,9 +15,10 @@ from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, 
 from ckpttool.keys import dotted
 from ckpttool.optimizer_state import FORMS
 from ckpttool.plan import PLAN, Plan
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.

@@ -29,10 +29,11 @@ from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.model import ModelOperand
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 from ckpttool.words import plural
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, TensorEntry
 from ckpttool.evaluate.compare import sha256_of
 from ckpttool.formats.manifest import all_extras, other_files
-from ckpttool.formats.table import MANIFEST
+from ckpttool.formats.table import MANIFEST, MEMORY
 from ckpttool.keys import dotted
 from ckpttool.operands.checkpoint import split
 from ckpttool.queries.diff.dealt import dealt
@@ -86,7 +86,7 @@ def _other_files(left: Checkpoint, right: Checkpoint) -> list[str]:
     A file more may be one that is read in the place of another.
     """
     manifest, other = (right, left) if right.format == MANIFEST.name else (left, right)
-    whole = other.format not in (MANIFEST.name, "rank_files") and split(other.source)[1] is None
+    whole = other.format not in (MANIFEST.name, MEMORY.name, "rank_files") and split(other.source)[1] is None
     if manifest.container is None or not whole:
         return ["the files were not compared"]
     changed, more = other_files(manifest, other.source)

@@ -30,7 +30,7 @@ from ckpttool.json_schema import (
 )
 from ckpttool.names import HOOK, Hook, Names
 from ckpttool.naming.inference.values import Ambiguous, Inference, Pair
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 HARMLESS = frozenset({"same", "alias", "not_serialized", "extra_state"})
 # The same where what loads the one side is to load the other: without its second names a strict load fails.
@@ -145,6 +145,7 @@ class Remedy:
     foreign_keys: tuple[str, ...] = ()
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Diff:
     """The answer of `diff`. `fix` are commands that can be pasted; `notes` are sentences about no single key.

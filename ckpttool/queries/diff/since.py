@@ -21,7 +21,7 @@ from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_sides
 from ckpttool.queries.diff.run import run
 from ckpttool.queries.diff.two import ask
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 
 By = Literal["left", "right", "both", "conflict"]
 Keys = tuple[str, ...]
@@ -56,6 +56,7 @@ class Point:
     right: Change | None
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Since:
     """The answer: every change since the base. `passes` where no two of them are in each other's way."""

@@ -23,7 +23,7 @@ from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import HARMLESS, STATUSES, Entry, with_sides
 from ckpttool.queries.diff.run import run
-from ckpttool.values import dataclass
+from ckpttool.values import dataclass, public
 from ckpttool.words import some
 
 # What an entry of a diff of this step (its left) and the one before (its right) is called, where not by its status.
@@ -68,6 +68,7 @@ class Step:
         return not self.changes and not self.error and self.since is not None
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The answer. `run` is the folder, None where the steps were named one by one."""
@@ -110,7 +111,9 @@ STEPS = record(
 )
 
 
-def compare_steps(steps: Sequence[str], folder: str | None, options: DiffOptions, others: Sequence[str] = ()) -> Steps:
+def compare_steps(
+    steps: Sequence[str | Checkpoint], folder: str | None, options: DiffOptions, others: Sequence[str] = ()
+) -> Steps:
     """What each of `steps` changed since the one before; `folder` is the run's, None where each was named.
 
     `others` are checkpoints beside them that are no steps: a note says that they were not looked at. Raises `CkptError`

@@ -49,6 +49,12 @@ def document(done: Remap) -> Document:
     return Document("remap", verdict, True, filled(blocks))
 
 
+def planned(plan: Plan) -> Document:
+    """Return what a plan renames, computes and leaves out."""
+    blocks = [shortened(_changes(plan), _ROWS, "to_json()"), shortened(_dropped(plan), _ROWS, "to_json()")]
+    return Document("plan", f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out", True, filled(blocks))
+
+
 def swapped(done: Swap) -> Document:
     """What a swap did, or would do."""
     renamed = sum(isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items())

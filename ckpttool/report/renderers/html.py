@@ -63,6 +63,14 @@ def render(document: Document) -> str:
     return "\n".join([*parts, "</main>", f"<script>{script}</script>", "</html>"]) + "\n"
 
 
+def fragment(document: Document) -> str:
+    """Return the document's blocks as HTML to be shown in a notebook: no page around them, no script, no tree."""
+    parts = [f"<p><strong>{_escape(document.title)}</strong>: {_escape(document.verdict)}</p>"]
+    for block in document.blocks:
+        parts += _BLOCKS[type(block)](block)
+    return "\n".join(["<div>", *parts, "</div>"])
+
+
 def _page(name: str) -> str:
     return files("ckpttool.report.renderers").joinpath("page").joinpath(name).read_text(encoding="utf-8")
 

@@ -1,0 +1,35 @@
+"""Results in a notebook: the report of the command line as a piece of HTML."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+# Class -> module and function of its document.
+_DOCUMENTS = {
+    "Checks": ("check", "document"),
+    "Diff": ("diff", "document"),
+    "Explanation": ("names", "explained"),
+    "Inspection": ("inspection", "document"),
+    "Names": ("names", "document"),
+    "Plan": ("remap", "planned"),
+    "Remap": ("remap", "document"),
+    "Since": ("since", "document"),
+    "Steps": ("steps", "document"),
+    "Swap": ("remap", "swapped"),
+}
+
+
+def html(result: Any) -> str | None:
+    """Return the report of a result as HTML without scripts or styles, or None if there is no report of its class."""
+    from ckpttool.report.renderers.html import fragment
+
+    if type(result).__name__ == "Checkpoint":
+        from ckpttool.queries.inspection import inspect
+
+        result = inspect(result)
+    module, function = _DOCUMENTS.get(type(result).__name__, (None, ""))
+    if module is None:
+        return None
+    made = getattr(import_module(f"ckpttool.report.documents.{module}"), function)
+    return fragment(made(result))

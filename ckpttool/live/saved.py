@@ -1,0 +1,125 @@
+"""An object in memory as the checkpoint that `torch.save` would make of it: the same index, and nothing is written."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage
+
+from ckpttool.checkpoint import Checkpoint, Lazy, Storage
+from ckpttool.errors import CkptError
+from ckpttool.formats.containers.pickle_tree import loads
+from ckpttool.formats.form_mark import read_form
+from ckpttool.formats.remarks import remarks
+from ckpttool.formats.table import MEMORY
+from ckpttool.formats.torch.read_tree import read_tree
+from ckpttool.formats.torch.tensors import Storages
+from ckpttool.formats.torch.tree import Tree
+from ckpttool.formats.torch.unreached import unreached
+from ckpttool.formats.torch.zip_file import Container, foreign
+from ckpttool.keys import dotted
+from ckpttool.live.section import bytes_of, check_memory
+from ckpttool.operands.checkpoint import model_section
+from ckpttool.words import first_line
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as `torch.save` does, and keeps the storages instead of their bytes."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.keys: dict[int, str] = {}
+        self.memory: dict[str, torch.UntypedStorage] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, TypedStorage):
+            untyped, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()
+            kind = getattr(torch, obj._pickle_storage_type())
+        elif torch.is_storage(obj):
+            untyped, dtype, numel = obj, torch.uint8, obj.nbytes()
+            kind = torch.serialization.normalize_storage_type(type(obj))
+        else:
+            return None
+        key = self.keys.setdefault(untyped._cdata, str(len(self.keys)))
+        if self.dtypes.setdefault(key, dtype) != dtype and untyped.data_ptr():
+            raise RuntimeError("tensors of different dtypes share one storage")
+        self.memory[key] = untyped
+        return "storage", kind, key, torch.serialization.location_tag(untyped), numel
+
+
+def checkpoint_of(obj: object) -> Checkpoint:
+    """Return the index that the file written by ``torch.save(obj, ...)`` would have.
+
+    Bytes are read from the live tensors when they are needed. Raises `CkptError` if `torch.save` cannot save the
+    object, or if the memory of a tensor was freed.
+    """
+    check_memory(_tensors(obj))
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(obj)
+    except Exception as error:  # whatever the object's own code raises
+        raise CkptError(
+            f"torch.save cannot save this object: {first_line(error)}",
+            hint="pass only what a checkpoint file can hold, such as model.state_dict()",
+        ) from error
+    parsed = loads(file.getvalue())
+    held = {key: Storage(Lazy(memory.nbytes(), bytes_of(memory))) for key, memory in pickler.memory.items()}
+    storages = Storages(lambda key, nbytes: held[key], dict(held))
+
+    def made(tree: Tree) -> Checkpoint:
+        tree.unreached = unreached(parsed.root, storages, held, held.__getitem__)
+        return Checkpoint(
+            source=MEMORY.title,
+            format=MEMORY.name,
+            nbytes=sum(storage.nbytes for storage in held.values()),
+            sections=tuple(place.section for place in tree.places.values()),
+            others=tuple(tree.others),
+            globals=foreign(parsed.globals),
+            container=Container(None, "", parsed, tree),
+            notes=tuple(tree.notes),
+            unreached=tree.unreached,
+        )
+
+    found = read_tree(parsed.root, storages, made)
+    return read_form(replace(found, notes=(*found.notes, *remarks(found))))
+
+
+def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the state dict that `state` is, or the one inside it that holds the model.
+
+    Raises `CkptError` if several of them could be meant, or none.
+    """
+    if any(isinstance(value, torch.Tensor) for value in state.values()) or not any(map(_is_container, state.values())):
+        return state
+    checkpoint = checkpoint_of(state)
+    path = model_section(checkpoint).path
+    found: Any = state
+    for _, key in checkpoint.container.tree.places[path].steps:
+        found = found[key]
+    if not isinstance(found, Mapping):
+        raise CkptError(f"{path} is not a dict of tensors", hint="pass its state_dict()")
+    return found
+
+
+def _tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in dicts and lists, with its dotted path."""
+    todo, seen = [("", obj)], set[int]()
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            yield path, value
+        elif _is_container(value) and id(value) not in seen:
+            seen.add(id(value))
+            inside = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[call-overload]
+            todo += [(dotted(path, str(key)), part) for key, part in inside]
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, (Mapping, list, tuple))

@@ -1,0 +1,157 @@
+"""An object in memory gets the same answer as the file that `torch.save` makes of it, from every function."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from ckpttool import CkptError
+
+IN_MEMORY = "a checkpoint in memory"
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters())
+
+
+NET = model()
+OPTIMIZER = adamw(NET)
+NET(torch.ones(4, 2)).sum().backward()
+OPTIMIZER.step()
+STATE = NET.state_dict()
+T = torch.arange(4.0)
+
+CONTAINERS: dict[str, Any] = {
+    "state_dict": STATE,
+    "plain dict": dict(STATE),
+    "nested": {"model": STATE, "epoch": 1},
+    "with an optimizer": {"model": STATE, "optimizer": OPTIMIZER.state_dict(), "args": {"lr": 0.1, "betas": [1, 2]}},
+    "optimizer alone": OPTIMIZER.state_dict(),
+    "Lightning": {
+        "epoch": 1,
+        "global_step": 3,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": OrderedDict((f"net.{key}", value) for key, value in STATE.items()),
+        "optimizer_states": [OPTIMIZER.state_dict()],
+        "lr_schedulers": [],
+    },
+    "list": [dict(STATE), {"a": T}],
+    "tuple": (dict(STATE), 3),
+    "lists inside": {"layers": [{"w": T}, {"w": T + 1}]},
+    "two models": {"model": STATE, "ema": {key: value + 1 for key, value in STATE.items()}, "other": {"a": T}},
+    "tied": {"a": T, "b": T, "c": T[1:], "d": T.view(2, 2).t()},
+    "sparse": {"coo": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr(), "w": T},
+    "subclasses": {"p": nn.Parameter(T.clone()), "q": torch.quantize_per_tensor(T, 0.5, 0, torch.qint8)},
+    "conjugated": {"z": torch.tensor([1 + 1j, 2 - 3j]).conj(), "w": T},
+    "dtypes": {"half": T.half(), "f8": T.to(torch.float8_e4m3fn), "u16": T.to(torch.uint16), "bool": T > 1},
+    "meta": {"m": torch.empty(2, device="meta"), "w": T},
+    "extra state": {"w": T, "_extra_state": {"scale": T + 1, "n": 3}, "config": {"a": [1, "b"]}},
+    "module": {"net": nn.Linear(1, 1), "step": 1},
+    "storage": {"w": T, "raw": T.clone().untyped_storage()},
+    "no tensor": {"epoch": 3},
+    "empty": {},
+    "numbers for keys": {0: T, 1: T + 1},
+}
+
+VERBS: dict[str, Callable[[Any], Any]] = {
+    "inspect": lambda ckpt: ckpttool.inspect(ckpt, stats=True).to_json(),
+    "manifest": lambda ckpt: ckpttool.manifest(ckpt)["predicate"],
+    "diff": lambda ckpt: ckpttool.diff(ckpt, {"model": {"0.weight": T.view(2, 2)}, "epoch": 3}, whole=True).to_json(),
+    "diff values": lambda ckpt: ckpttool.diff({"0.bias": torch.ones(3), "w": T}, ckpt, values=True).to_json(),
+    "diff model": lambda ckpt: ckpttool.diff(ckpt, model=model).to_json(),
+    "diff optimizer": lambda ckpt: ckpttool.diff(ckpt, model=model, optimizer=adamw).to_json(),
+    "remap": lambda ckpt: ckpttool.remap(ckpt, rule=["0.* => first.*"]).to_json(),
+    "remap to": lambda ckpt: ckpttool.remap(ckpt, model=model, to="serialized").to_json(),
+    "remap like": lambda ckpt: ckpttool.remap({"module.0.weight": T, "module.w": T}, like=ckpt).to_json(),
+    "since": lambda ckpt: ckpttool.since(ckpt, {"w": T, "a": T}, {"0.bias": T}, values=True).to_json(),
+    "steps": lambda ckpt: ckpttool.steps([ckpt, ckpt], values=True).identical,
+}
+# What names the operand, or the size of its file.
+ITS_OWN = {"source", "left", "base", "format", "nbytes", "bytes", "file_bytes", "fix", "cost", "rest"}
+
+
+def answer(verb: Callable[[Any], Any], ckpt: Any, path: str) -> Any:
+    try:
+        found = verb(ckpt)
+    except CkptError as error:
+        found = [type(error).__name__, error.message, [str(problem) for problem in error.problems]]
+    return _without_names(json.loads(json.dumps(found).replace(json.dumps(path)[1:-1], IN_MEMORY)))
+
+
+def _without_names(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_names(one) for key, one in value.items() if key not in ITS_OWN}
+    return [_without_names(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_an_object_and_its_file_get_one_answer(name: str, tmp_path: Path) -> None:
+    path, obj = str(tmp_path / "the file.pt"), CONTAINERS[name]  # quoted in commands, as the title is
+    torch.save(obj, path)
+    for called, verb in VERBS.items():
+        assert answer(verb, obj, path) == answer(verb, path, path), called
+    for options in ({"rule": ["0.* => first.*"]}, {}):  # some have nothing to rename, or too much
+        try:
+            ckpttool.remap(path, str(tmp_path / "of_file.pt"), force=True, **options)
+        except CkptError as error:
+            with pytest.raises(CkptError, match=re.escape(error.message.replace(path, IN_MEMORY))):
+                ckpttool.remap(obj, str(tmp_path / "of_object.pt"), force=True, **options)
+            continue
+        ckpttool.remap(obj, str(tmp_path / "of_object.pt"), force=True, **options)
+        loaded = [torch.load(tmp_path / f"of_{one}.pt", weights_only=False) for one in ("object", "file")]
+        assert repr(loaded[0]) == repr(loaded[1])
+
+
+def test_nested_models_of_other_shapes_differ() -> None:
+    one, other = ({"model": {"w": torch.ones(size)}, "epoch": 1} for size in (2, 3))
+    assert not ckpttool.diff(one, other).identical
+    assert ckpttool.diff(one, {**one}, values=True, whole=True).identical
+
+
+def test_a_swap_in_memory_takes_the_model_of_a_nested_dict() -> None:
+    module = model()
+    with torch.no_grad():
+        module[0].weight.zero_()
+    ckpttool.swap_weights(module, {"model": STATE, "epoch": 1})
+    assert all(torch.equal(value, STATE[key]) for key, value in module.state_dict().items())
+    with pytest.raises(CkptError, match="holds several state dicts"):
+        ckpttool.swap_weights(module, {"a": STATE, "b": dict(STATE)})
+
+
+def test_a_manifest_of_memory_is_that_of_the_file(tmp_path: Path) -> None:
+    obj, path = CONTAINERS["with an optimizer"], tmp_path / "x.pt"
+    torch.save(obj, path)
+    for source, other in ((obj, str(path)), (str(path), obj)):
+        made = tmp_path / "manifest.json"
+        made.write_text(json.dumps(ckpttool.manifest(source)))
+        assert ckpttool.diff(other, str(made), values=True).identical
+        assert not ckpttool.diff({**obj, "model": {**STATE, "0.bias": T[:3]}}, str(made), values=True).identical
+
+
+def test_what_torch_cannot_save_is_an_error() -> None:
+    for obj in ({"w": T, "f": lambda: 0}, {"a": T, "b": T.view(torch.int32)}):
+        with pytest.raises(CkptError, match="torch.save cannot save this object"):
+            ckpttool.inspect(obj)
+
+
+def test_the_index_reads_the_live_tensors() -> None:
+    """As before: nothing is copied when the object is opened."""
+    held = torch.zeros(2)
+    checkpoint = ckpttool.open_checkpoint({"model": {"w": held}})
+    held += 1
+    assert ckpttool.diff(checkpoint, {"model": {"w": torch.ones(2)}}, values=True).identical
