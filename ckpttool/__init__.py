@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ckpttool.queries.explanation import Explanation
     from ckpttool.queries.inspection import Inspection
 
+    __version__: str
+
 __all__ = [
     "Checkpoint",
     "Checks",
@@ -76,12 +78,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return _version()
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return _version()
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"ckpttool.{_HOMES[name]}"), name)
 
 
 def _version() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
@@ -21,6 +21,9 @@ from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.words import plural
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.api.keywords import CheckKeywords, DiffKeywords
     from ckpttool.checks import Checks
     from ckpttool.queries.diff.result import Diff
     from ckpttool.queries.diff.since import Since
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @takes(DiffOptions)
-def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Any) -> Diff:
+def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[DiffKeywords]) -> Diff:
     """What differs, why, and the commands that mend it; `Diff.identical` is the answer.
 
     `left` is what there is, `right` what is expected. With `model` alone: what ``state_dict()`` writes against the
@@ -72,7 +75,7 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
 
 
 @takes(DiffOptions)
-def steps(run: str | Sequence[Ckpt], **options: Any) -> Steps:
+def steps(run: str | Sequence[Ckpt], **options: Unpack[DiffKeywords]) -> Steps:
     """Return what each checkpoint of a run changed since the one before: keys, dtypes, shapes, param groups.
 
     `run` is a folder, or the checkpoints. Paths that differ only in numbers are compared in the order of the numbers,
@@ -110,7 +113,7 @@ def _check_there(paths: Sequence[str]) -> None:
 
 
 @takes(DiffOptions)
-def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Any) -> Since:
+def since(base: Ckpt, left: Ckpt, right: Ckpt, **options: Unpack[DiffKeywords]) -> Since:
     """What two checkpoints each changed since the one that both came from, and whether they agree where both did."""
     return since_by(base, left, right, DiffOptions(**options))
 
@@ -140,7 +143,7 @@ def _judged(diff: Diff, options: DiffOptions) -> Diff:
 
 
 @takes(OptimizerOptions)
-def check(files: Sequence[str], *, allow: Sequence[str] = (), **options: Any) -> Checks:
+def check(files: str | Sequence[str], *, allow: str | Sequence[str] = (), **options: Unpack[CheckKeywords]) -> Checks:
     """Files of a repository, each for what it is: names files (against `model`), rules, plans, checkpoints.
 
     A checkpoint's pickles may call for what is torch's own, and what a shell pattern in `allow` names.
@@ -148,7 +151,7 @@ def check(files: Sequence[str], *, allow: Sequence[str] = (), **options: Any) ->
     return check_by(files, OptimizerOptions(**options), allow)
 
 
-def check_by(files: Sequence[str], options: OptimizerOptions, allow: Sequence[str] = ()) -> Checks:
+def check_by(files: str | Sequence[str], options: OptimizerOptions, allow: str | Sequence[str] = ()) -> Checks:
     """`check`, with its options as a value."""
     from ckpttool import checks
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from ckpttool.api.reading import Ckpt, open_checkpoint
 from ckpttool.api.takes import takes
@@ -16,10 +17,13 @@ from ckpttool.io import sources, work
 from ckpttool.words import a
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.api.keywords import RemapKeywords, SwapKeywords, WriteKeywords
     from ckpttool.edits.remap.result import Remap
     from ckpttool.edits.swap.swap import Swap
     from ckpttool.io.work import Progress
-    from ckpttool.live.swap import Swapped
+    from ckpttool.live.swap import Swappable, Swapped
 
 
 def _with_values(ckpt: Ckpt) -> Checkpoint:
@@ -30,7 +34,9 @@ def _with_values(ckpt: Ckpt) -> Checkpoint:
 
 
 @takes(RemapOptions)
-def remap(ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Any) -> Remap:
+def remap(
+    ckpt: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Unpack[RemapKeywords]
+) -> Remap:
     """Rewrites the keys, optimizer ids and format of a checkpoint; writes OUT where one is named.
 
     `progress` is called with a title and a number of bytes, and gives a context manager of a function that is told how
@@ -54,9 +60,31 @@ def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None
         return run(_with_values(ckpt), options)
 
 
+@overload
+def swap_weights(
+    program: str,
+    new: Ckpt,
+    out: str | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[SwapKeywords],
+) -> Swap: ...
+
+
+@overload
+def swap_weights(
+    program: Swappable,
+    new: Mapping[str, Any],
+    *,
+    model: Any = None,
+    cast: bool = False,
+    in_place: bool | None = None,
+) -> Swapped: ...
+
+
 @takes(SwapOptions)
 def swap_weights(
-    program: Any, new: Ckpt, out: str | None = None, *, progress: Progress | None = None, **options: Any
+    program: Any, new: Any, out: str | None = None, *, progress: Progress | None = None, **options: Any
 ) -> Swap | Swapped:
     """Puts new weights into an exported program: a file, or a program, module or compiled package in memory.
 
@@ -71,7 +99,7 @@ def swap_weights(
         raise CkptError(f"{a(program)} is in memory: the swap writes no {out}", hint="leave OUT away, or name a file")
     from ckpttool.live import swap_weights as swap_in_memory
 
-    return swap_in_memory(program, new, **options)  # type: ignore[arg-type]  # it says what is no state dict
+    return swap_in_memory(program, new, **options)
 
 
 def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Progress | None = None) -> Swap:
@@ -83,10 +111,15 @@ def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Pro
         return run(program, _with_values(new), options)
 
 
-def write(checkpoint: Checkpoint, out: str, **options: Any) -> None:
-    """Writes a checkpoint, what `open_checkpoint` or `remap` gave, to the file or folder OUT, whole or not at all.
+# The options of a remap that say how the output is written.
+WRITTEN = ("force", "dry_run", "verify", "no_fsync", "keep_aliases", "max_shard_size", "torch_format", "link")
 
-    `options` are those of `remap` that are about the output. Raises `CkptError` where OUT exists (`force` overwrites
+
+@takes(RemapOptions, only=WRITTEN)
+def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) -> None:
+    """Write a checkpoint, as `open_checkpoint` or `remap` gave it, to the file or folder OUT, all of it or nothing.
+
+    Raises `CkptError` where OUT exists (`force` overwrites
     it), `Refused` where its format cannot hold what is in the checkpoint.
     """
     remap(checkpoint, out, **options)

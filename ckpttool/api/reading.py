@@ -17,6 +17,9 @@ from ckpttool.options import OptimizerOptions, several
 from ckpttool.words import a
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpttool.api.keywords import OptimizerKeywords
     from ckpttool.names import Names
     from ckpttool.queries.explanation import Explanation
     from ckpttool.queries.inspection import Inspection
@@ -27,6 +30,7 @@ values.to_html = html  # results know nothing of reports
 Ckpt = Union[str, Checkpoint, Mapping[Any, Any], "list[Any]", "tuple[Any, ...]"]
 
 
+@takes()
 def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     """Return the index of a checkpoint: keys, dtypes, shapes, and where the bytes are. No tensor is read.
 
@@ -46,6 +50,7 @@ def open_checkpoint(ckpt: Ckpt) -> Checkpoint:
     return checkpoint_of(ckpt)
 
 
+@takes()
 def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> Inspection:
     """What is in a checkpoint: sections, keys, dtypes, shapes, aliases, wrappers; with `stats` its values.
 
@@ -62,7 +67,8 @@ def inspect(ckpt: Ckpt, *, stats: bool = False, filter: str | None = None) -> In
     return inspection.inspect(checkpoint, stats=stats)
 
 
-def manifest(ckpt: Ckpt, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
+@takes()
+def manifest(ckpt: Ckpt, *, leave_out: str | Collection[str] = ()) -> dict[str, Any]:
     """Return a digest of every file and every tensor of a checkpoint, as the JSON of an in-toto statement.
 
     `diff` with `values` compares a checkpoint with it. Files of a folder in `leave_out` are not listed. An object in
@@ -78,7 +84,7 @@ def manifest(ckpt: Ckpt, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
 
 
 @takes(OptimizerOptions)
-def trace(model: Any, **options: Any) -> Names:
+def trace(model: Any, **options: Unpack[OptimizerKeywords]) -> Names:
     """Every name of every tensor of a model, and with `optimizer` the ids of its parameters.
 
     Raises `CkptError` where the model's own code fails.
@@ -94,7 +100,7 @@ def trace_by(options: OptimizerOptions) -> Names:
 
 
 @takes(OptimizerOptions)
-def explain(name: str, model: Any, **options: Any) -> Explanation:
+def explain(name: str, model: Any, **options: Unpack[OptimizerKeywords]) -> Explanation:
     """One tensor: its name in every form, its aliases, its optimizer id, the hook that renames it.
 
     `name` is its name in any form. Raises `CkptError`, with names that are like it, where the model has none.

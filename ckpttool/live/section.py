@@ -64,9 +64,7 @@ def section_of(state_dict: Mapping[str, object]) -> Section:
 def check_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise `CkptError` if the memory of a tensor, or of a part of it, was freed: reading it would end the process."""
     freed = [
-        Problem("its memory was freed", key)
-        for key, tensor in tensors
-        if any(map(_is_freed, _levels(tensor.detach())))
+        Problem("its memory was freed", key) for key, tensor in tensors if any(map(_is_freed, _levels(tensor.detach())))
     ]
     if freed:
         hint = "gather it first, as FSDP's own state_dict() does"

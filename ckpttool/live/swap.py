@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, Union
 
 import torch
 from torch import nn
@@ -25,6 +25,16 @@ from ckpttool.live.tensors import put, replacements, write
 from ckpttool.operands.model import ModelOperand
 from ckpttool.values import dataclass, public
 from ckpttool.words import a
+
+
+class Package(Protocol):
+    """A compiled package that `torch._inductor.aoti_load_package` gave."""
+
+    def load_constants(self, constants_map: dict[str, torch.Tensor], *, check_full_update: bool) -> None:
+        """Take new constants."""
+
+
+Swappable = Union[nn.Module, ExportedProgram, Package]
 
 _HINTS: dict[Advice, str] = {
     "cast": "cast=True converts them to the dtypes that are there",

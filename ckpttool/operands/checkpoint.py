@@ -75,10 +75,12 @@ def model_section(checkpoint: Checkpoint) -> Section:
         hint = f"pick one: {checkpoint.source}::{found[0].path}"
         if checkpoint.format == MEMORY.name:
             hint = f"pass one of them instead of the whole object: {found[0].title}"
-        raise CkptError(f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}", hint=hint)
-    have = [f"{s.title} ({s.kind})" for s in checkpoint.sections]
-    have += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
-    what = ", ".join(have) or "; ".join(checkpoint.notes) or "no tensors at all"
+        raise CkptError(
+            f"{checkpoint.source} holds several state dicts: {', '.join(s.title for s in found)}", hint=hint
+        )
+    held = [f"{s.title} ({s.kind})" for s in checkpoint.sections]
+    held += [f"{found.path} (a storage, not understood)" for found in checkpoint.unreached[:3]]
+    what = ", ".join(held) or "; ".join(checkpoint.notes) or "no tensors at all"
     raise CkptError(f"{checkpoint.source} holds no state dict", hint=f"it holds: {what}")
 
 

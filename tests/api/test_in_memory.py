@@ -145,7 +145,7 @@ def test_a_manifest_of_memory_is_that_of_the_file(tmp_path: Path) -> None:
 
 def test_what_torch_cannot_save_is_an_error() -> None:
     for obj in ({"w": T, "f": lambda: 0}, {"a": T, "b": T.view(torch.int32)}):
-        with pytest.raises(CkptError, match="torch.save cannot save this object"):
+        with pytest.raises(CkptError, match=r"torch.save cannot save this object"):
             ckpttool.inspect(obj)
 
 

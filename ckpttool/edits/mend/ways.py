@@ -55,8 +55,7 @@ def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator
             form = str(ModelForm.PRETRAINED)
         base += [_by_model(question, to) for to in dict.fromkeys((form, "serialized", "runtime", "exported"))]
     idle = not base and _takes_over_nothing(left, diff)
-    if right.format != "memory":
-        base.append(RemapOptions(like=right.source))
+    base.append(RemapOptions(like=right if right.format == "memory" else right.source))
     for options in () if idle else base:
         yield options.to or "renamed", options
     yield from _without(left, diff, *base, *([] if idle and base else [RemapOptions()]))

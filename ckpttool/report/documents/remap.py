@@ -52,7 +52,9 @@ def document(done: Remap) -> Document:
 def planned(plan: Plan) -> Document:
     """Return what a plan renames, computes and leaves out."""
     blocks = [shortened(_changes(plan), _ROWS, "to_json()"), shortened(_dropped(plan), _ROWS, "to_json()")]
-    return Document("plan", f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out", True, filled(blocks))
+    return Document(
+        "plan", f"{plural(len(plan.outputs), 'output')}, {len(plan.dropped)} left out", True, filled(blocks)
+    )
 
 
 def swapped(done: Swap) -> Document:

@@ -1,0 +1,108 @@
+"""Options as type checkers see them, one TypedDict for each options' dataclass; only they import this module.
+
+Generated from the dataclasses: UPDATE_KEYWORDS=1 make test ARGS=tests/api/test_keywords.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+
+class ModelKeywords(TypedDict, total=False):
+    """How the model is built."""
+
+    model_kwargs: Any
+    materialize: bool
+
+
+class OptimizerKeywords(ModelKeywords, total=False):
+    """How the model and its optimizer are built: options of `trace` and `explain`."""
+
+    optimizer: Any
+
+
+class CheckKeywords(OptimizerKeywords, total=False):
+    """Options of `check`."""
+
+    model: Any
+
+
+class DiffKeywords(OptimizerKeywords, total=False):
+    """Options of `diff`, `since` and `steps`."""
+
+    model: Any
+    values: bool
+    rtol: float
+    atol: float
+    ignore_dtype: bool
+    whole: bool
+    fail_on: str | None
+    ignore: str | Sequence[str] | None
+    ignore_file: str | None
+    fail_on_unused: bool
+
+
+class RemapKeywords(OptimizerKeywords, total=False):
+    """Options of `remap`."""
+
+    model: Any
+    in_place: bool
+    force: bool
+    dry_run: bool
+    verify: bool
+    no_fsync: bool
+    to: str | None
+    from_: str | None
+    select: str | None
+    keep_prefix: bool
+    trainable_only: bool
+    rule: str | Sequence[str] | None
+    rules: str | None
+    size: str | Sequence[str] | None
+    reverse: bool
+    drop: str | Sequence[str] | None
+    sections: str | None
+    like: Any
+    to_model: Any
+    to_model_kwargs: Any
+    to_optimizer: Any
+    optimizer_keys: str | None
+    plan: str | None
+    save_plan: str | None
+    keep_aliases: bool
+    max_shard_size: str | None
+    torch_format: str | None
+    units: str | Sequence[str] | None
+    world_size: int | None
+    copy: bool
+    undo: bool
+    link: str
+
+
+class SwapKeywords(ModelKeywords, total=False):
+    """Options of `swap_weights` into a file."""
+
+    model: Any
+    in_place: bool
+    force: bool
+    dry_run: bool
+    verify: bool
+    no_fsync: bool
+    name: str | None
+    from_: str | None
+    cast: bool
+    constants: bool
+
+
+class WriteKeywords(TypedDict, total=False):
+    """Options of `write`."""
+
+    force: bool
+    dry_run: bool
+    verify: bool
+    no_fsync: bool
+    keep_aliases: bool
+    max_shard_size: str | None
+    torch_format: str | None
+    link: str

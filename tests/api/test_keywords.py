@@ -1,0 +1,231 @@
+"""Options in Python: their types, what type checkers say of wrong calls, and what a misspelled one raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.api.making import WRITTEN
+from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.swap.options import SwapOptions
+from ckpttool.options import ModelOptions, OptimizerOptions, OutputOptions
+from ckpttool.queries.diff.options import DiffOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "ckpttool" / "api" / "keywords.py"
+HEAD = '''"""Options as type checkers see them, one TypedDict for each options' dataclass; only they import this module.
+
+Generated from the dataclasses: UPDATE_KEYWORDS=1 make test ARGS=tests/api/test_keywords.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+'''
+
+
+WORDS = {
+    "ModelKeywords": "How the model is built.",
+    "OptimizerKeywords": "How the model and its optimizer are built: options of `trace` and `explain`.",
+    "CheckKeywords": "Options of `check`.",
+    "DiffKeywords": "Options of `diff`, `since` and `steps`.",
+    "RemapKeywords": "Options of `remap`.",
+    "SwapKeywords": "Options of `swap_weights` into a file.",
+    "WriteKeywords": "Options of `write`.",
+}
+
+
+def rows(options: type, *without: str) -> dict[str, str]:
+    """The fields that the class adds, with their types as text."""
+    hints = typing.get_type_hints(options)
+    mine = [field.name for field in dataclasses.fields(options) if field.name in options.__annotations__]
+    return {name: text(hints[name]) for name in mine if name not in without}
+
+
+def text(hint: object) -> str:
+    plain = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"(typing|collections\.abc)\.", "", plain).replace("Sequence[str]", "str | Sequence[str]")
+
+
+def generated() -> str:
+    model = {"model": "Any"}
+    output = {**rows(OutputOptions), **rows(RemapOptions)}
+    classes = (
+        ("ModelKeywords", "TypedDict", rows(ModelOptions, "model")),
+        ("OptimizerKeywords", "ModelKeywords", rows(OptimizerOptions)),
+        ("CheckKeywords", "OptimizerKeywords", model),
+        ("DiffKeywords", "OptimizerKeywords", {**model, **rows(DiffOptions)}),
+        ("RemapKeywords", "OptimizerKeywords", {**model, **rows(OutputOptions, "out"), **rows(RemapOptions)}),
+        ("SwapKeywords", "ModelKeywords", {**model, **rows(OutputOptions, "out"), **rows(SwapOptions)}),
+        ("WriteKeywords", "TypedDict", {name: output[name] for name in WRITTEN}),
+    )
+    made = HEAD
+    for name, base, fields in classes:
+        made += f"\n\nclass {name}({base}, total=False):\n"
+        made += f'    """{WORDS[name]}"""\n\n'
+        made += "".join(f"    {field}: {hint}\n" for field, hint in fields.items())
+    return made
+
+
+def test_types_of_keywords_are_those_of_the_options() -> None:
+    if os.environ.get("UPDATE_KEYWORDS"):
+        FILE.write_text(generated())
+    assert FILE.read_text() == generated(), "run it with UPDATE_KEYWORDS=1"
+
+
+RIGHT = """
+import ckpttool
+import torch
+from torch import nn
+
+module = nn.Linear(1, 1)
+found: ckpttool.Diff = ckpttool.diff("a.pt", {"w": torch.ones(1)}, model=module, values=True, ignore="shape a.*")
+done: ckpttool.Remap = ckpttool.remap([{"w": torch.ones(1)}], "b.pt", rule="a => b", drop=["c"], to=None)
+ckpttool.write(done.result, "c.pt", force=True)
+file: ckpttool.Swap = ckpttool.swap_weights("a.pt2", "b.pt", "c.pt2", cast=True)
+live: ckpttool.Swapped = ckpttool.swap_weights(module, module.state_dict(), in_place=False)
+names: ckpttool.Names = ckpttool.trace(module, optimizer=torch.optim.SGD)
+one: ckpttool.Explanation = ckpttool.explain("weight", module)
+inside: ckpttool.Inspection = ckpttool.inspect("a.pt", stats=True)
+files: ckpttool.Checks = ckpttool.check(["a.toml"], model=module)
+three: ckpttool.Since = ckpttool.since("a.pt", "b.pt", "c.pt", values=True)
+run: ckpttool.Steps = ckpttool.steps(["a.pt", {"w": torch.ones(1)}])
+"""
+WRONG = """
+import ckpttool
+from ckpttool.live.swap import Package
+from torch import nn
+
+ckpttool.diff("a.pt", "b.pt", modle=None)
+ckpttool.diff("a.pt", "b.pt", values="yes")
+ckpttool.remap("a.pt", "b.pt", rule=3)
+ckpttool.remap("a.pt", "b.pt", keep_aliasses=True)
+ckpttool.remap(3)
+ckpttool.write(ckpttool.open_checkpoint("a.pt"), "b.pt", rule="a => b")
+ckpttool.swap_weights("a.pt2", "b.pt", casts=True)
+ckpttool.swap_weights(Package(), {}, constants=True)
+ckpttool.trace(nn.Linear(1, 1), values=True)
+ckpttool.since("a.pt", "b.pt")
+ckpttool.check(["a.toml"], rtol=1.0)
+ckpttool.open_checkpoint("a.pt").source = "b.pt"
+ckpttool.no_such_function()
+"""
+
+
+# Of torch and numpy nothing is asked, and reading them takes a minute.
+CONFIG = """
+[mypy]
+follow_imports = silent
+[mypy-torch.*,numpy.*,fsspec.*,tomli.*]
+follow_imports = skip
+ignore_missing_imports = true
+"""
+
+
+def test_type_checkers_find_wrong_calls_and_no_other(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "right.py").write_text(RIGHT)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "mypy.ini").write_text(CONFIG)
+    cache = str(ROOT / "build" / "mypy_keywords")
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", cache, "right.py", "wrong.py"]
+    env = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    found = {int(line) for line in re.findall(r"^wrong\.py:(\d+): error", done.stdout, re.MULTILINE)}
+    wanted = {at for at, line in enumerate(WRONG.splitlines(), 1) if line.startswith("ckpttool.")}
+    assert found == wanted, done.stdout + done.stderr
+    assert "right.py" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("remap('a.pt', modle=None)", "remap() got an unexpected keyword argument 'modle'; did you mean 'model'?"),
+        ("diff('a.pt', valeus=1)", "diff() got an unexpected keyword argument 'valeus'; did you mean 'values'?"),
+        ("inspect('a.pt', stat=1)", "inspect() got an unexpected keyword argument 'stat'; did you mean 'stats'?"),
+        ("trace(None, adam=1)", "trace() got an unexpected keyword argument 'adam'"),
+        (
+            "swap_weights('', '', nam=1)",
+            "swap_weights() got an unexpected keyword argument 'nam'; did you mean 'name'?",
+        ),
+        ("write('a', 'b', rule='c')", "write() got an unexpected keyword argument 'rule'"),
+        ("explain('a', None, zzz=1)", "explain() got an unexpected keyword argument 'zzz'"),
+    ],
+)
+def test_a_misspelled_option_says_which_was_meant(call: str, says: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        eval(f"ckpttool.{call}", {"ckpttool": ckpttool})
+    assert str(raised.value) == says
+
+
+def test_help_lists_every_option() -> None:
+    for function, options in ((ckpttool.remap, RemapOptions), (ckpttool.diff, DiffOptions)):
+        known = set(inspect.signature(function).parameters)
+        assert {field.name for field in dataclasses.fields(options)} <= known
+
+
+def test_dir_shows_the_public_names_only() -> None:
+    assert [name for name in dir(ckpttool) if not name.startswith("_")] == sorted(ckpttool.__all__)
+    assert all(getattr(ckpttool, name) is not None for name in dir(ckpttool))
+
+
+def results() -> list[object]:
+    state, net = {str(at): torch.ones(1) for at in range(50)}, torch.nn.Linear(2, 2)
+    optimizer = {"model": state, "optimizer": torch.optim.Adam(net.parameters()).state_dict(), "text": "\0" * 1000}
+    done = ckpttool.remap(optimizer, rule="0 => zero")
+    return [
+        *(ckpttool.open_checkpoint(optimizer), ckpttool.inspect(optimizer), done, done.plan),
+        *(ckpttool.diff(state, {**state, "0": torch.ones(2)}), ckpttool.trace(net), ckpttool.explain("bias", net)),
+        *(ckpttool.since(state, state, state), ckpttool.steps([state, state]), ckpttool.check([str(FILE)])),
+        ckpttool.swap_weights(net, net.state_dict()),
+    ]
+
+
+def test_results_show_one_short_line_and_a_table_in_notebooks() -> None:
+    for result in results():
+        shown = repr(result)
+        assert len(shown) <= 200, shown
+        assert "\n" not in shown
+        assert shown.startswith(type(result).__name__)
+        html = result._repr_html_()  # type: ignore[attr-defined]
+        assert "<script" not in html if html else isinstance(result, ckpttool.Swapped)
+        assert html is None or html.startswith("<div>")
+
+
+def test_reprs_do_not_look_inside() -> None:
+    """The time of a repr does not grow with the checkpoint: an optimizer's tensors were shown hundreds of times."""
+    state = {f"layer.{at}": torch.ones(1) for at in range(2000)}
+    done = ckpttool.remap({"model": state, "other": [state] * 3})
+    lines = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal lines
+        lines += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        repr(done), repr(done.result), repr(ckpttool.inspect)
+    finally:
+        sys.setprofile(None)
+    assert lines < 500
+
+
+def test_results_are_frozen() -> None:
+    for result in results():
+        for field in dataclasses.fields(result):  # type: ignore[arg-type]
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(result, field.name, None)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                delattr(result, field.name)
+        assert dataclasses.replace(result) == result  # type: ignore[type-var]
