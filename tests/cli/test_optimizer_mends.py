@@ -16,6 +16,7 @@ import optimizer_models as models
 from ckpttool.cli.app import main
 from ckpttool.edits.mend.optimizer import UNMENDED
 from ckpttool.queries.diff.result import HARMLESS
+from command import Run
 from optimizer_support import save, steps, train
 
 # Another class's state
@@ -333,3 +334,21 @@ def test_of_two_saved_optimizers_what_is_printed_brings_one_nearer_to_the_other(
 
 def _differing(found: dict[str, Any]) -> int:
     return sum(entry["status"] not in HARMLESS for entry in found["entries"])
+
+
+def test_a_wrapped_model_next_to_a_state_that_fits_gets_its_fix(tmp_path: Path, run: Run) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {f"module._orig_mod.{key}": value for key, value in model.state_dict().items()}
+    torch.save({"model": state, "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef build(): return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))\n"
+        "def adamw(model): return torch.optim.AdamW(model.parameters())\n"
+    )
+    whose = ("--model", f"{tmp_path}/net.py:build", "--optimizer", f"{tmp_path}/net.py:adamw")
+    (fix,) = run("diff", tmp_path / "run.pt", *whose, "--format", "json").data["fix"]
+    words = shlex.split(fix)[1:]
+    assert run(*words).status == 0
+    assert run("diff", words[words.index("-o") + 1], *whose).status == 0

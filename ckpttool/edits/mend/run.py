@@ -48,9 +48,14 @@ def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -
         from ckpttool.edits.mend.model_alone import of_names
 
         return of_names(question, diff)
-    of_optimizer = question.options.optimizer is not None and question.right is None
-    if of_optimizer or not question.left.state_dicts:
+    if not question.left.state_dicts:
         return diff
+    if (
+        question.options.optimizer is not None and question.right is None
+    ):  # the state fits, the model may not
+        fixes = (try_remap(question, options, word) for word, options in ways.next_to_state(question))
+        found = next((fix for fix in fixes if fix is not None and fix.after.identical), None)
+        return diff if diff.identical or found is None else replace(diff, fix=(found.command,))
     swaps, notes = _swaps(question)
     if swaps and swaps[0].after.identical:
         return replace(diff, fix=(swaps[0].command,))

@@ -43,6 +43,14 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     yield from _by_inference(Suggested(run(question.left, right, DiffOptions()), question.left, right))
 
 
+def next_to_state(question: Question) -> Iterator[Way]:
+    """For a file whose optimizer state fits, and whose model does not: bring the model's keys to what it loads."""
+    by_model = _by_model(question, "serialized")
+    for options in (by_model, replace(by_model, from_="runtime")):
+        yield "serialized", options
+        yield "serialized", replace(options, optimizer=question.options.optimizer)
+
+
 def to_compare(question: Question, diff: Diff, suggested: Suggested) -> Iterator[Way]:
     """For a checkpoint that is to have another one's keys."""
     left, right = question.left, question.right
