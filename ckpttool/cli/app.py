@@ -31,7 +31,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
-_COMPLETION = ("--complete", "--show-completion", "--install-completion")
 
 
 def process() -> int:
@@ -85,10 +84,12 @@ def _asks_for_json(args: Sequence[str]) -> bool:
 
 def run(args: list[str]) -> int:
     """Runs one command line and returns 0 or 1. Raises whatever the command raises, and `CkptError` for bad usage."""
-    if args and args[0] in _COMPLETION:
-        from ckpttool.cli import completion
+    if "_CKPTTOOL_COMPLETE" in os.environ:  # a shell asks what to offer after Tab
+        from ckpttool.cli import by_typer
 
-        return completion.run(args, COMMANDS, lambda name: taken_by(_command(name)))
+        line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+        name = next((word for word in line.split()[1:] if word in COMMANDS), None)
+        return by_typer.complete(COMMANDS, None if name is None else _loaded(name, ["--no-defaults"]))
     if args[:1] == ["help"]:
         args = [*args[1:2], "--help"]
     name = next((arg for arg in args if not arg.startswith("-")), None)

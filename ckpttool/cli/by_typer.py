@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from inspect import Parameter, Signature
 from typing import Annotated, Any
@@ -35,8 +36,7 @@ _GROUPS = {
 }
 ABOUT = """Inspect, diff and convert PyTorch checkpoints, and put new weights into exported programs.
 
-Exit status: 0 the same, or done; 1 the answer is no; 2 no answer. `ckpttool help COMMAND` has examples;
-`ckpttool --install-completion bash|zsh|fish` completes them (--show-completion prints the script).
+Exit status: 0 the same, or done; 1 the answer is no; 2 no answer. `ckpttool help COMMAND` has examples.
 """
 _HELP = {"help_option_names": ["-h", "--help"]}
 Commands = Mapping[str, tuple[str, str]]  # command -> its module, which defines `command`, and its line in the help
@@ -61,9 +61,16 @@ def run(commands: Commands, args: list[str], loaded: Loaded | None) -> int:
     return int(result or 0)
 
 
+def complete(commands: Commands, loaded: Loaded | None) -> int:
+    """Answer the shell that set ``_CKPTTOOL_COMPLETE``: print what it can offer, or the script that it sources."""
+    with suppress(SystemExit, typer.Exit):
+        get_command(build_app(commands, loaded)).main(prog_name="ckpttool")
+    return 0
+
+
 def build_app(commands: Commands, loaded: Loaded | None) -> typer.Typer:
     """The typer app; the commands that are not loaded are there for the list of commands in the help."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=_HELP)
+    app = typer.Typer(rich_markup_mode=None, context_settings=_HELP)
     app.callback(help=ABOUT)(_root)
     for name, (_, summary) in commands.items():
         if loaded is not None and loaded.name == name:
