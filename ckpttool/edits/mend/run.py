@@ -50,9 +50,7 @@ def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -
         return of_names(question, diff)
     if not question.left.state_dicts:
         return diff
-    if (
-        question.options.optimizer is not None and question.right is None
-    ):  # the state fits, the model may not
+    if question.options.optimizer is not None and question.right is None:  # the state fits, the model may not
         fixes = (try_remap(question, options, word) for word, options in ways.next_to_state(question))
         found = next((fix for fix in fixes if fix is not None and fix.after.identical), None)
         return diff if diff.identical or found is None else replace(diff, fix=(found.command,))
