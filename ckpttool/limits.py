@@ -25,7 +25,7 @@ class Limits:
     json_bytes: int = 1 << 30  # of a plan, a names file, an index, a config
     rules_bytes: int = 1 << 20  # of a file of rules
     rules_dots: int = 100  # in a line of it, outside of strings: each level costs as much again as those above
-    rules_seconds: int = 10  # for all matches of one regular expression (``re:``)
+    rules_seconds: int = 2  # of CPU time, for all matches of one regular expression (``re:``)
     pickle_bytes: int = 1 << 30  # of one pickle; a tensor takes about 110, and 1 kB of memory
     pickle_opcodes: int = 32_000_000  # of one pickle; a tensor takes about 35
     pickle_marks: int = 10_000  # open at a time: as many as containers lie inside each other
@@ -42,6 +42,7 @@ class Limits:
 
 
 _limits = Limits()
+spent: dict[str, float] = {}  # seconds that each regular expression has taken in this call of the program
 
 
 def limits() -> Limits:

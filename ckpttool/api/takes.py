@@ -8,6 +8,8 @@ from functools import wraps
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
+from ckpttool.limits import spent
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -32,6 +34,7 @@ def takes(options: type[Any] | None = None, only: Collection[str] | None = None)
             for name in keywords:
                 if name not in known:
                     raise TypeError(_unexpected(function.__name__, name, known))
+            spent.clear()
             return function(*args, **keywords)
 
         checked.__signature__ = Signature([*own, *more])  # type: ignore[attr-defined]

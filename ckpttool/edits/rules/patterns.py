@@ -167,7 +167,12 @@ def matches(text: str, key: str) -> bool:
     if VARIABLE.search(text):
         return bool(_two_ways(_pattern(text), key.split("."), text))
     # As `fnmatch`, whose time may grow with a power of the key's length for a pattern of many stars.
-    return text == key or compiled(fnmatch.translate(text)).fullmatch(key) is not None
+    return text == key or _shell_pattern(text).fullmatch(key) is not None
+
+
+@lru_cache(maxsize=1000)
+def _shell_pattern(text: str) -> re.Pattern[str]:
+    return re.compile(fnmatch.translate(text))
 
 
 @lru_cache  # a pattern is held against every key

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckpttool
 from ckpttool.edits.rules.notation import shown
 from ckpttool.edits.rules.patterns import matches, parse
-from ckpttool.edits.rules.regex import Regex, compiled
+from ckpttool.edits.rules.regex import Regex
 from ckpttool.edits.rules.segments import pattern_of, ways
 from ckpttool.errors import CkptError, Refused
-from ckpttool.limits import Limits, limited
+from ckpttool.limits import Limits, limited, spent
 
 LONG = ".".join(["a"] * 3000)
 SOON = 2.0  # seconds; what is not linear takes minutes
@@ -50,32 +56,93 @@ def test_a_long_key_costs_as_much_as_it_is_long() -> None:
     assert time.monotonic() - start < SOON
 
 
-NESTED = ["(a+)+$", "(a|a)*$", "(.*a){20}$", "(a*)*b"]
+NESTED = ["(a+)+$", "(a|a)*$", "(.*a){20}$", "(a*)*b", "(a|aa)+$", r"(\w+\s?)+$"]
+SLOW = "(a|aa)+$"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    spent.clear()
 
 
 @pytest.mark.parametrize("text", NESTED)
-def test_a_regular_expression_that_never_ends_is_ended(text: str) -> None:
-    start = time.monotonic()
-    with limited(Limits(rules_seconds=1)), pytest.raises(CkptError, match="--limit rules_seconds=2") as refused:
-        Regex(text).fullmatch("a" * 60 + "!")
-    assert time.monotonic() - start < 1 + SOON
-    assert refused.value.exit_status == 2
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_regular_expression_that_never_ends_is_answered_or_ended(text: str, in_a_thread: bool) -> None:
+    def match() -> bool:
+        with limited(Limits(rules_seconds=1)):
+            return matches(f"re:{text}", "a" * 60 + "!")
+
+    start, refused = time.process_time(), None
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            assert not (threads.submit(match).result() if in_a_thread else match())
+    except CkptError as error:
+        refused = error
+    assert refused is None or "--limit rules_seconds=2" in refused.message
+    assert time.process_time() - start < 1 + SOON
 
 
-def test_many_slow_matches_have_one_limit() -> None:
-    slow = Regex("(a+)+$")
-    start = time.monotonic()
-    with limited(Limits(rules_seconds=1)), pytest.raises(CkptError, match="takes too long"):
-        list(map(slow.fullmatch, ["a" * 20 + "!"] * 10_000))
-    assert time.monotonic() - start < 1 + SOON
+def test_many_slow_matches_have_one_limit_in_a_call_and_none_across_calls() -> None:
+    key = "a" * 24 + "!"
+    start = time.process_time()
+    with limited(Limits(rules_seconds=1)):
+        with pytest.raises(CkptError, match="takes too long"):
+            list(map(partial(matches, f"re:{SLOW}"), [key] * 10_000))
+        with pytest.raises(CkptError, match="takes too long"):
+            matches(f"re:{SLOW}", "aa")
+        done = ckpttool.remap({"aa": torch.ones(1), "b": torch.ones(1)}, drop=f"re:{SLOW}")
+        assert done.dropped == ["aa"]
+    assert time.process_time() - start < 1 + SOON
 
 
-def test_in_a_thread_the_time_is_not_limited_and_the_answer_is_the_same() -> None:
-    with ThreadPoolExecutor(1) as threads:
-        assert [threads.submit(matches, "re:a+", key).result() for key in ("aa", "ab")] == [True, False]
+def test_a_timer_of_the_program_goes_on() -> None:
+    """A host program's alarm was cleared by any match."""
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert matches("re:a+", "aa")
+        assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-@pytest.mark.parametrize("text", ["a{99999999999999999999}", "(" * 5000, "*", "(?P<1>a)", "a{2,1}"])
+def test_an_endless_expression_is_refused_soon(tmp_path: Path) -> None:
+    path = str(tmp_path / "x.pt")
+    torch.save({"a" * 100 + "!": torch.ones(1)}, path)
+    start = time.process_time()
+    with pytest.raises(CkptError, match="takes too long"):
+        ckpttool.remap(path, drop=f"re:{SLOW}")
+    assert time.process_time() - start < 5
+
+
+# Random expressions, in which groups repeat and match nothing: `re` is what a rule means.
+ATOMS = st.sampled_from(["a", "b", ".", r"\w", r"\d", "[ab]", "[^a]", r"\.", r"\b", "{a}", "a{", "[{]", r"\{", "{,1}x"])
+REPEATS = st.sampled_from(["*", "+", "?", "*?", "+?", "{2}", "{1,2}", "{,2}"])
+EXPRESSIONS = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("(?:{0[0]}|{0[1]})".format),
+        inner.map("({})".format),
+        inner.map("(?={})".format),
+        st.tuples(inner, REPEATS).map("(?:{0[0]}){0[1]}".format),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(EXPRESSIONS, st.lists(st.text("ab.{}1x,", max_size=4), max_size=4))
+def test_an_expression_means_what_it_means_in_python(text: str, keys: list[str]) -> None:
+    try:
+        wanted = re.compile(text)
+    except re.error:
+        return
+    for key in keys:
+        found, own = Regex(text).fullmatch(key), wanted.fullmatch(key)
+        assert (found and found.groups()) == (own and own.groups())
+
+
+@pytest.mark.parametrize("text", ["a{99999999999999999999}", "(" * 5000, "*", "(?P<1>a)", "a{2,1}", "[[:alpha:]]+"])
 def test_what_is_no_regular_expression_is_said(text: str) -> None:
     with pytest.raises(CkptError, match="not a regular expression"):
         parse(f"re:{text} => b").apply("a")
@@ -87,7 +154,6 @@ def test_a_shell_pattern_of_many_stars() -> None:
     start = time.monotonic()
     assert not matches("*a" * 30 + "*b", "a" * 2000)
     assert time.monotonic() - start < SOON
-    compiled.cache_clear()
 
 
 TOKENS = st.lists(st.sampled_from(["a", "b", "{x}", "{y}", "{s*}", "{t*}", "{u*}"]), min_size=1, max_size=5)
