@@ -23,8 +23,12 @@ class Span:
     length: int
 
 
+class _Weak:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Lazy:
+class Lazy(_Weak):
     """`length` bytes that do not exist yet: `produce()` says them when they are written, one part after the other.
 
     A buffer among them is valid until the next part is asked for. `sha256` is their digest where that is all that is

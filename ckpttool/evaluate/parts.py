@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from threading import RLock
+from weakref import WeakKeyDictionary
 
 from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry, contiguous_stride, length_of
 from ckpttool.dtypes import itemsize
 from ckpttool.evaluate import with_numpy
+from ckpttool.values import dataclass
 
 
 def row_major(entry: TensorEntry) -> TensorEntry:
@@ -59,8 +62,39 @@ def _within(part: Part, start: int, nbytes: int) -> Part:
     if isinstance(part, Span):
         return Span(part.path, part.offset + start, nbytes)
     if isinstance(part, Lazy):
-        return Lazy(nbytes, lambda: _cut(part.produce(), start, nbytes), reads=part.reads, memory=part.memory)
+        if nbytes == part.length:
+            return part
+        return Lazy(nbytes, lambda: _cut(_produced(part, nbytes), start, nbytes), reads=part.reads, memory=part.memory)
     return part[start : start + nbytes]
+
+
+@dataclass(slots=True, eq=False)
+class _Produced:
+    """What was produced for the first window, and how many of its bytes no window has had."""
+
+    parts: list[Part]
+    left: int
+
+
+_KEPT = 1 << 28  # bytes of tensors that are kept for their other windows
+_kept: WeakKeyDictionary[Lazy, _Produced] = WeakKeyDictionary()
+_lock = RLock()
+
+
+def _produced(part: Lazy, nbytes: int) -> Iterable[Part]:
+    """Produce the parts for a window of `nbytes`, once for all windows as long as there is memory to keep them."""
+    with _lock:
+        found = _kept.get(part)
+        if found is None:
+            if part.length > _KEPT - sum(one.length for one in _kept):
+                return part.produce()
+            parts = part.produce()
+            own = parts if isinstance(parts, list) else [p if isinstance(p, (Span, Lazy)) else bytes(p) for p in parts]
+            found = _kept[part] = _Produced(own, part.length)
+        found.left -= nbytes
+        if found.left <= 0:
+            del _kept[part]
+        return found.parts
 
 
 def _cut(parts: Iterable[Part], start: int, nbytes: int) -> Iterator[Part]:

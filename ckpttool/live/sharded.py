@@ -59,8 +59,8 @@ def check_replaceable(module: nn.Module) -> None:
     ]
     if problems:
         raise Refused(
-            "new tensors cannot take the place of the module's",
-            hint="in_place=True writes into the tensors that are there",
+            "in_place=False cannot replace the parameters of this module",
+            hint="pass in_place=True, which works here: it writes into the parameters (under fully_shard the shards)",
             problems=problems,
         )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
-from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry
-from ckpttool.evaluate.parts import across, concatenated, in_own_storage
+from ckpttool.checkpoint import Lazy, Part, Span, Storage, TensorEntry, in_row_major
+from ckpttool.evaluate import parts
+from ckpttool.evaluate.parts import across, concatenated, in_own_storage, window
 from ckpttool.io.ranges import read_all
 
 
@@ -61,3 +64,39 @@ def test_a_tensor_in_its_own_storage_has_its_elements_and_no_others(tmp_path: Pa
 def test_what_has_no_storage_stays_as_it_is() -> None:
     sparse = TensorEntry("w", "int16", (2,), (1,), 0, None, "sparse_coo", payload=7)
     assert in_own_storage(sparse) is sparse
+
+
+def test_windows_of_one_tensor_are_made_of_one_computation() -> None:
+    """Each rank's part of a computed tensor computed all of it again."""
+    data, computed = bytes(range(240)), 0
+
+    def compute() -> Iterator[bytes]:
+        nonlocal computed
+        computed += 1
+        yield data[:100]
+        yield data[100:]
+
+    tensor = in_row_major("w", "int16", (12, 10), Storage(Lazy(len(data), compute)))
+    for ranks in (2, 5, 12):
+        computed = 0
+        cuts = [concatenated([window(tensor, 120 * at // ranks, 120 // ranks)]) for at in range(ranks)]
+        assert b"".join(bytes(read_all(cut.data)) for cut in cuts) == data
+        assert computed == 1
+    del cuts
+    assert not parts._kept
+
+
+def test_what_is_kept_for_other_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_KEPT", 250)
+    made = []
+
+    def tensor(name: str) -> TensorEntry:
+        return in_row_major(name, "uint8", (200,), Storage(Lazy(200, lambda: iter([made.append(name) or bytes(200)]))))
+
+    both = [tensor("a"), tensor("b")]
+    for at in range(4):
+        for one in both:
+            read_all(concatenated([window(one, 50 * at, 50)]).data)
+            assert sum(lazy.length for lazy in parts._kept) <= 250
+    assert made.count("a") == 1
+    assert made.count("b") == 4

@@ -14,7 +14,7 @@ from ckpttool.checkpoint import Part, Section, TensorEntry
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.compare import same_values
-from ckpttool.evaluate.parts import across, concatenated, in_own_storage
+from ckpttool.evaluate.parts import across, concatenated, in_own_storage, row_major
 from ckpttool.expression import Ref
 from ckpttool.formats.ranks.sharded_tensor import sharded
 from ckpttool.keys import FLAT_PARAM
@@ -81,7 +81,7 @@ def _model(section: Section, ranks: FlatCut, problems: list[Problem]) -> list[Se
     flat: dict[str, list[TensorEntry]] = {}
     for unit, own in ranks.units.items():
         entries = [_entry(slot, have, keys, problems) for slot in own]
-        flat[unit] = [entry for entry in entries if entry is not None]
+        flat[unit] = [row_major(entry) for entry in entries if entry is not None]  # once for all ranks
         dtypes = {entry.dtype for entry in flat[unit]}
         if len(dtypes) > 1:
             text = f"its parameters are {', '.join(sorted(dtypes))}, and one flat parameter has one dtype"
@@ -188,7 +188,7 @@ def _flat_state(
         entries = [value for value in values if isinstance(value, TensorEntry) and value.storage is not None]
         shaped = len(entries) == len(values) and all(e.shape == slot.shape for e, slot in zip(entries, own))
         if shaped and len({entry.dtype for entry in entries}) == 1:
-            made[name] = _Flat(tuple(entries))
+            made[name] = _Flat(tuple(map(row_major, entries)))
         elif all(_same(values[0], value) for value in values):
             made[name] = values[0]
         else:

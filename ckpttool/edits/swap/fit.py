@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Union
 
 from ckpttool import expression as ex
-from ckpttool.checkpoint import ExtraEntry, Span, Storage, TensorEntry
+from ckpttool.checkpoint import ExtraEntry, Storage, TensorEntry
 from ckpttool.errors import Problem, Refused
+from ckpttool.evaluate import without_torch
+from ckpttool.evaluate.parts import in_own_storage
 from ckpttool.expression import Expression, Op, Ref, Special
 from ckpttool.formats.pt2.archive import replaceable
 
@@ -77,7 +79,10 @@ def _value(fqn: str, source: Expression, have: Entries, packed: bool = False) ->
         if isinstance(found, TensorEntry) and (packed or found.storage is not None):
             return replace(found, key=fqn)
         raise Refused(f"{source.key} is no dense tensor", hint="only dense tensors can be put into a program")
-    from ckpttool.evaluate import with_torch  # torch is loaded only where a value is computed
+    moved = without_torch.entry_of(fqn, source, have)
+    if moved is not None:
+        return moved
+    from ckpttool.evaluate import with_torch  # torch is loaded only if a value is computed
 
     return with_torch.entry_of(fqn, source, have)
 
@@ -113,14 +118,10 @@ def _storage(old: Storage, entries: Sequence[TensorEntry], fitted: Mapping[str, 
     """The storage for the new values of `entries`: moved as they are where they fill it, else put in their places."""
     first, new = entries[0], fitted.get(entries[0].key, entries[0])
     one_tensor = len({entry.identity for entry in entries}) == 1
-    if (
-        one_tensor
-        and first.is_contiguous
-        and first.nbytes == old.nbytes
-        and new.is_contiguous
-        and new.storage is not None
-    ):
-        return Storage(new.span) if isinstance(new.span, Span) else new.storage
+    if one_tensor and first.is_contiguous and first.nbytes == old.nbytes and new.storage is not None:
+        own = in_own_storage(new).storage  # of a view, its own elements only
+        assert own is not None
+        return own
     from ckpttool.evaluate import with_torch
 
     return with_torch.arrange(old, [(entry, fitted.get(entry.key, entry)) for entry in entries])

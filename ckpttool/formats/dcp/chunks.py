@@ -9,6 +9,7 @@ from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Lazy, Part, Span
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.boxes import Box, assembled
+from ckpttool.evaluate.compare import elements
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.dcp.items import Chunk, Place, TensorItem
 from ckpttool.formats.torch import zip_file as torch_zip
@@ -51,6 +52,4 @@ def _located(folder: str, key: str, dtype: str, chunk: Chunk) -> Span | bytes:
         )
     if entry.span is not None:
         return entry.span
-    from ckpttool.evaluate import with_torch  # torch puts the elements of a transposed chunk in order
-
-    return bytes(with_torch.to_bytes(with_torch.load(entry)))
+    return b"".join(map(bytes, elements(entry)))
