@@ -88,10 +88,14 @@ def test_windows_of_one_tensor_are_made_of_one_computation() -> None:
 
 def test_what_is_kept_for_other_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_KEPT", 250)
-    made = []
+    made: list[str] = []
+
+    def compute(name: str) -> Iterator[bytes]:
+        made.append(name)
+        yield bytes(200)
 
     def tensor(name: str) -> TensorEntry:
-        return in_row_major(name, "uint8", (200,), Storage(Lazy(200, lambda: iter([made.append(name) or bytes(200)]))))
+        return in_row_major(name, "uint8", (200,), Storage(Lazy(200, lambda: compute(name))))
 
     both = [tensor("a"), tensor("b")]
     for at in range(4):
