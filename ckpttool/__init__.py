@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from ckpttool.api.comparing import check, diff, since, steps
-    from ckpttool.api.making import remap, swap_weights, write
+    from ckpttool.api.making import remap, swap_weights, undo, write
     from ckpttool.api.reading import explain, inspect, manifest, open_checkpoint, trace
     from ckpttool.checkpoint import Checkpoint
     from ckpttool.checks import Checks
     from ckpttool.edits.remap.result import Remap
     from ckpttool.edits.swap.swap import Swap
+    from ckpttool.edits.undo import Undone
     from ckpttool.errors import CkptError, Problem, Refused
     from ckpttool.live.swap import Swapped
     from ckpttool.names import Names
@@ -41,6 +44,7 @@ __all__ = [
     "Steps",
     "Swap",
     "Swapped",
+    "Undone",
     "check",
     "diff",
     "explain",
@@ -52,6 +56,7 @@ __all__ = [
     "steps",
     "swap_weights",
     "trace",
+    "undo",
     "write",
 ]
 
@@ -72,8 +77,9 @@ _HOMES = {
     "Steps": "queries.diff.steps",
     "Swap": "edits.swap.swap",
     "Swapped": "live.swap",
+    "Undone": "edits.undo",
     **dict.fromkeys(("check", "diff", "since", "steps"), "api.comparing"),
-    **dict.fromkeys(("remap", "swap_weights", "write"), "api.making"),
+    **dict.fromkeys(("remap", "swap_weights", "undo", "write"), "api.making"),
     **dict.fromkeys(("explain", "inspect", "manifest", "open_checkpoint", "trace"), "api.reading"),
 }
 

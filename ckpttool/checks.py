@@ -10,6 +10,7 @@ from ckpttool.edits.mend import contract
 from ckpttool.edits.rules import file as rules
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
+from ckpttool.io.files import look_anew
 from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
 from ckpttool.operands.checkpoint import open_operand
 from ckpttool.operands.model import ModelOperand, operand_of
@@ -76,6 +77,7 @@ def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ())
 
 
 def _kind(path: str) -> str:
+    look_anew(path)  # raises if an edit was interrupted: what the file holds is no answer then
     with open(path, "rb"):
         pass  # raises if it cannot be read
     if holds(path, PLAN_SCHEMA):

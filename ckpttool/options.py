@@ -80,6 +80,7 @@ class OutputOptions:
 
     out: Annotated[str | None, option("-o", "--output", metavar="OUT", help="The file to write.")] = None
     in_place: Annotated[bool, option("--in-place", help="Change the source itself, atomically.")] = False
+    no_undo: Annotated[bool, option("--no-undo", help="With --in-place: keep nothing for `ckpttool undo`.")] = False
     force: Annotated[bool, option("--force", help="Overwrite files that exist.")] = False
     dry_run: Annotated[bool, option("--dry-run", help="Say what would be written, and write nothing.")] = False
     verify: Annotated[

@@ -11,6 +11,7 @@ from ckpttool.checks import CHECKS
 from ckpttool.edits.remap.result import REMAP
 from ckpttool.edits.rules.ready import SETS
 from ckpttool.edits.swap.swap import SWAP
+from ckpttool.edits.undo import UNDONE
 from ckpttool.errors import CkptError
 from ckpttool.expression import DEFINITIONS
 from ckpttool.formats.manifest import STATEMENT
@@ -33,6 +34,7 @@ OBJECTS: dict[str, Kind] = {
     "explain": EXPLAIN,
     "remap": REMAP,
     "swap": SWAP,
+    "undo": UNDONE,
     "plan": PLAN,
     "rules": SETS,
     "check": CHECKS,

@@ -144,7 +144,10 @@ def test_only_the_command_line_prints() -> None:
 
 WRITERS = (
     *(f"ckpttool.io.{name}" for name in ("write_file", "write_folder", "write_remote")),
-    *(f"ckpttool.io.{name}" for name in ("journal", "edit_journal", "switch", "switch_folder", "temporary")),
+    *(
+        f"ckpttool.io.{name}"
+        for name in ("journal", "edit_journal", "old_files", "switch", "switch_folder", "temporary", "undo")
+    ),
     "ckpttool.io.together.make",
     "ckpttool.cli.output",
 )

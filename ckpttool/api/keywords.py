@@ -48,6 +48,7 @@ class RemapKeywords(OptimizerKeywords, total=False):
 
     model: Any
     in_place: bool
+    no_undo: bool
     force: bool
     dry_run: bool
     verify: bool
@@ -85,6 +86,7 @@ class SwapKeywords(ModelKeywords, total=False):
 
     model: Any
     in_place: bool
+    no_undo: bool
     force: bool
     dry_run: bool
     verify: bool

@@ -14,6 +14,9 @@ from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import MANIFEST
 from ckpttool.io import sources, work
+from ckpttool.io.files import settle
+from ckpttool.io.together.job import current
+from ckpttool.operands.checkpoint import split
 from ckpttool.words import a
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from ckpttool.api.keywords import RemapKeywords, SwapKeywords, WriteKeywords
     from ckpttool.edits.remap.result import Remap
     from ckpttool.edits.swap.swap import Swap
+    from ckpttool.edits.undo import Undone
     from ckpttool.io.work import Progress
     from ckpttool.live.swap import Swappable, Swapped
 
@@ -56,6 +60,8 @@ def remap_by(ckpt: Ckpt, options: RemapOptions, progress: Progress | None = None
     options.check(ckpt if isinstance(ckpt, str) else None)
     if options.undo:
         return undone(ckpt, options)
+    if options.in_place and not options.dry_run and isinstance(ckpt, str):
+        _settle(ckpt)
     with work.shown(progress):
         return run(_with_values(ckpt), options)
 
@@ -107,8 +113,31 @@ def swap_weights_by(program: str, new: Ckpt, options: SwapOptions, progress: Pro
     from ckpttool.edits.swap.run import run
 
     options.check()
+    if options.in_place and not options.dry_run:
+        _settle(split(program)[0])
     with work.shown(progress):
         return run(program, _with_values(new), options)
+
+
+def _settle(path: str) -> None:
+    """Ends what killed runs began with the files, which are to be written: by one rank, before the others look."""
+    job = current()
+    if job is None:
+        settle(path)
+    else:
+        job.of_first("settled", lambda: settle(path))
+
+
+def undo(path: str, *, force: bool = False, no_fsync: bool = False) -> Undone:
+    """Roll back an interrupted edit of the file or folder, or else take its last in-place edit back.
+
+    `force`: also an edit that was begun on another machine or in another container, whose process has ended. Raises
+    `CkptError` if there is nothing to undo, or if the file has changed since.
+    """
+    from ckpttool.edits.undo import undo
+
+    sources.begin_call()
+    return undo(path, fsync=not no_fsync, force=force)
 
 
 # The options of a remap that say how the output is written.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from itertools import pairwise
 
@@ -28,9 +29,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
+    "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted edit, or take the last in-place edit back."),
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish")
 
 
 def process() -> int:
@@ -60,8 +63,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_rank() -> bool:
-    """Whether torchrun, or what starts processes as it does, started this process as one of several."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    """Whether torchrun, or what starts processes as it does, started this process as one of several.
+
+    A process that a rank's own program starts has the rank's environment, and is not a rank.
+    """
+    job = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    return job and not _is_started_by_rank(os.getppid())
+
+
+def _is_started_by_rank(pid: int) -> bool:
+    """Whether the process is the same rank; a shell only passes on what it was given. False without /proc."""
+    own = {f"{name}={os.environ.get(name)}".encode() for name in ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")}
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if not own.issubset(file.read().split(b"\0")):
+                return False
+        with open(f"/proc/{pid}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+    except OSError:
+        return False
+    return _is_started_by_rank(int(rest.split()[1])) if name in _SHELLS else True
 
 
 def _run_by_rank(args: list[str]) -> int:
@@ -76,7 +97,7 @@ def _asks_for_json(args: Sequence[str]) -> bool:
     asked = [value for flag, value in pairwise(words) if flag == "--format"]
     name = next((arg for arg in args if arg in COMMANDS), None)
     if not asked and name is not None:
-        with suppress(CkptError, OSError, ImportError):
+        with suppress(CkptError, OSError, ImportError), redirect_stderr(io.StringIO()):  # it was said already
             defaults = [one.default for one in _loaded(name, args).taken if one.name == "format"]
             asked = [default.value for default in defaults if isinstance(default, Default)]
     return asked[-1:] == ["json"]

@@ -30,7 +30,7 @@ _GROUPS = {
     "Optimizers": ("to_optimizer", "optimizer_keys"),
     "What fails": ("fail_on", "ignore", "ignore_file", "fail_on_unused", "exit_zero"),
     "The output": ("out", "plan", "save_plan", "keep_aliases", "max_shard_size", "torch_format", "link"),
-    "How it is written": ("in_place", "copy", "undo", "force", "dry_run", "verify", "no_fsync"),
+    "How it is written": ("in_place", "no_undo", "copy", "undo", "force", "dry_run", "verify", "no_fsync"),
     "The report": ("format", "report", "manifest", "all", "quiet", "verbose"),
     "In common": ("limit", "no_defaults", "help"),
 }

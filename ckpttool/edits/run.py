@@ -14,6 +14,7 @@ from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, Rule, parse
+from ckpttool.edits.undo import undo, undo_of
 from ckpttool.edits.write import Decided, Writer
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.apply import Runner
@@ -22,10 +23,8 @@ from ckpttool.expression import LOADED, SAVED
 from ckpttool.formats.containers import json_text
 from ckpttool.formats.fit import check_in_place, fit, loses_versions, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
-from ckpttool.formats.recognise_folder import locate
-from ckpttool.io.edit_in_place import Written, undo
-from ckpttool.io.files import is_dir, look_anew
-from ckpttool.io.together.job import only_first
+from ckpttool.io.edit_in_place import Written
+from ckpttool.io.pieces import Files
 from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -46,7 +45,13 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     operand cannot be read or OUT not be written; then nothing is.
     """
     writer = Writer(
-        split(source.source)[0], options.force, options.in_place, not options.no_fsync, options.verify, options.link
+        split(source.source)[0],
+        options.force,
+        options.in_place,
+        not options.no_fsync,
+        options.verify,
+        options.link,
+        keep=not options.no_undo,
     )
     target = _checked_target(source, options, writer)
     model = operand_of(options)
@@ -244,16 +249,29 @@ def _write(
     done = replace(done, result=output, notes=notes)
     if options.dry_run:
         files, copies = target.lay_out(output, _shard_size(options)), options.link == "copy" and not options.in_place
-        return replace(done, cost=cost_of(files, copies))
+        return _with_undo(
+            replace(done, cost=cost_of(files, copies)), _edited(options, writer, target, output), writer, target, files
+        )
     expected = fingerprints(output) if options.verify and options.in_place else output
     written = _edited(options, writer, target, output)
-    if written is None or written.way == "copied":
-        writer.target(target, target.lay_out(output, _shard_size(options)), _of_values(done))
+    files = target.lay_out(output, _shard_size(options)) if written is None or written.way == "copied" else {}
+    done = _with_undo(done, written, writer, target, files)
+    if files:
+        writer.target(target, files, _of_values(done))
     if options.verify:
         done = replace(done, verified=writer.prove(target.path, expected))
     if written is not None and written.way == "edited" and done.plan.dropped:
-        notes = (*notes, "the file still holds the bytes of what was left out, until --in-place --compact")
-    return replace(done, written=written, notes=notes)
+        notes = (*notes, "the file still holds the bytes of what was left out, until --in-place --compact --no-undo")
+    return replace(done, notes=notes)
+
+
+def _with_undo(done: Remap, written: Written | None, writer: Writer, target: Target, files: Files) -> Remap:
+    """With how the source is `written` in place, if it is, and how that is taken back; `files` replace others."""
+    if written is None:
+        return done
+    kept = written.kept if written.way == "edited" else writer.replaced(target, files)
+    changes = written.way == "copied" or written.nbytes
+    return replace(done, written=written, undo=undo_of(target.path, kept) if writer.keep and changes else None)
 
 
 def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
@@ -279,11 +297,9 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
 
     Raises `CkptError` where there is no way back.
     """
-    if not isinstance(ckpt, str) or split(ckpt)[1] is not None:
-        raise CkptError("--undo gives a whole file back", hint="name the file without ::SECTION")
-    only_first()
-    look_anew(ckpt)
-    undo(locate(ckpt).path if is_dir(ckpt) else ckpt, fsync=not options.no_fsync)
+    if not isinstance(ckpt, str):
+        raise CkptError("--undo gives a file back", hint="name the file or the folder")
+    undo(ckpt, fsync=not options.no_fsync)
     return replace(remap(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
 
 
@@ -293,7 +309,7 @@ def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Check
         return None
     if options.copy or options.max_shard_size is not None:
         return Written("copied", reason="asked for")
-    return writer.edit(target, target.lay_in_place(fitted))
+    return writer.edit(target, target.lay_in_place(fitted), dry_run=options.dry_run)
 
 
 def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, done: Remap) -> Remap:

@@ -19,7 +19,7 @@ from ckpttool.formats.recognise_folder import DCP_METADATA
 from ckpttool.formats.table import FORMATS
 from ckpttool.io import edit_in_place, sources, work, write_file, write_folder
 from ckpttool.io.edit_in_place import Written
-from ckpttool.io.files import files_of, is_dir, names_in, size
+from ckpttool.io.files import exists, files_of, is_dir, names_in, size
 from ckpttool.io.paths import is_url, join, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Held, Link, Pieces, Ready, nbytes_of
@@ -37,7 +37,8 @@ Decided = Callable[[], object]
 class Writer:
     """How an output is written: what the options of every command that writes one say, made of the CKPT `source`.
 
-    `held` is what the checksums of a store prove of what was written.
+    `keep`: what is replaced in place is kept for undo. `held` is what the checksums of a store prove of what was
+    written.
     """
 
     source: str = ""
@@ -46,6 +47,7 @@ class Writer:
     fsync: bool = True
     verify: bool = False
     link: str = "copy"
+    keep: bool = True
     held: Held = field(default_factory=Held)
 
     def check(self, target: Target, *others: str) -> None:
@@ -81,6 +83,7 @@ class Writer:
                 out,
                 replace=self.force or self.in_place,
                 in_place=self.in_place,
+                keep=self.in_place and self.keep,
                 readers_of=self._read,
                 fsync=self.fsync,
                 digest=digest,
@@ -97,10 +100,17 @@ class Writer:
         else:
             self.files(files, target.folder, target.present(files), decided=decided)
 
-    def edit(self, target: Target, files: Mapping[str, Edited] | None) -> Written:
-        """Changes the source where it lies, if it can be; the answer says how it went."""
+    def edit(self, target: Target, files: Mapping[str, Edited] | None, *, dry_run: bool = False) -> Written:
+        """Changes the source where it lies, if it can be; the answer says how it went, or would go."""
         only_first()
-        return edit_in_place.edit(files, target.home, fsync=self.fsync)
+        return edit_in_place.edit(files, target.home, keep=self.keep, fsync=self.fsync, dry_run=dry_run)
+
+    def replaced(self, target: Target, files: Files) -> int:
+        """Bytes of the files that `files` replace, and that are kept for undo."""
+        stale = () if target.folder is None else target.present(files)
+        paths = [join(target.home, name) for name, content in files.items() if not isinstance(content, Link)]
+        paths += [join(target.home, name) for name in stale]
+        return sum(size(path) for path in paths if exists(path))
 
     def files(
         self, files: Files, folder: str, stale: Collection[str], *, whole: bool = True, decided: Decided | None = None
@@ -127,6 +137,8 @@ class Writer:
                 link=self.link,
                 whole=whole,
                 replace=self.force or self.in_place,
+                in_place=self.in_place,
+                keep=self.in_place and self.keep,
                 readers_of=self._read,
                 fsync=self.fsync,
                 digests=digests,
@@ -182,6 +194,7 @@ class Writer:
             out,
             replace=self.force or self.in_place,
             in_place=self.in_place,
+            keep=self.in_place and self.keep,
             readers_of=self._read,
             fsync=self.fsync,
         )

@@ -9,13 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from ckpttool.errors import CkptError
 from ckpttool.io import edit_journal, work
 from ckpttool.io.edit_journal import Change
 from ckpttool.io.journal import settle
 from ckpttool.io.kernel import NOT_HERE
 from ckpttool.io.patch import hashed, of_pieces
-from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Edited
 from ckpttool.io.write_file import failing
 from ckpttool.values import dataclass
@@ -30,11 +28,15 @@ _NO_ROOM = "its header has no room, and the file system cannot move the data by 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a file was written in place: `nbytes` changed where they lie, all taken back, or whole for a `reason`."""
+    """How a file is written in place: `nbytes` change where they lie, all taken back, or completely for a `reason`.
+
+    `kept` are the bytes that change and are kept for undo.
+    """
 
     way: Literal["edited", "undone", "copied"]
     nbytes: int = 0
     reason: str = ""
+    kept: int = 0
 
     def __str__(self) -> str:
         return _WORDS[self.way].format(own=self) if self.nbytes or self.way != "edited" else _UNCHANGED
@@ -42,14 +44,17 @@ class Written:
 
 _UNCHANGED = "not at all: nothing of it changes"
 _WORDS = {
-    "edited": "in place, {own.nbytes:,} bytes of it; --undo takes it back",
+    "edited": "in place, {own.nbytes:,} bytes of it",
     "undone": "as it was before the last edit in place",
-    "copied": "anew: {own.reason}",
+    "copied": "completely: {own.reason}",
 }
 
 
-def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Written:
+def edit(files: Mapping[str, Edited] | None, folder: str, *, keep: bool, fsync: bool, dry_run: bool = False) -> Written:
     """Makes the files of the folder what `files` say, all of them or none, without moving a byte that stays.
+
+    `keep`: the way back is kept for undo. A `dry_run` changes nothing, and cannot tell whether the file system can make
+    room for a longer header of safetensors.
 
     Where that cannot be, nothing is done, and the answer says why. Raises `CkptError` where the disk fails, or another
     process was faster: all is as it was.
@@ -62,28 +67,21 @@ def edit(files: Mapping[str, Edited] | None, folder: str, *, fsync: bool) -> Wri
             return Written("copied", reason=changes)
         if all(change.before == change.index for change in changes.values()):
             return Written("edited", 0)  # nothing changes, and the way back of the last edit stays
+        nbytes = sum(change.patch.nbytes for change in changes.values())
+        done = Written("edited", nbytes, kept=sum(change.patch.overwritten for change in changes.values()))
+        if dry_run:
+            return done
         if any(change.patch.shift and _is_mapped(place / name) for name, change in changes.items()):
             return Written("copied", reason=_MAPPED)
-        settle(place)
+        settle(place, changes)
         try:
-            edit_journal.edit(place, changes, fsync=fsync)
+            edit_journal.edit(place, changes, keep=keep, fsync=fsync)
         except OSError as error:
             if error.errno in NOT_HERE and any(change.patch.shift for change in changes.values()):
                 return Written("copied", reason=_NO_ROOM)
             raise
-    nbytes = sum(change.patch.nbytes for change in changes.values())
     work.has_written(nbytes)
-    return Written("edited", nbytes)
-
-
-def undo(path: str, *, fsync: bool) -> None:
-    """Gives the file back as it was before the last edit in place. Raises `CkptError` where there is no way back."""
-    if is_url(path):
-        raise CkptError(f"{path}: nothing to undo", hint="behind a URL nothing is edited in place")
-    place = Path(os.path.realpath(path))
-    with failing(path):
-        settle(place.parent)
-        edit_journal.undo(place, fsync=fsync)
+    return done
 
 
 def _changes(files: Mapping[str, Edited], folder: str) -> tuple[Path, dict[str, Change] | str]:

@@ -1,32 +1,31 @@
 """Files of a folder changed where they lie, all or none: the way back is on disk before the first byte changes.
 
-A record beside the files holds it. As long as it is a journal, whoever looks at the folder goes back first (`settle`);
-renamed to the record that `undo` reads, the change is done.
+A record next to the files holds it. As long as it is a journal, nobody reads the files: `ckpttool undo`, or the next
+command that writes them, goes back first. Renamed to the record that `undo` reads, the change is done.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckpttool.errors import CkptError
+from ckpttool.io import old_files, sources
 from ckpttool.io import patch as patches
-from ckpttool.io import sources, temporary
 from ckpttool.io.interrupts import uninterrupted
+from ckpttool.io.old_files import record_of
 from ckpttool.io.patch import Patch
 from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import confirm, sync_folder
-from ckpttool.io.temporary import EDIT, PATIENCE, is_edit, staged_file
+from ckpttool.io.temporary import EDIT, staged_file
 from ckpttool.values import dataclass
+from ckpttool.words import shell
 
 _SCHEMA = "ckpttool.edit/1"
-_AGAIN = "run it again; what a killed run began is undone by any command of the same user on that file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,10 @@ class _Entry:
     content: bytes
 
 
-def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
+def edit(folder: Path, changes: Mapping[str, Change], *, keep: bool, fsync: bool) -> None:
     """Changes files of the folder, all of them or none; what takes the last edit back does so to the byte.
+
+    `keep`: the way back is kept for `undo`.
 
     Raises OSError where all is as it was, with one of `kernel.NOT_HERE` where the file system cannot; `CkptError` where
     another process was faster, and where not even going back was possible: the journal then stays.
@@ -57,7 +58,7 @@ def edit(folder: Path, changes: Mapping[str, Change], *, fsync: bool) -> None:
     last = folder / list(changes)[-1]
     back = _ways_back_if_any(last)
     returns = {name: own.index for name, own in back.items()} == {name: own.index for name, own in changes.items()}
-    _run(last, back if returns else changes, fsync, keep=not returns)
+    _run(last, back if returns else changes, fsync, keep=keep)
 
 
 def undo(path: Path, *, fsync: bool) -> None:
@@ -65,29 +66,31 @@ def undo(path: Path, *, fsync: bool) -> None:
 
     Raises `CkptError` where there is no way back, or one of them has changed since; OSError as `edit`.
     """
-    _run(path, _ways_back(path), fsync, keep=False)
+    _run(path, _ways_back(path), fsync, keep=False, is_undo=True)
 
 
-def _run(last: Path, changes: Mapping[str, Change], fsync: bool, keep: bool) -> None:
-    """Carries the changes out; `keep`: the way back stays beside the file `last`."""
+def _run(last: Path, changes: Mapping[str, Change], fsync: bool, keep: bool, is_undo: bool = False) -> None:
+    """Carries the changes out; `keep`: the way back stays next to the file `last`."""
     folder = last.parent
+    earlier = [folder / name for name in old_files.old_names(last)]
     with ExitStack() as stack:
-        files = {name: stack.enter_context(_locked(folder / name)) for name in changes}
+        files = {name: stack.enter_context(locked(folder / name)) for name in changes}
         sources.check_unchanged(str(folder / name) for name in changes)
         entries = [_entry(name, files[name], change) for name, change in changes.items()]
         steps = [(files[entry.name], changes[entry.name], entry.back) for entry in entries]
         for name in changes:  # whether this succeeds or goes back, it is this process that changes them from now on
             sources.forget(str(folder / name))
         with staged_file(last) as (descriptor, staged):
-            patches.write_at(descriptor, 0, _text(entries))
+            patches.write_at(descriptor, 0, _text(entries, is_undo))
             if fsync:
                 os.fsync(descriptor)
             with uninterrupted():
                 journal = staged.with_suffix(EDIT)
                 os.rename(staged, journal)
                 _carry_out(journal, record_of(last) if keep else staged, steps, fsync)
+                old_files.remove(earlier)
                 if not keep:
-                    forget_undo(last)
+                    old_files.remove([record_of(last)])
     if fsync:
         confirm(str(last), folder)
 
@@ -113,35 +116,19 @@ def _carry_out(journal: Path, done: Path, steps: Sequence[tuple[int, Change, Cha
         raise
 
 
-def record_of(path: Path) -> Path:
-    """Where the way back from the last edit of the file lies."""
-    return path.with_name(f".{path.name}.ckpttool.undo")
-
-
-def forget_undo(path: Path) -> None:
-    """Takes the way back away: the file is another one now."""
-    with suppress(OSError):
-        os.unlink(record_of(path))
-
-
 def _ways_back(path: Path) -> dict[str, Change]:
     """The way back from the last edit, of each file. Raises `CkptError` where there is none, or one has changed."""
     record = record_of(path)
     try:
         entries = _parse(record.read_bytes(), record)
     except OSError:
-        raise CkptError(
-            f"{path}: nothing to undo", hint="only the last edit in place can be undone: remap CKPT --in-place"
-        ) from None
+        raise nothing(path) from None
     for entry in entries:
         place = path.parent / entry.name
-        with suppress(FileNotFoundError), _locked(place) as descriptor:
+        with suppress(FileNotFoundError), locked(place) as descriptor:
             if _is_after(descriptor, entry):
                 continue
-        raise CkptError(
-            f"{place} has changed since it was edited in place",
-            hint=f"it cannot be undone any more: rm {shlex.quote(str(record))}",
-        )
+        raise changed_since(place, [record])
     return {entry.name: entry.back for entry in entries}
 
 
@@ -161,35 +148,38 @@ def _is_after(descriptor: int, entry: _Entry) -> bool:
 # What was left by processes that died
 
 
-def settle(folder: str | Path, names: Sequence[str]) -> None:
-    """Undoes the edits that dead processes began in the folder, which holds `names`.
+def names_in(journal: Path) -> tuple[str, ...] | None:
+    """The files that the edit is of; None if this user may not read it. Raises `CkptError` for a damaged journal."""
+    try:
+        return tuple(entry.name for entry in _parse(journal.read_bytes(), journal))
+    except FileNotFoundError:  # it has just ended
+        return ()
+    except OSError:
+        return None
 
-    Raises `CkptError` where one is just being made, or cannot be undone by this user.
-    """
-    for journal in (Path(folder, name) for name in names if is_edit(name)):
-        try:
-            state = journal.stat()
-        except OSError:
-            continue  # it has just ended
-        dead = temporary.is_dead(journal.name, time.time()) or time.time() - state.st_mtime > PATIENCE
-        if temporary.is_alive(journal.name) or not dead:
-            raise _being_edited(folder)
-        try:
-            if not temporary.is_mine(state):
-                raise PermissionError(errno.EPERM, f"user number {state.st_uid} began it")
-            _go_back(journal)
-        except OSError as error:
-            raise _half_done(journal, error) from error
+
+def is_of_undo(journal: Path) -> bool:
+    """Whether the journal is of an interrupted undo."""
+    with suppress(OSError, ValueError):
+        return bool(json.loads(journal.read_bytes().partition(b"\n")[0]).get("undo"))
+    return False
+
+
+def go_back(journal: Path) -> None:
+    """Undoes what the journal says, unless another process has meanwhile. Raises `CkptError` where it cannot."""
+    try:
+        _go_back(journal)
+    except OSError as error:
+        raise _half_done(journal, error) from error
 
 
 def _go_back(journal: Path) -> None:
-    """Undoes what the journal says, unless another process has meanwhile. Raises OSError and `CkptError`."""
     try:
         entries = _parse(journal.read_bytes(), journal)
     except FileNotFoundError:
         return
     for entry in entries:
-        with suppress(FileNotFoundError), _locked(journal.parent / entry.name) as descriptor:
+        with suppress(FileNotFoundError), locked(journal.parent / entry.name) as descriptor:
             if not journal.exists():
                 return
             _go_back_in(descriptor, entry, journal)
@@ -211,16 +201,23 @@ def _go_back_in(descriptor: int, entry: _Entry, journal: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """The file, open for reading and writing, and for one process at a time. Raises OSError and `CkptError`."""
-    descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+def locked(path: Path) -> Iterator[int]:
+    """The file, open for reading and writing if this user may, and for one process at a time.
+
+    Raises OSError, and `CkptError` if another process edits it.
+    """
+    flags = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, os.O_RDWR | flags)
+    except PermissionError:
+        descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         try:
             import fcntl
 
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _being_edited(path) from error
+            raise being_edited(path) from error
         except (ImportError, OSError):  # a file system without locks
             pass
         yield descriptor
@@ -228,14 +225,30 @@ def _locked(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _being_edited(what: object) -> CkptError:
-    return CkptError(f"{what} is just being edited by another process", hint=_AGAIN)
+def being_edited(what: object) -> CkptError:
+    """The error of a command that finds a file while another process edits it."""
+    return CkptError(f"{what} is just being edited by another process", hint="run it again when that has ended")
+
+
+def nothing(path: object) -> CkptError:
+    """The error of `undo` without anything to undo."""
+    hint = "only the last edit in place can be undone: remap or swap-weights with --in-place, without --no-undo"
+    return CkptError(f"{path}: nothing to undo", hint=hint)
+
+
+def changed_since(place: Path, records: Sequence[Path]) -> CkptError:
+    """The error of `undo` for a file that is no longer what the edit left. `records` is what undo would need."""
+    return CkptError(
+        f"{place} has changed since it was edited in place",
+        hint=f"it cannot be undone any more: {shell('rm', *map(str, records))}",
+    )
 
 
 def _half_done(journal: Path, error: OSError) -> CkptError:
     return CkptError(
         f"{journal.parent} holds a file that is half edited, which cannot be undone now: {error.strerror}",
-        hint=f"nothing is lost, the way back is in {journal}: the next command that can write there takes it",
+        hint=f"nothing is lost, the way back is in {journal}; once it can be written: "
+        + shell("ckpttool", "undo", str(journal.parent)),
     )
 
 
@@ -249,7 +262,7 @@ def _entry(name: str, descriptor: int, change: Change) -> _Entry:
     return _Entry(name, back, sample, patches.hash_of(patch))
 
 
-def _text(entries: Sequence[_Entry]) -> bytes:
+def _text(entries: Sequence[_Entry], is_undo: bool = False) -> bytes:
     rows = [
         {
             "name": entry.name,
@@ -261,7 +274,7 @@ def _text(entries: Sequence[_Entry]) -> bytes:
         for entry in entries
         for back in (entry.back,)
     ]
-    line = json.dumps({"schema": _SCHEMA, "files": rows}).encode()
+    line = json.dumps({"schema": _SCHEMA, "files": rows, **({"undo": True} if is_undo else {})}).encode()
     patched = [entry.back.patch for entry in entries]
     return b"".join([line, b"\n", *(part for patch in patched for part in (patch.head, patch.tail))])
 

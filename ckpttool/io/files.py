@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ckpttool.errors import CkptError
-from ckpttool.io import sources, work
-from ckpttool.io.journal import settle
+from ckpttool.io import journal, sources, work
 from ckpttool.io.paths import is_url, parent
 
 _HINT = "check the path and its permissions"
@@ -236,23 +235,53 @@ def files_of(source: str) -> list[str]:
 
 
 def look_anew(path: str) -> None:
-    """Forgets what was known of the files at the path or URL; finishes what killed runs began there, removes the rest.
+    """Forgets what was known of the files at the path or URL. Changes no file.
 
-    Raises `CkptError` where what was begun cannot be finished.
+    Raises `CkptError` if an edit of them was interrupted, or has not ended.
     """
     if is_url(path):
-        from ckpttool.io.remote.journal import settle as settle_remote
+        from ckpttool.io.remote import journal as remote_journal
         from ckpttool.io.remote.read import forget
 
         forget(path)
-        settle_remote(path if exists(path) else parent(path))
+        remote_journal.check(path if exists(path) else parent(path))
         return
-    names = {path, *files_of(path)}
-    names |= {os.path.realpath(name) for name in names if os.path.islink(name)}  # what was begun, was beside the file
-    own = {path} if os.path.isdir(path) else set()
-    for folder in own | {os.path.dirname(name.rstrip("/")) or "." for name in names}:
-        settle(folder)
+    for folder, names in places(path).items():
+        journal.check(folder, names, path)
     sources.forget(path)
+
+
+def settle(path: str) -> None:
+    """Ends what killed runs began with the local files at the path, which is to be written. Raises `CkptError`."""
+    if is_url(path):
+        return
+    for folder, names in places(path).items():
+        if names is None:
+            journal.settle(os.path.dirname(folder), ())  # a new folder is made next to the old one
+        journal.settle(folder, names)
+
+
+def places(path: str) -> dict[str, set[str] | None]:
+    """Folder -> names of the local files at the path: a file, a folder, a glob; None for all files of the folder.
+
+    Symbolic links are followed: what is begun with a file is next to the file itself. An index stands for its folder.
+    """
+    found: dict[str, set[str] | None] = {}
+    if "\0" in path:
+        return found
+    files = files_of(path)
+    if os.path.isdir(path):
+        found[os.path.realpath(path)] = None
+        files = [name for name in files if os.path.islink(name)]
+    for name in files:
+        for own in {name, os.path.realpath(name)}:
+            folder, last = os.path.split(own)
+            names = found.setdefault(os.path.realpath(folder or "."), set())
+            if last.endswith((".index.json", ".metadata")):
+                found[os.path.realpath(folder or ".")] = None
+            elif names is not None:
+                names.add(last)
+    return found
 
 
 def glob(pattern: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Several files of a folder replaced as one, where no single call can: a journal says what is to be done.
 
-A staging folder holds the new files in ``new``. Once its journal is on disk, what it lists is done whatever happens:
-by the process that wrote it or, after it died, by the next command that looks at the folder (`settle`). Each step can
-be repeated; replaced files wait in ``old``, so that a process that lives can also take all of it back.
+A staging folder holds the new files in ``new``. After its writer died, the next command that writes the files does
+what the journal lists (`settle`), or `ckpttool undo` takes it back (`roll_back`); a command that reads is told
+(`check`). Each step can be repeated; replaced files wait in ``old``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpttool.errors import CkptError
@@ -18,12 +19,11 @@ from ckpttool.io import temporary
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.safe_path import is_nameable
 from ckpttool.io.switch import sync_folder
-from ckpttool.io.temporary import JOURNAL, PATIENCE
+from ckpttool.io.temporary import JOURNAL
 from ckpttool.values import dataclass
+from ckpttool.words import shell
 
 NEW, OLD = "new", "old"
-
-_HINT = "run it again; a run that was killed is finished by any command of the same user on that folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,63 +121,194 @@ def _move(path: Path, place: Path) -> None:
 # What was left by processes that died
 
 
-def settle(folder: str | Path) -> None:
-    """Finishes what dead processes began in the folder, and removes what they left.
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An edit of files of a folder that has not ended: its journal, or the staging folder that its journal is in.
 
-    Raises `CkptError` where something was begun that this user cannot finish, or that is just being done.
+    `names` are the files; None if this user may not read which.
     """
-    finish_begun(folder)
+
+    path: Path
+    names: tuple[str, ...] | None
+    user: int
+    since: float
+    is_edit: bool
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files."""
+        return self.path.parent
+
+    def is_about(self, names: Collection[str] | None) -> bool:
+        """Whether it is about one of the files; with None about any of the folder."""
+        return names is None or self.names is None or not set(names).isdisjoint(self.names)
+
+    def check_over(self, target: str, *, force: bool = False) -> None:
+        """Raises `CkptError` if its process lives; if that cannot be known, unless `force` says that it has ended."""
+        if temporary.is_alive(self.path.name):
+            if not self.is_edit:
+                raise being_replaced(target)
+            from ckpttool.io.edit_journal import being_edited
+
+            raise being_edited(target)
+        if not force and not temporary.is_dead(self.path.name, time.time()):
+            raise perhaps_begun(target, self.since)
+
+    def check_mine(self, target: str) -> None:
+        """Raises `CkptError` if another user began it."""
+        if not temporary.is_mine(self.path.stat()):
+            raise CkptError(
+                f"{target}: an interrupted edit of another user (number {self.user}) was found",
+                hint=f"let that user run {shell('ckpttool', 'undo', target)}",
+            )
+
+
+def begun(folder: str | Path, names: Collection[str] | None = None) -> list[Begun]:
+    """The edits of the folder that have not ended and are about one of these files (default: any). Changes nothing.
+
+    Raises `CkptError` for a journal that is damaged.
+    """
+    try:
+        left = sorted(name for name in os.listdir(folder) if temporary.owner_of(name) is not None)
+    except OSError:
+        return []
+    found = []
+    for path in (Path(folder, name) for name in left):
+        with suppress(OSError):  # nothing is begun there, it has just ended, or another user keeps it to himself
+            is_edit = temporary.is_edit(path.name)
+            state = path.stat()
+            at = state.st_mtime if is_edit else (path / JOURNAL).stat().st_mtime
+            found.append(Begun(path, _names(path, is_edit), state.st_uid, at, is_edit))
+    return [one for one in found if one.is_about(names)]
+
+
+def _names(path: Path, is_edit: bool) -> tuple[str, ...] | None:
+    if is_edit:
+        from ckpttool.io.edit_journal import names_in
+
+        return names_in(path)
+    try:
+        journal = parse((path / JOURNAL).read_bytes(), str(path / JOURNAL), path)
+    except PermissionError:
+        return None
+    return journal.put + journal.remove
+
+
+def check(folder: str | Path, names: Collection[str] | None, target: str) -> None:
+    """Raises `CkptError` if an edit of these files (None: of any in the folder) has not ended, with the way out.
+
+    `target` is what the user calls them.
+    """
+    for one in begun(folder, names):
+        one.check_over(target)
+        raise interrupted(target)
+
+
+def settle(folder: str | Path, names: Collection[str] | None = None) -> None:
+    """Ends what dead processes began with these files (None: with any in the folder), and removes what they left.
+
+    An edit of a file is rolled back, a replacement finished. Raises `CkptError` if something was begun that this user
+    cannot end, or whose process may still live.
+    """
+    for one in begun(folder, names):
+        target = _target(one)
+        one.check_over(target)
+        _end(one, target, back=False)
     for path in temporary.left_in(folder):
         temporary.remove(path)
 
 
-def finish_begun(folder: str | Path) -> None:
-    """Finishes or undoes what dead processes began in the folder: before it is read, before it is written.
+def roll_back(folder: str | Path, names: Collection[str] | None, target: str, *, force: bool) -> list[Begun]:
+    """Takes back what dead processes began with these files (None: with any in the folder); what that was.
 
-    Raises as `settle`.
+    `force`: those of other machines and containers are dead too. Raises as `settle`.
     """
-    try:
-        names = sorted(name for name in os.listdir(folder) if temporary.owner_of(name) is not None)
-    except OSError:
-        return
-    if any(map(temporary.is_edit, names)):
-        from ckpttool.io.edit_journal import settle as settle_edits
-
-        settle_edits(folder, names)
-    for name in names:
-        _finish_begun(Path(folder, name), folder)
+    found = begun(folder, names)
+    for one in found:
+        one.check_over(target, force=force)
+    for one in found:
+        _end(one, target, back=True)
+    for path in temporary.left_in(folder):
+        temporary.remove(path)
+    return found
 
 
-def _finish_begun(staging: Path, folder: str | Path) -> None:
-    try:
-        owner, begun = staging.stat(), (staging / JOURNAL).stat().st_mtime
-    except OSError:  # nothing is begun there, or another user keeps to himself what is
-        return
-    if not temporary.is_mine(owner):
-        raise CkptError(
-            f"{folder} was left half replaced by another user (number {owner.st_uid})",
-            hint="let that user run any command on it, which finishes it",
-        )
-    dead = temporary.is_dead(staging.name, time.time()) or time.time() - begun > PATIENCE
-    if temporary.is_alive(staging.name) or not dead:
-        raise being_replaced(folder)
+def _target(one: Begun) -> str:
+    """What to name on the command line for this edit."""
+    return str(one.folder / one.names[-1] if one.is_edit and one.names else one.folder)
+
+
+def _end(one: Begun, target: str, *, back: bool) -> None:
+    with suppress(FileNotFoundError):  # another process was faster
+        one.check_mine(target)
+        if one.is_edit:
+            from ckpttool.io.edit_journal import go_back
+
+            go_back(one.path)
+            return
+        with _alone(one.folder):
+            _end_replacing(one.path, one.folder, back)
+
+
+def _end_replacing(staging: Path, folder: Path, back: bool) -> None:
     try:
         if (staging / JOURNAL).exists():
-            _finish(staging, Path(folder), parse((staging / JOURNAL).read_bytes(), str(staging / JOURNAL), staging))
-            sync_folder(Path(folder))
+            journal = parse((staging / JOURNAL).read_bytes(), str(staging / JOURNAL), staging)
+            if back:
+                (staging / NEW).mkdir(exist_ok=True)
+                _take_back(staging, folder, journal)
+            else:
+                _finish(staging, folder, journal)
+            sync_folder(folder)
             close(staging)
     except OSError as error:
         raise _half_done(folder, staging, error) from error
     temporary.remove(staging)
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lets one process at a time end what was begun in the folder. Raises `CkptError` while another one does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise being_replaced(folder) from error
+            except OSError:  # a file system without locks
+                pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def being_replaced(folder: object) -> CkptError:
-    """The error of who finds a folder while another process replaces its files."""
-    return CkptError(f"{folder} is just being replaced by another process", hint=_HINT)
+    """The error of a command that finds a folder while another process replaces its files."""
+    return CkptError(f"{folder} is just being replaced by another process", hint="run it again when that has ended")
+
+
+def interrupted(target: str) -> CkptError:
+    """The error of a command that finds what a dead process began."""
+    return CkptError(
+        f"{target}: an interrupted edit was found", hint=f"roll it back: {shell('ckpttool', 'undo', target)}"
+    )
+
+
+def perhaps_begun(target: str, since: float | None) -> CkptError:
+    """The error for an edit of which nobody here can know whether its process lives. `since`: seconds since 1970."""
+    ago = "" if since is None else f", {max(0, time.time() - since):,.0f} seconds ago,"
+    return CkptError(
+        f"{target}: an edit was begun on another machine or in another container{ago} and may still go on",
+        hint=f"if that process has ended: {shell('ckpttool', 'undo', target, '--force')}",
+    )
 
 
 def _half_done(folder: str | Path, staging: Path, error: OSError) -> CkptError:
     return CkptError(
         f"{folder} is half replaced, which cannot be finished now: {error.strerror}",
-        hint=f"nothing is lost, the rest is in {staging}: the next command that can write there finishes it",
+        hint=f"nothing is lost, the rest is in {staging}; once it can be written: "
+        + shell("ckpttool", "undo", str(folder)),
     )

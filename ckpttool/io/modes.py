@@ -47,9 +47,23 @@ def settle_folder(folder: Path, sources: Iterable[str]) -> None:
 
 def umask() -> int:
     """The bits that new files of this process do not get."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with suppress(OSError), open("/proc/thread-self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return _RWX & ~_mode_of_new_file()
+
+
+def _mode_of_new_file() -> int:
+    """Without /proc: asking with `os.umask(0)` would let other threads create files that everybody may write."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        descriptor = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, _RWX)
+        try:
+            return os.fstat(descriptor).st_mode & _RWX
+        finally:
+            os.close(descriptor)
 
 
 def _allowed(sources: Iterable[str]) -> tuple[int, int]:

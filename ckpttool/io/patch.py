@@ -50,6 +50,11 @@ class Patch:
         """Bytes that are written."""
         return len(self.head) + len(self.tail)
 
+    @property
+    def overwritten(self) -> int:
+        """Bytes of the old file that do not stay."""
+        return self.before - self.length
+
 
 def of_pieces(pieces: Pieces, path: str, before: int) -> Patch | None:
     """The patch by which the file at `path`, of `before` bytes, becomes the pieces; None where that takes a copy."""

@@ -20,7 +20,6 @@ from ckpttool.io.interrupts import uninterrupted
 from ckpttool.values import dataclass
 
 JOURNAL = "journal"  # in a staging folder: its files are being moved to their places, see `journal`
-PATIENCE = 60  # seconds; what a journal lists is done in far less
 EDIT = ".edit"  # ends the name of a file that says what of its neighbours is being changed, see `edit_journal`
 
 _NAME = re.compile(

@@ -6,12 +6,12 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckpttool.errors import CkptError
-from ckpttool.io import kernel, modes, sources, work
-from ckpttool.io.edit_journal import forget_undo
+from ckpttool.io import kernel, modes, old_files, sources, work
+from ckpttool.io.edit_journal import locked
 from ckpttool.io.files import sources_stay
 from ckpttool.io.interrupts import uninterrupted
 from ckpttool.io.journal import settle
@@ -98,6 +98,7 @@ def write(
     *,
     replace: bool = True,
     in_place: bool = True,
+    keep: bool = False,
     readers_of: Collection[str] = (),
     fsync: bool = True,
     digest: Digest | None = None,
@@ -107,9 +108,10 @@ def write(
 
     An existing `out` is replaced atomically, so readers that have it mapped keep the old bytes; without `replace` it is
     left alone, also where it comes into being meanwhile, and without `in_place` so is a source. Who may not read
-    `readers_of`, or a file that tensors are read from, may not read `out`. `digest` gets every byte that is written;
-    in `held` is noted what the store's checksums prove of an `out` that is a URL. Raises `CkptError` on a source that
-    changed while it was read, and on a full or failing disk; `out` is then as it was.
+    `readers_of`, or a file that tensors are read from, may not read `out`. `keep`: what is replaced is kept for undo.
+    `digest` gets every byte that is written; in `held` is noted what the store's checksums prove of an `out` that is a
+    URL. Raises `CkptError` on a source that changed while it was read, and on a full or failing disk; `out` is then as
+    it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote
@@ -119,7 +121,7 @@ def write(
     path = Path(os.path.realpath(out))
     with failing(out):
         check_space(out, path.parent, nbytes_of(pieces))
-        settle(path.parent)
+        settle(path.parent, [path.name])
         with staged_file(path) as (descriptor, staged):
             fill(descriptor, pieces, digest, flush=fsync)
             read = sources.streamed()
@@ -128,30 +130,20 @@ def write(
             modes.settle_file(descriptor, path, (*readers_of, *read))
             if fsync:
                 os.fsync(descriptor)
-            _put(staged, path, out, replace=replace)
-    _forget(path, out, fsync=fsync)
+            _put(staged, path, out, replace=replace, in_place=in_place, keep=keep, fsync=fsync)
 
 
 def put_ready(
-    ready: Ready, out: str, *, replace: bool, in_place: bool, readers_of: Collection[str], fsync: bool
+    ready: Ready, out: str, *, replace: bool, in_place: bool, keep: bool, readers_of: Collection[str], fsync: bool
 ) -> None:
     """`write` of a file that is made already, and is flushed to its disk."""
     path = Path(os.path.realpath(out))
     with failing(out):
-        settle(path.parent)
+        settle(path.parent, [path.name])
         if not in_place and is_one_of(out, ready.read):
             raise CkptError(f"{out} is a source itself", hint="name another file")
         modes.settle_path(Path(ready.path), path, (*readers_of, *ready.read))
-        _put(Path(ready.path), path, out, replace=replace)
-    _forget(path, out, fsync=fsync)
-
-
-def _forget(path: Path, out: str, *, fsync: bool) -> None:
-    """Once the file is in its place, nothing that was known of it is true any more."""
-    sources.forget(str(path))
-    forget_undo(path)
-    if fsync:
-        confirm(out, path.parent)
+        _put(Path(ready.path), path, out, replace=replace, in_place=in_place, keep=keep, fsync=fsync)
 
 
 @contextmanager
@@ -173,15 +165,31 @@ def check_space(out: str, folder: Path, nbytes: int) -> None:
         raise CkptError(f"{out} needs {nbytes:,} bytes, {free:,} are free", hint="free some space, or write elsewhere")
 
 
-def _put(staged: Path, path: Path, out: str, *, replace: bool) -> None:
+def _put(staged: Path, path: Path, out: str, *, replace: bool, in_place: bool, keep: bool, fsync: bool) -> None:
+    """Moves the file to its place. If that is a source (`in_place`), it must still be what was read.
+
+    Nobody who edits the file where it lies does so meanwhile: both take the same lock.
+    """
+    there = path.exists()
     try:
-        with uninterrupted():
+        with ExitStack() as stack:
+            if in_place and there:
+                stack.enter_context(locked(path))
+                sources.check_unchanged({str(path), os.path.abspath(out)})
+            stack.enter_context(uninterrupted())
+            if keep and there:
+                stack.enter_context(old_files.kept(path, staged, fsync=fsync))
             put(staged, path, replace=replace)
+            sources.forget(str(path))  # nothing that was known of it is true any more
+            if not (keep and there):
+                old_files.forget_undo(path)
     except FileExistsError as error:
         raise CkptError(
             f"{out} exists: another process has written it meanwhile",
             hint="pass --force to overwrite it, or name another file",
         ) from error
+    if fsync:
+        confirm(out, path.parent)
 
 
 def fill(descriptor: int, pieces: Pieces, digest: Digest | None = None, at: int = 0, *, flush: bool = False) -> None:

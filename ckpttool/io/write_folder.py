@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import field
 from pathlib import Path
 from typing import cast
 
 from ckpttool.checkpoint import Span
 from ckpttool.errors import CkptError, Problem
-from ckpttool.io import modes, sources, work
-from ckpttool.io.edit_journal import forget_undo
+from ckpttool.io import modes, old_files, sources, work
+from ckpttool.io.edit_journal import locked
 from ckpttool.io.files import size
 from ckpttool.io.journal import NEW, settle
+from ckpttool.io.patch import write_at
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Files, Held, Link, Piece, Pieces, Ready, nbytes_of
 from ckpttool.io.ranges import Digest, new_digest
@@ -68,6 +70,8 @@ def write_folder(
     link: str = "copy",
     whole: bool = True,
     replace: bool = True,
+    in_place: bool = False,
+    keep: bool = False,
     readers_of: Collection[str] = (),
     fsync: bool = True,
     digests: MutableMapping[str, Digest] | None = None,
@@ -78,12 +82,14 @@ def write_folder(
     In a folder that exists, `files` take the place of those of their names and of those named `stale`, and all else
     stays. Where the platform can, the whole folder changes places with a new one in one call; elsewhere, and where
     `whole` is not set since the folder holds more than the checkpoint, under a journal: meanwhile the last of `files`,
-    which makes the set complete, is missing. Without `replace` no file is replaced.
+    which makes the set complete, is missing. Without `replace` no file is replaced. With `in_place` the folder is a
+    source: what was read of it must still be there. `keep`: the old files are kept for undo.
 
-    `link` says how each `Link` is taken over: ``copy``, ``hard`` (one file under two names) or ``reflink`` (blocks
-    shared until one of the two changes). Who may not read `readers_of`, or what a file is made of, may not read it.
-    `digests` gets a hash of each file; of a URL, `held` what the checksums of its store prove. Raises `CkptError` on a
-    source that changed while it was read, a folder that another process changed, a full disk; `out` is then as it was.
+    `link` says how each `Link` is taken over: ``copy``, ``hard`` (one file under two names), ``reflink`` (blocks
+    shared until one of the two changes) or ``same`` (a file of the folder itself, symbolic links as they are). Who may
+    not read `readers_of`, or what a file is made of, may not read it. `digests` gets a hash of each file; of a URL,
+    `held` what the checksums of its store prove. Raises `CkptError` on a source that changed while it was read, a
+    folder that another process changed, a full disk; `out` is then as it was.
     """
     if is_url(out):
         from ckpttool.io import write_remote
@@ -93,33 +99,48 @@ def write_folder(
         return
     folder = Path(os.path.realpath(out))
     with failing(out):
-        for place in {folder.parent, folder}:
-            settle(place)
+        settle(folder.parent, ())
+        settle(folder)
         _check_files_space(files, out, folder if folder.is_dir() else folder.parent, link)
         new = {name: content for name, content in files.items() if not _is_at(content, folder / name)}
-        change = Change(out, folder, tuple(new), tuple({*stale}.difference(files)), whole)
+        gone = {*stale}.difference(files)
+        own = (*new, *sorted(gone))
+        old: dict[str, str] = {}
+        put = tuple(new)
+        record = old_files.record_of(folder / put[-1]) if keep and put else None
+        if record is not None:
+            gone |= {earlier for name in own for earlier in old_files.old_names(folder / name)}
+            old = {name: old_files.hidden_name(name) for name in own if os.path.lexists(folder / name)}
+            put = (*old.values(), record.name, *put)
+        change = Change(out, folder, put, tuple(gone), whole)
         if not replace:
             _check_absent(change)
         writer = _Writer(link, fsync, tuple(readers_of), digests)
-        _change(change, new, writer)
-    _forget(folder, change)
+        with staged_folder(change.home, folder.name) as staging:
+            for name, content in new.items():
+                writer.add(name, content, staging / NEW, folder)
+            with ExitStack() as stack:
+                if in_place:
+                    there = [name for name in own if os.path.isfile(folder / name)]
+                    for name in there:
+                        if not os.path.islink(folder / name):
+                            stack.enter_context(locked(folder / name))
+                    sources.check_unchanged(os.path.join(home, name) for name in there for home in {out, str(folder)})
+                if record is not None:
+                    writer.keep(staging / NEW, folder, old, own, record.name)
+                writer.finish(staging / NEW)
+                switch(staging, change, fsync=fsync)
+    _forget(folder, own, record)
     if fsync:
         confirm(out, folder.parent)
 
 
-def _forget(folder: Path, change: Change) -> None:
-    """The files are others now, and what was known of them has an end: their ways back too."""
+def _forget(folder: Path, names: Collection[str], record: Path | None) -> None:
+    """The files are others now: what was known of them ends, and what undo needed for them, but for the new record."""
     sources.forget(str(folder))
-    for name in (*change.put, *change.remove):
-        forget_undo(folder / name)
-
-
-def _change(change: Change, files: Contents, writer: _Writer) -> None:
-    with staged_folder(change.home, change.folder.name) as staging:
-        for name, content in files.items():
-            writer.add(name, content, staging / NEW, change.folder)
-        writer.finish(staging / NEW)
-        switch(staging, change, fsync=writer.fsync)
+    for name in names:
+        if old_files.record_of(folder / name) != record:
+            old_files.forget_undo(folder / name)
 
 
 def _check_files_space(files: Contents, out: str, place: Path, link: str) -> None:
@@ -172,6 +193,9 @@ class _Writer:
         if not isinstance(content, Link):
             self._write(content, place, replaced, digest)
             return
+        if self.link == "same":
+            os.link(content.path, place, follow_symlinks=False)
+            return
         path = content.path if is_url(content.path) else os.path.realpath(content.path)
         nbytes = size(path)
         if self.link == "copy":
@@ -179,6 +203,19 @@ class _Writer:
         else:
             _take_over(content, path, place, self.link)
             work.has_made(nbytes, 0)
+
+    def keep(self, new: Path, folder: Path, old: Mapping[str, str], names: Collection[str], record: str) -> None:
+        """Keeps the `old` files of the folder (name -> hidden name), which are replaced by those in `new`, for undo."""
+        for name, hidden in old.items():
+            old_files.link(folder / name, new / hidden)
+        rows = [old_files.Replaced(name, old.get(name), old_files.state_of(new / name)) for name in names]
+        descriptor = os.open(new / record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            write_at(descriptor, 0, old_files.text(rows))
+            if self.fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _take(self, content: Ready, place: Path, replaced: Path) -> None:
         os.rename(content.path, place)

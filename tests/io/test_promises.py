@@ -263,7 +263,9 @@ def test_only_what_is_ours_and_dead_is_removed(tmp_path: Path, source: Path) -> 
     for name in (dead, alive, ".x.tmp", "y.ckpttool.tmp"):
         (tmp_path / name).write_text("")
     assert main(["inspect", source.name]) == 0
-    assert names(tmp_path) == {alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors"}
+    assert names(tmp_path) == {dead, alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors"}
+    assert main(["remap", source.name, *RENAME, "-o", "out.safetensors"]) == 0
+    assert names(tmp_path) == {alive, ".x.tmp", "y.ckpttool.tmp", "in.safetensors", "out.safetensors"}
 
 
 @pytest.mark.parametrize("put", ["../out", "/etc/x", "a/../../b", "a\0b", "\ud800", "a" * 300, 5, None])
@@ -321,8 +323,12 @@ def test_all_is_flushed_before_the_switch_and_the_folder_after_it(
     assert main(["remap", source.name, *RENAME, "-o", "one.safetensors"]) == 0
     assert done == ["fsync", "link", "folder"]
     done.clear()
-    assert main(["remap", source.name, *RENAME, "--in-place", "--copy"]) == 0
+    assert main(["remap", source.name, *RENAME, "--in-place", "--copy", "--no-undo"]) == 0
     assert done == ["fsync", "replace", "folder"]
+    done.clear()
+    assert main(["remap", source.name, "--rule", "z.{x} => y.{x}", "--in-place", "--copy"]) == 0
+    assert done == ["fsync", "link", "fsync", "folder", "replace", "folder"]  # the old file and its record come first
+    assert main(["undo", source.name]) == 0
     done.clear()
     assert main(["remap", source.name, "--rule", "z.{x} => a.{x}", "--in-place"]) == 0
     assert done == ["fsync", "folder", "fsync", "folder"]  # the journal, then the file

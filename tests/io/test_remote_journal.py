@@ -12,6 +12,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+import ckpttool
 from ckpttool.checkpoint import Lazy
 from ckpttool.errors import CkptError
 from ckpttool.io import temporary
@@ -90,38 +91,33 @@ def test_from_wherever_it_died_it_leads_to_the_end(
     assert not [path for path in fs.find("/journals/m") if "ckpttool" in path]
 
 
-@pytest.mark.parametrize(
-    ("owner", "age", "goes_on"),
-    [
-        (DEAD, 0, True),
-        (replace(me(), host="00000000"), 0, False),  # nothing is known of it
-        (replace(me(), host="00000000"), 2 * temporary.PATIENCE, True),
-        (replace(me(), host="00000000"), None, False),  # nor when it was written
-    ],
-)
-def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(
-    fs: Any, monkeypatch: pytest.MonkeyPatch, owner: object, age: float | None, goes_on: bool
-) -> None:
-    home = staged(fs, owner)
+@pytest.mark.parametrize("far", [False, True])
+def test_what_another_process_began_is_left_to_it_as_long_as_it_may_live(fs: Any, far: bool) -> None:
+    home = staged(fs, replace(me(), host="00000000") if far else DEAD)
     fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", LIST.text())
     fs.pipe_file(f"{home.removeprefix('memory:/')}/half", b"what no journal lists")
-    plain = MemoryFileSystem.modified
-
-    def modified(own: Any, path: str) -> Any:
-        if age is None:
-            raise NotImplementedError
-        return plain(own, path)
-
-    monkeypatch.setattr(MemoryFileSystem, "modified", modified)
-    now = time.time()
-    monkeypatch.setattr("ckpttool.io.remote.journal.time.time", lambda: now + (age or 0))
-    if goes_on:
-        journal.settle(OUT)
-    else:
-        with pytest.raises(CkptError, match="just being replaced by another process"):
+    with pytest.raises(CkptError, match="may still go on" if far else "an interrupted edit was found"):
+        journal.check(OUT)
+    if far:  # nothing is known of it, however old it is
+        with pytest.raises(CkptError, match="may still go on") as raised:
             journal.settle(OUT)
-    assert content(fs) == (AFTER if goes_on else BEFORE)
-    assert any("ckpttool" in path for path in fs.find("/journals/m")) is not goes_on
+        assert f"ckpttool undo {OUT} --force" in raised.value.hint
+    else:
+        journal.settle(OUT)
+    assert content(fs) == (BEFORE if far else AFTER)
+    assert any("ckpttool" in path for path in fs.find("/journals/m")) is far
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_undo_takes_back_what_has_removed_nothing_and_finishes_the_rest(fs: Any, removed: bool) -> None:
+    home = staged(fs)
+    fs.pipe_file(f"{home.removeprefix('memory:/')}/{JOURNAL}", Journal(tuple(PUT), ("gone",)).text())
+    if removed:
+        fs.rm_file("/journals/m/index")
+    forget(OUT)
+    assert ckpttool.undo(OUT).way == ("finished" if removed else "rolled back")
+    assert content(fs) == (AFTER if removed else BEFORE)
+    assert not any("ckpttool" in path for path in fs.find("/journals/m"))
 
 
 def test_what_a_process_that_lives_began_stays_however_old(fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,7 @@ def test_litter_beside_the_journal_of_an_edit(tmp_path: Path) -> None:
     journal.settle(tmp_path)
     assert os.listdir(tmp_path) == ["in.safetensors"]
     assert (tmp_path / "in.safetensors").read_bytes() == old
-    edit_journal.settle(tmp_path, [name(DEAD, "edit")])  # another process was faster
-    edit_journal._go_back(tmp_path / name(DEAD, "edit"))
+    edit_journal.go_back(tmp_path / name(DEAD, "edit"))
 
 
 def test_what_another_process_finishes_meanwhile_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,17 +168,17 @@ def test_a_file_is_not_taken_back_twice(tmp_path: Path, monkeypatch: pytest.Monk
     save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
     before = (tmp_path / "in.safetensors").read_bytes()
     record = tmp_path / name(DEAD, "edit")
-    with edit_journal._locked(tmp_path / "in.safetensors") as descriptor:
+    with edit_journal.locked(tmp_path / "in.safetensors") as descriptor:
         change = edit_journal.Change(patch.Patch(len(before), 8, len(before) - 8, 0, bytes(8), b""), b"", b"")
         record.write_bytes(edit_journal._text([edit_journal._entry("in.safetensors", descriptor, change)]))
         os.pwrite(descriptor, b"x", 0)
-    plain = edit_journal._locked
+    plain = edit_journal.locked
 
     def faster(path: Path) -> Any:
         record.unlink()
         return plain(path)
 
-    monkeypatch.setattr(edit_journal, "_locked", faster)
+    monkeypatch.setattr(edit_journal, "locked", faster)
     edit_journal._go_back(record)
     assert (tmp_path / "in.safetensors").read_bytes() == b"x" + before[1:]
 
@@ -189,7 +188,7 @@ def test_what_another_user_began_is_left_to_that_user(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "in.safetensors")
     staging = begun(tmp_path, {"in.safetensors": b"x"})
     os.chown(staging, OTHER, -1)
-    with pytest.raises(CkptError, match=rf"was left half replaced by another user \(number {OTHER}\)"):
+    with pytest.raises(CkptError, match=rf"an interrupted edit of another user \(number {OTHER}\)"):
         journal.settle(tmp_path)
     (staging / JOURNAL).unlink()
     journal.settle(tmp_path)
@@ -198,7 +197,7 @@ def test_what_another_user_began_is_left_to_that_user(tmp_path: Path) -> None:
     edit = tmp_path / name(DEAD, "edit")
     edit.write_bytes(edit_journal._text([]))
     os.chown(edit, OTHER, -1)
-    with pytest.raises(CkptError, match=rf"cannot be undone now: user number {OTHER} began it"):
+    with pytest.raises(CkptError, match=rf"an interrupted edit of another user \(number {OTHER}\)"):
         journal.settle(tmp_path)
     assert edit.exists()
     assert len((tmp_path / "in.safetensors").read_bytes()) > 1
@@ -255,6 +254,8 @@ def test_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert main(["remap", "out.safetensors", "-o", "m/", "--max-shard-size", "1MB", *force]) == 0
     assert {*load_file("in.safetensors")} == {f"{long}w", "b"}
     assert {*load_file("out.safetensors")} == {"z.w", "b"}
+    assert main(["undo", "in.safetensors"]) == 0
+    assert {*load_file("in.safetensors")} == {"a.w", "b"}
     assert not [own for own in os.listdir() if "ckpttool" in own]
     assert digest_on_disk("out.safetensors")
 
@@ -298,5 +299,5 @@ def test_two_do_not_lock_what_one_has(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     with open(tmp_path / "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CkptError, match="just being edited"), edit_journal._locked(tmp_path / "a"):
+        with pytest.raises(CkptError, match="just being edited"), edit_journal.locked(tmp_path / "a"):
             pass

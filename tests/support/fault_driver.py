@@ -52,7 +52,7 @@ def snapshot(folder: Path) -> Snapshot:
     found: Snapshot = {}
     for path in sorted(folder.rglob("*")):
         own = path.relative_to(folder)
-        if not any(owner_of(part) for part in own.parts) and not own.name.endswith(".ckpttool.undo"):
+        if not any(owner_of(part) for part in own.parts) and not own.name.endswith((".ckpttool.undo", ".ckpttool.old")):
             is_file = path.is_file() and not path.is_symlink()
             found[str(own)] = (path.lstat().st_mode, path.read_bytes() if is_file else b"")
     return found
@@ -142,7 +142,8 @@ class Judge:
                 expect(status != 0 or not litter(self.work) or self.calls[at] in _CLEANING, "done, with litter")
         if self.scenario.journal and now not in (self.old, self.new):
             expect(mode.startswith("KILL") or mode == "all EIO", "half done by a process that lives")
-            run(self.work, ["inspect", self.scenario.look], self.scenario.cwd, None)
+            status, said, _ = run(self.work, ["undo", self.scenario.look], self.scenario.cwd, None)
+            expect(status == 0, f"not taken back: {said.strip()[:300]}")
             now = snapshot(self.work)
         expect(self._is_whole(now), f"neither old nor new: {_difference(now, self.old, self.new)}")
         again = [] if now == self.old else list(self.scenario.again)
@@ -196,7 +197,7 @@ _LEFT_OUT = (
 )
 
 
-def _preload() -> None:
+def preload() -> None:
     """Imports what the forked processes would each import again."""
     for path in sorted((ROOT / "ckpttool").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -207,7 +208,7 @@ def _preload() -> None:
 def _main() -> None:
     """Reads scenarios by name, and prints a line for each as it is done."""
     asked: dict[str, Any] = json.loads(sys.stdin.read())
-    _preload()
+    preload()
     for name, words in sorted(asked["scenarios"].items(), key=lambda row: row[1]["torch"]):
         scenario = Scenario(**words)
         if scenario.torch:

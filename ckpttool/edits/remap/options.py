@@ -81,7 +81,7 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         bool,
         option("--copy", "--compact", help="With --in-place: write all anew, and leave out what earlier edits left."),
     ] = False
-    undo: Annotated[bool, option("--undo", help="Take the last --in-place back.")] = False
+    undo: Annotated[bool, option("--undo", help="The same as `ckpttool undo CKPT`.")] = False
     link: Annotated[
         str, option("--link", metavar="HOW", help=f"Data files that stay as they are: {', '.join(LINKS)}.")
     ] = "copy"
@@ -147,6 +147,7 @@ _CONFLICTS: tuple[tuple[Callable[[RemapOptions], object], str, str], ...] = (
         "leave everything else out",
     ),
     (lambda a: a.copy and not a.in_place, "--copy is a way of --in-place", "pass --in-place, or -o OUT"),
+    (lambda a: a.no_undo and not a.in_place, "--no-undo is for --in-place", "pass --in-place, or leave it out"),
     (lambda a: a.in_place and a.out, "--in-place and -o OUT exclude each other", "choose one"),
     (lambda a: _needs_model(a.to) and a.model is None, "--to {a.to} needs the model's names", "pass --model MODEL"),
     (

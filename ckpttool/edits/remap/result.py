@@ -9,6 +9,7 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
+from ckpttool.edits.undo import UNDO, Undo
 from ckpttool.expression import BY_CODE, Ref
 from ckpttool.io.edit_in_place import Written
 from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, row, unless_empty
@@ -25,8 +26,9 @@ class Remap:
 
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
     of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
-    `written` says how a file that was to be changed in place was written, `verified` how the output is known to be
-    right, `cost` what a `dry_run` found it to take. `source` and `output` are the operands CKPT and OUT.
+    `written` says how a file that was to be changed in place was written, or would be, and `undo` how that is taken
+    back, `verified` how the output is known to be right, `cost` what a `dry_run` found it to take. `source` and
+    `output` are the operands CKPT and OUT.
     """
 
     result: Checkpoint
@@ -38,6 +40,7 @@ class Remap:
     ruled: Ruled | None = None
     sections: tuple[str, ...] = ()
     written: Written | None = None
+    undo: Undo | None = None
     verified: Verified | None = None
     cost: Cost | None = None
     source: str = ""
@@ -106,7 +109,7 @@ REMAP = record(
         "optimizer": nullable(row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})),
         "notes": TEXTS,
     },
-    {"written": _WRITTEN, "verified": VERIFIED, "cost": COST, "plan": PLAN},
+    {"written": _WRITTEN, "undo": UNDO, "verified": VERIFIED, "cost": COST, "plan": PLAN},
     called={
         "from": "source_form",
         "to": "form",

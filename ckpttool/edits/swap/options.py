@@ -33,5 +33,7 @@ class SwapOptions(ModelOptions, OutputOptions):
         """Raises `CkptError` for options that do not go together, or that name a form that is none."""
         if self.in_place and self.out is not None and not self.dry_run:
             raise CkptError("--in-place and -o OUT exclude each other", hint="-o OUT")
+        if self.no_undo and not self.in_place:
+            raise CkptError("--no-undo is for --in-place", hint="pass --in-place, or leave it out")
         if self.from_ is not None:
             model_form.parse(self.from_)

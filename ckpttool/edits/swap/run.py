@@ -8,12 +8,14 @@ from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.cost import cost_of
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Swap, swap
+from ckpttool.edits.undo import undo_of
 from ckpttool.edits.write import Writer
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.formats.pt2.archive import read_program, read_scripted
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
+from ckpttool.io.files import look_anew, size
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
 from ckpttool.operands.model import as_read, operand_of
@@ -28,10 +30,11 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     OUT not be written; then nothing is.
     """
     path, picked = split(program)
+    look_anew(path)
     name = picked if options.name is None else options.name
     target = None if options.dry_run else options.target(path)
     fsync = not options.no_fsync
-    writer = Writer(path, options.force, options.in_place, fsync, options.verify)
+    writer = Writer(path, options.force, options.in_place, fsync, options.verify, keep=not options.no_undo)
     if target is not None:
         writer.check_file(target, split(weights.source)[0])
     deployed = _read(path, name, weights, options.out)
@@ -51,6 +54,8 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         code=model if model is not None and model.is_definition else None,
     )
     swapped = replace(swapped, source=program, weights=weights.source, output=options.target(path) or "")
+    if options.in_place and not options.no_undo:
+        swapped = replace(swapped, undo=undo_of(path, size(path)))
     if target is None:
         return replace(swapped, cost=cost_of({path: FORMATS["pt2"].layout(swapped.program)}))
     expected = fingerprints(swapped.program) if options.verify and options.in_place else swapped.program

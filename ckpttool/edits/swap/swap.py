@@ -15,6 +15,7 @@ from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
 from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
 from ckpttool.edits.swap.feed import Feed, canonical_names, chosen_constants, constants_of, feed_by_keys, feed_by_model
 from ckpttool.edits.swap.fit import fit_all, replaced
+from ckpttool.edits.undo import UNDO, Undo
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import run_code
 from ckpttool.evaluate.compare import same_values
@@ -40,8 +41,8 @@ class Swap:
 
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
-    is what a dry run found it to take, `verified` how the output is known to be right. `source`, `weights` and `output`
-    are the operands: PROGRAM, NEW, and OUT.
+    is what a dry run found it to take, `verified` how the output is known to be right, `undo` how a swap in place is
+    taken back. `source`, `weights` and `output` are the operands: PROGRAM, NEW, and OUT.
     """
 
     program: Checkpoint
@@ -51,6 +52,7 @@ class Swap:
     kept: tuple[str, ...] = ()
     cost: Cost | None = None
     verified: Verified | None = None
+    undo: Undo | None = None
     source: str = ""
     weights: str = ""
     output: str = ""
@@ -89,7 +91,7 @@ SWAP = record(
         **dict.fromkeys(("layout", "from"), TEXT),
         **dict.fromkeys(("ignored", "by_code"), TEXTS),
     },
-    {"verified": VERIFIED, "cost": COST},
+    {"undo": UNDO, "verified": VERIFIED, "cost": COST},
     called={"program": "source", "swapped": lambda done: len(done.sources), "from": "form"},
     title="ckpttool.swap/1",
 )

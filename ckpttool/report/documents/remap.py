@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ckpttool.edits.undo import NO_UNDO
 from ckpttool.expression import BY_CODE, Ref, refs
 from ckpttool.keys import dotted
+from ckpttool.operands.checkpoint import split
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, shortened
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.edits.remap.result import Remap
     from ckpttool.edits.rules.ready import Ready
     from ckpttool.edits.swap.swap import Swap
+    from ckpttool.edits.undo import Undone
 
 _ROWS = 20
 
@@ -37,7 +40,8 @@ def document(done: Remap) -> Document:
             *computed,
             *((f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers),
             ("it takes", str(done.cost or "")),
-            ("written", str(done.written or "")),
+            ("to be written" if done.dry_run else "written", str(done.written or "")),
+            ("undo", _undo(done)),
             ("verified", str(done.verified or "")),
         )
     ]
@@ -57,6 +61,21 @@ def planned(plan: Plan) -> Document:
     )
 
 
+def _undo(done: Remap) -> str:
+    changes = done.written is not None and (done.written.way == "copied" or done.written.nbytes > 0)
+    return str(done.undo or NO_UNDO) if changes and done.written.way != "undone" else ""
+
+
+def undone(done: Undone) -> Document:
+    """What `undo` did."""
+    said = {
+        "undone": "the last edit in place is undone",
+        "rolled back": "an interrupted edit is rolled back",
+        "finished": "an interrupted replacement is finished: the old files were already removed",
+    }
+    return Document("undo", said[done.way], True, (facts(("path", Cell(done.path, "key"))),))
+
+
 def swapped(done: Swap) -> Document:
     """What a swap did, or would do."""
     renamed = sum(isinstance(source, Ref) and source.key != fqn for fqn, source in done.sources.items())
@@ -73,6 +92,7 @@ def swapped(done: Swap) -> Document:
             ("constants kept", number(len(done.constants))),
             ("kept as they are", ", ".join(done.kept)),
             ("it takes", str(done.cost or "")),
+            ("undo", str(done.undo or (NO_UNDO if split(done.source)[0] == done.output else ""))),
             ("verified", str(done.verified or "")),
         )
     ]

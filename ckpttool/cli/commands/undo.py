@@ -1,0 +1,34 @@
+"""``ckpttool undo``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from ckpttool.api import making
+from ckpttool.cli.output import Report
+from ckpttool.io.files import files_of
+from ckpttool.options import Argument, option
+
+
+def command(
+    path: Annotated[str, Argument("PATH", "The file or folder that was edited in place.")],
+    report: Report,
+    no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False,
+) -> None:
+    """Roll back an interrupted edit, or take the last in-place edit back.
+
+    If a command was killed while it edited PATH, everything is as it was before that command. Otherwise the last
+    finished `--in-place` of `remap` or `swap-weights` is undone, to the byte. With --force an edit that another machine
+    or container began is rolled back too: pass it only if that process has ended.
+
+    \b
+    Examples:
+      ckpttool undo train.safetensors
+      ckpttool undo checkpoint_folder
+    """
+    from ckpttool.report.documents.remap import undone
+
+    report.check(files_of(path))
+    done = making.undo(path, no_fsync=no_fsync, force=report.force)
+    report.emit(partial(undone, done), done.to_json)

@@ -1,0 +1,278 @@
+"""`ckpttool undo`, and what may not be lost in place: every edit can be taken back, of two only one succeeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.cli.app import main
+from command import Run
+from places import DATA, DOCS
+
+STATE = {"a.weight": torch.arange(2_000.0), "a.bias": torch.ones(3), "b.weight": torch.zeros(2, 2)}
+RENAME = ("--rule", "a.{x} => z.{x}")
+
+
+def sharded(ending: str) -> None:
+    os.mkdir("in")
+    names = {key: f"model-{i + 1:05}-of-00003.{ending}" for i, key in enumerate(STATE)}
+    for key, name in names.items():
+        (torch.save if ending == "bin" else save_file)({key: STATE[key]}, f"in/{name}")
+    index = "pytorch_model.bin.index.json" if ending == "bin" else "model.safetensors.index.json"
+    Path("in", index).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    Path("in/config.json").write_text("{}")
+
+
+def safetensors() -> None:
+    save_file(STATE, "in.safetensors")
+    os.chmod("in.safetensors", 0o640)
+
+
+def second_name() -> None:
+    safetensors()
+    os.link("in.safetensors", "second")
+
+
+def one_file_in_a_folder() -> None:
+    os.mkdir("in")
+    save_file(STATE, "in/model.safetensors")
+    Path("in/config.json").write_text("{}")
+
+
+def program(version: str) -> None:
+    shutil.copy(DATA / f"tagger-torch-{version}.pt2", "in.pt2")
+    shutil.copy(DATA / f"weights-torch-{version}.pt", "new.pt")
+
+
+def scripted() -> None:
+    shutil.copy(DATA / "script-torch-2.5.1.pt", "in.pt")
+    state = torch.jit.load("in.pt").state_dict()
+    torch.save({key: value + 1 for key, value in state.items()}, "new.pt")
+
+
+def zipped() -> None:
+    torch.save({"model": STATE, "epoch": 3}, "in.pt")
+
+
+# Name, which begins with the format's name in JSON -> what makes the checkpoint, and the line.
+EDITS: dict[str, tuple[Callable[[], object], str]] = {
+    "safetensors": (safetensors, "remap in.safetensors"),
+    "safetensors copied": (safetensors, "remap in.safetensors --copy"),
+    "safetensors with a second name": (second_name, "remap in.safetensors"),
+    "safetensors of a folder": (one_file_in_a_folder, "remap in"),
+    "torch_zip": (zipped, "remap in.pt"),
+    "torch_zip copied": (zipped, "remap in.pt --copy --drop epoch"),
+    "torch_legacy": (lambda: torch.save(STATE, "in.pt", _use_new_zipfile_serialization=False), "remap in.pt"),
+    "pt2": (lambda: program("2.9.1"), "remap in.pt2 --rule scale=>s"),
+    "pt2 of torch 2.5": (lambda: program("2.5.1"), "remap in.pt2 --rule scale=>s"),
+    "pt2 with new weights": (lambda: program("2.9.1"), "swap-weights in.pt2 new.pt"),
+    "torchscript": (scripted, "swap-weights in.pt new.pt"),
+    "sharded": (lambda: sharded("safetensors"), "remap in"),
+    "sharded copied": (lambda: sharded("safetensors"), "remap in --copy"),
+    "sharded by other sizes": (lambda: sharded("safetensors"), "remap in --max-shard-size 1MB"),
+    "sharded_bin": (lambda: sharded("bin"), "remap in"),
+    "dcp": (lambda: dcp.save({"model": STATE, "step": 7}, checkpoint_id="in"), "remap in"),
+    "dcp, of which some is left out": (
+        lambda: dcp.save({"model": STATE, "step": 7}, checkpoint_id="in"),
+        "remap in --drop b.weight",
+    ),
+}
+
+
+def content(folder: Path = Path()) -> dict[str, tuple[int, bytes]]:
+    """Mode and bytes of every file, hidden ones too."""
+    return {
+        str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")
+    }
+
+
+def test_the_page_lists_no_other_format_that_is_edited_in_place() -> None:
+    rows = [[cell.strip() for cell in row.split("|")] for row in (DOCS / "formats.md").read_text().splitlines()]
+    header = next(row for row in rows if "in place" in row)
+    edited = {
+        row[header.index("in JSON")].strip("`")
+        for row in rows
+        if len(row) == len(header) and row[header.index("in place")] in ("edited", "copied")
+    }
+    assert edited | {"torchscript"} == {name.split()[0].strip(",") for name in EDITS}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_every_edit_in_place_can_be_undone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, line = EDITS[name]
+    make()
+    rename = RENAME if line.startswith("remap") and ".pt2" not in line else ()
+    before = content()
+    foreseen = run(*line.split(), *rename, "--in-place", "--dry-run", "--format", "json").data
+    assert content() == before
+    done = run(*line.split(), *rename, "--in-place", "--format", "json").data
+    assert done["undo"]["command"] == foreseen["undo"]["command"]
+    assert done["undo"]["bytes"] == foreseen["undo"]["bytes"]
+    assert {name: own for name, own in content().items() if "ckpttool" not in name} != before
+    assert main(shlex.split(done["undo"]["command"])[1:]) == 0
+    assert content() == before
+    status, _, said = run(*shlex.split(done["undo"]["command"])[1:])
+    assert (status, "nothing to undo" in said) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["safetensors", "torch_legacy", "dcp", "sharded copied", "torchscript"])
+def test_without_undo_nothing_is_kept_and_the_output_says_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, line = EDITS[name]
+    make()
+    rename = RENAME if line.startswith("remap") else ()
+    for more in (["--dry-run"], []):
+        status, out, _ = run(*line.split(), *rename, "--in-place", "--no-undo", *more)
+        assert (status, "not possible (--no-undo)" in out) == (0, True)
+    assert not [path for path in content() if "ckpttool" in path]
+    assert run("undo", line.split()[1]).status == 2
+    assert run("remap", "x.pt", "-o", "y.pt", "--no-undo").status == 2
+
+
+def test_the_second_edit_replaces_what_the_first_one_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for make, path in ((safetensors, "in.safetensors"), (lambda: dcp.save(STATE, checkpoint_id="in"), "in")):
+        make()
+        for rule, copy in (("a.{x} => b1.{x}", True), ("b1.{x} => b2.{x}", path == "in"), ("b2.{x} => b3.{x}", True)):
+            before = {name: own for name, own in content().items() if "ckpttool" not in name}
+            assert run("remap", path, "--in-place", "--rule", rule, *(["--copy"] if copy else [])).status == 0
+            assert len([name for name in content() if name.endswith(".old")]) <= 2
+        assert ckpttool.undo(path).way == "undone"
+        assert content() == before
+
+
+def test_a_file_that_was_replaced_since_is_not_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    safetensors()
+    assert run("remap", "in.safetensors", "--in-place", "--copy", *RENAME).status == 0
+    save_file({"other": torch.ones(5)}, "in.safetensors")
+    status, _, said = run("undo", "in.safetensors")
+    assert (status, "has changed since it was edited in place" in said) == (2, True)
+    assert load_file("in.safetensors").keys() == {"other"}
+    subprocess.run(said.split("any more: ")[1], shell=True, check=True)  # the hint
+    assert os.listdir() == ["in.safetensors"]
+
+
+# Two processes
+
+
+@pytest.mark.parametrize("other", [("--copy",), ()])
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_of_two_edits_at_once_one_is_refused(
+    form: str, other: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """The second one runs after the first one has read and written all, and before its file is in its place."""
+    monkeypatch.chdir(tmp_path)
+    path = "in.safetensors" if form == "safetensors" else "in"
+    save_file(STATE, path) if form == "safetensors" else dcp.save(STATE, checkpoint_id=path)
+    plain, statuses = os.fsync, list[int]()
+
+    def fsync(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", plain)
+        line = ["remap", path, "--in-place", "--rule", "b.{x} => second.{x}", *other]
+        statuses.append(subprocess.run([sys.executable, "-m", "ckpttool", *line], capture_output=True).returncode)
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    status, _, said = run("remap", path, "--in-place", "--copy", "--rule", "a.{x} => first.{x}")
+    assert sorted([status, *statuses]) == [0, 2], said
+    names = {entry.key for entry in ckpttool.open_checkpoint(path).sections[0].tensors}
+    assert any(name.startswith("first." if status == 0 else "second.") for name in names)
+    assert not any(name.startswith("second." if status == 0 else "first.") for name in names)
+
+
+# Processes
+
+
+@pytest.mark.parametrize("number", [1, 3, 10, 40, 90])
+def test_ctrl_c_while_the_program_is_imported_is_no_traceback(tmp_path: Path, number: int) -> None:
+    """It comes with the import of that number, once our entry point runs."""
+    save_file(STATE, tmp_path / "in.safetensors")
+    code = f"""
+import builtins, signal, sys
+plain, count = builtins.__import__, 0
+def importing(name, *args, **how):
+    global count
+    count += "ckpttool" in name or count > 0
+    if count == {number}:
+        count += 1
+        signal.raise_signal(signal.SIGINT)
+    return plain(name, *args, **how)
+sys.argv = ["ckpttool", "inspect", "in.safetensors"]
+from ckpttool.__main__ import process
+builtins.__import__ = importing
+sys.exit(process())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def test_a_child_of_a_rank_is_no_rank(tmp_path: Path) -> None:
+    """As a training script of torchrun's that calls ckpttool on one rank: the others do not come."""
+    save_file(STATE, tmp_path / "in.safetensors")
+    job = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    call = [sys.executable, "-m", "ckpttool", "inspect", "in.safetensors"]
+    for words in (call, shlex.join(call)):
+        code = f"import subprocess, sys; sys.exit(subprocess.call({words!r}, shell={isinstance(words, str)}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, **job},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, "a.weight" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_warning_about_defaults_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pyproject.toml").write_text("[tool.ckpttool]\nmodel = 'x.py:y'\n")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # the file is another user's
+    status, _, said = run("inspect", "none.pt")
+    assert (status, said.count("no defaults are taken")) == (2, 1)
+
+
+def test_the_umask_is_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Another thread that makes a file meanwhile would make it for everybody."""
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o027)
+    try:
+        safetensors()
+        os.chmod("in.safetensors", 0o666)
+        set_umask = os.umask
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask is set"))
+        plain = open
+        for known in (True, False):
+            if not known:  # as without /proc
+                monkeypatch.setattr(
+                    "builtins.open", lambda path, *args: plain("/none" if "status" in str(path) else path, *args)
+                )
+            assert run("remap", "in.safetensors", *RENAME, "-o", f"{known}.safetensors").status == 0
+            assert os.stat(f"{known}.safetensors").st_mode & 0o777 == 0o640
+            assert run("remap", "in.safetensors", *RENAME, "-o", f"{known}/").status == 0
+            assert os.stat(f"{known}").st_mode & 0o777 == 0o750
+    finally:
+        monkeypatch.undo()
+        set_umask(before)
