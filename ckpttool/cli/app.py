@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("ckpttool.cli.commands.explain", "One tensor: all its names, and the hook that renames it."),
     "remap": ("ckpttool.cli.commands.remap", "Rewrite the keys, optimizer ids and format of a checkpoint."),
     "swap-weights": ("ckpttool.cli.commands.swap_weights", "Put new weights into an exported program."),
-    "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted edit, or take the last in-place edit back."),
+    "undo": ("ckpttool.cli.commands.undo", "Roll back an interrupted or the last edit in place."),
     "check": ("ckpttool.cli.commands.check", "Files of a repository: names, rules, plans, pickles."),
     "schema": ("ckpttool.cli.commands.schema", "The JSON Schema of an object that the commands write."),
 }

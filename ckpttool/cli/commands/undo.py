@@ -16,7 +16,7 @@ def command(
     report: Report,
     no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False,
 ) -> None:
-    """Roll back an interrupted edit, or take the last in-place edit back.
+    """Roll back an interrupted or the last edit in place.
 
     If a command was killed while it edited PATH, everything is as it was before that command. Otherwise the last
     finished `--in-place` of `remap` or `swap-weights` is undone, to the byte. With --force an edit that another machine
