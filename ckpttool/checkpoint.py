@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Protocol, Union, runtime_checkable
 
 from ckpttool.dtypes import itemsize
+from ckpttool.imports import Import
 from ckpttool.values import dataclass, public
 
 
@@ -322,7 +323,8 @@ class Checkpoint:
     `source` is what the user named, `format` its name in `formats.table.FORMATS`, `nbytes` the size of the file.
     `others` are the dotted paths of everything in the file that belongs to no state dict (``epoch``, ``args``), and
     `objects` what stands there, with the objects around sections and tensors (without these): each can be compared.
-    `globals` are pickled classes and functions that are neither torch's nor Python's own containers.
+    `imports` are the classes and functions that its pickles import, dangerous ones first, but for torch's own and
+    Python's containers; those of the whole file, also if one section of it was picked.
     `metadata` is the safetensors ``__metadata__``. `container` is the reader's own view of the rest of the file; the
     modules of its format need it, nothing else looks into it (`pt2.program.program_of` says whose program it is).
     `notes` say, in sentences, what the reader found odd and read all the same. Every storage of the file is that of a
@@ -337,7 +339,7 @@ class Checkpoint:
     nbytes: int
     sections: tuple[Section, ...]
     others: tuple[str, ...] = ()
-    globals: tuple[str, ...] = ()
+    imports: tuple[Import, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     container: object = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
@@ -346,6 +348,11 @@ class Checkpoint:
     readings: Readings | None = field(default=None, compare=False)
     objects: tuple[ExtraEntry, ...] = field(default=(), compare=False)
     files: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def globals(self) -> tuple[str, ...]:
+        """The names of `imports`, sorted."""
+        return tuple(sorted({one.name for one in self.imports}))
 
     @property
     def state_dicts(self) -> tuple[Section, ...]:
@@ -363,7 +370,7 @@ class Checkpoint:
         if other is None or other.sections is not self.sections:
             return self
         found = [path for path in paths if path in other.dicts]
-        return other.again(found) if found else self
+        return replace(other.again(found), imports=self.imports, files=self.files) if found else self
 
     def read_for(self, wanted: Iterable[tuple[str, str]]) -> Checkpoint:
         """The same file in the reading that has the `wanted` pairs of a section's path and a key, as far as one has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,6 +11,7 @@ from ckpttool.edits.mend import contract
 from ckpttool.edits.rules import file as rules
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers import json_text
+from ckpttool.imports import DANGEROUS, UNKNOWN, Import
 from ckpttool.io.files import look_anew
 from ckpttool.json_schema import FLAG, PROBLEM, TEXT, TEXTS, list_of, nullable, record, unless_empty
 from ckpttool.operands.checkpoint import open_operand
@@ -19,9 +21,12 @@ from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.values import dataclass, public
-from ckpttool.words import shell
+from ckpttool.words import shell, visible
 
-_CALLED = "a class or function that a pickle calls for when it is loaded"
+_SAYS = {
+    DANGEROUS: "a dangerous import: it runs code when the pickle is loaded",
+    UNKNOWN: "an unknown import: it runs code of its module when the pickle is loaded",
+}
 _NOT_COMPARED = (
     "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)"
 )
@@ -65,9 +70,9 @@ CHECKS = record(Checks, {"ok": FLAG, "files": list_of(_CHECKED)}, title="ckpttoo
 def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ()) -> Checks:
     """Each file for what it is: a names file (against the options' model), rules, a plan, or a checkpoint.
 
-    A checkpoint's pickles call for nothing but torch's own and what a shell pattern in `allow` names. Raises OSError
-    for a file that cannot be read, and `CkptError` for a model or optimizer that cannot be built: that is not a fault
-    of the files.
+    A checkpoint fails for each import of its pickles that is dangerous or unknown and that no shell pattern in `allow`
+    names. Raises OSError for a file that cannot be read, and `CkptError` for a model or optimizer that cannot be built:
+    that is not a fault of the files.
     """
     kinds = [_kind(path) for path in paths]
     model = operand_of(options) if "names" in kinds else None
@@ -78,8 +83,9 @@ def check(paths: Sequence[str], options: DiffOptions, allow: Sequence[str] = ())
 
 def _kind(path: str) -> str:
     look_anew(path)  # raises if an edit was interrupted: what the file holds is no answer then
-    with open(path, "rb"):
-        pass  # raises if it cannot be read
+    if not os.path.isdir(path):
+        with open(path, "rb"):
+            pass  # raises if it cannot be read
     if holds(path, PLAN_SCHEMA):
         return "plan"
     if path.endswith(".toml"):
@@ -96,11 +102,25 @@ def _checked(path: str, kind: str, model: ModelOperand | None, options: DiffOpti
         elif kind == "names":
             read_names(path)
         else:
-            foreign = [name for name in open_operand(path).globals if not any(fnmatchcase(name, one) for one in allow)]
-            return Checked(path, kind, tuple(Problem(_CALLED, name) for name in foreign))
+            return _pickles(path, open_operand(path).imports, allow)
     except CkptError as error:
         return Checked(path, kind, error.problems or (_of_the_file(error, path),), error.hint)
     return _names(path, model, options) if kind == "names" else Checked(path, kind)
+
+
+def _pickles(path: str, imports: Sequence[Import], allow: Sequence[str]) -> Checked:
+    found = [
+        one for one in imports if one.verdict in _SAYS and not any(fnmatchcase(one.name, pattern) for pattern in allow)
+    ]
+    problems = tuple(Problem(f"{_SAYS[one.verdict]} ({one.place}{_call(one)})", one.name) for one in found)
+    names = dict.fromkeys(one.name for one in found)
+    given = [word for name in (*allow, *names) for word in ("--allow", name)]
+    hint = f"if you trust all of them: {shell('ckpttool', 'check', path, *given)}" if found else ""
+    return Checked(path, "checkpoint", problems, hint)
+
+
+def _call(one: Import) -> str:
+    return f": {visible(one.calls[0])}" if one.calls else ""
 
 
 def _of_the_file(error: CkptError, path: str) -> Problem:

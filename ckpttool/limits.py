@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, replace
 
 from ckpttool.errors import CkptError
@@ -28,6 +29,7 @@ class Limits:
     rules_seconds: int = 2  # of CPU time, for all matches of one regular expression (``re:``)
     pickle_bytes: int = 1 << 30  # of one pickle; a tensor takes about 110, and 1 kB of memory
     pickle_opcodes: int = 32_000_000  # of one pickle; a tensor takes about 35
+    pickle_memory: int = 1 << 27  # bytes for what pickles expand to, on top of 16 for each byte of their files
     pickle_marks: int = 10_000  # open at a time: as many as containers lie inside each other
     made_bytes: int = 1 << 30  # held while one tensor is computed, where what it is made of is not large itself
     made_times: int = 16  # how often what a tensor is made of may be held while it is computed
@@ -76,3 +78,44 @@ def raised(texts: Sequence[str], start: Limits = Limits()) -> Limits:
             )
         start = replace(start, **{name: int(found[1]) * _UNITS[found[2]]})
     return start
+
+
+_TIMES = 16  # bytes of memory for each byte of a file
+_spare: ContextVar[list[int] | None] = ContextVar("spare", default=None)
+
+
+@contextmanager
+def one_reading() -> Iterator[None]:
+    """Inside, all files that are read share `Limits.pickle_memory`; outside of it each has all of that."""
+    token = _spare.set([_limits.pickle_memory])
+    try:
+        yield
+    finally:
+        _spare.reset(token)
+
+
+class Memory:
+    """The bytes of memory that the index of a file of `nbytes` may take: counted from above, not measured."""
+
+    __slots__ = ("_own", "_spare")
+
+    def __init__(self, nbytes: int) -> None:
+        self._own = _TIMES * nbytes
+        spare = _spare.get()
+        self._spare = [_limits.pickle_memory] if spare is None else spare
+
+    @property
+    def left(self) -> int:
+        """The bytes that may still be taken."""
+        return self._own + self._spare[0]
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that are about to be taken. Raises `CkptError`, which names the limit, if there are no more."""
+        own = min(self._own, nbytes)
+        self._own -= own
+        self._spare[0] -= nbytes - own
+        if self._spare[0] < 0:
+            raise CkptError(
+                f"what its pickle makes takes too much memory: {_limits.named('pickle_memory')}",
+                hint="the file is damaged or hostile: download or save it again",
+            )

@@ -10,7 +10,7 @@ from dataclasses import field, replace
 from typing import Any
 
 from ckpttool import expression as ex
-from ckpttool.checkpoint import Checkpoint
+from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import Problem
 from ckpttool.expression import EXPRESSION, Expression, Ref
 from ckpttool.json_schema import (
@@ -154,7 +154,13 @@ class Plan:
         given: dict[str, list[Expression]] = {}
         for run in self.runs:
             given.setdefault(run.section, []).extend(run.given.values())
-        found = (_check_section(path, outputs[path], dropped[path], given.get(path, ()), source) for path in paths)
+        sections: dict[str, Section] = {}
+        for section in source.sections:
+            sections.setdefault(section.path, section)
+        found = (
+            _check_section(path, outputs[path], dropped[path], given.get(path, ()), sections.get(path))
+            for path in paths
+        )
         return [problem for problems in found for problem in problems] + self._without_code()
 
     def _without_code(self) -> list[Problem]:
@@ -223,12 +229,11 @@ def _is_said(section: str, source: Expression, known: Collection[tuple[str, str]
 
 
 def _check_section(
-    path: str, outputs: list[Output], dropped: list[str], given: Iterable[Expression], source: Checkpoint
+    path: str, outputs: list[Output], dropped: list[str], given: Iterable[Expression], section: Section | None
 ) -> list[Problem]:
-    try:
-        have = source.section(path).by_key()
-    except KeyError:
+    if section is None:
         return [Problem("the plan rewrites a section that the checkpoint has not", path or "(root)")]
+    have = section.by_key()
     read = dict.fromkeys(output.source.key for output in outputs if isinstance(output.source, Ref))
     computed = [output for output in outputs if not isinstance(output.source, Ref)]
     read |= dict.fromkeys(key for output in computed for key in ex.refs(output.source))

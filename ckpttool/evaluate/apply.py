@@ -14,7 +14,7 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate import operators, without_torch
 from ckpttool.expression import Expression, Ref
-from ckpttool.plan import ModelRun, Output, Plan, module_renames
+from ckpttool.plan import ModelRun, ModuleRename, Output, Plan, module_renames
 from ckpttool.words import plural, shell
 
 _OPAQUE = "only the model's own code can do it: name that, as in --model file.py:build, and no file of names"
@@ -35,9 +35,26 @@ def apply(plan: Plan, source: Checkpoint, runners: Mapping[str, Runner] = NO_COD
     if problems:
         hint = _OPAQUE if any(problem.kind == "opaque" for problem in problems) else "`ckpttool inspect` lists its keys"
         raise Refused("the plan does not fit the checkpoint", hint=hint, problems=problems)
-    rewritten = set(plan.sections)
-    sections = [_rewrite(s, plan, runners) if s.path in rewritten else s for s in source.sections]
+    parts = _by_section(plan)
+    sections = [_rewrite(s, parts[s.path], runners) if s.path in parts else s for s in source.sections]
     return replace(source, sections=tuple(sections))
+
+
+def _by_section(plan: Plan) -> dict[str, Plan]:
+    """The part of the plan that is about each section that it rewrites."""
+    outputs: dict[str, list[Output]] = {path: [] for path in plan.sections}
+    for output in plan.outputs:
+        outputs[output.section].append(output)
+    modules: dict[str, list[ModuleRename]] = {}
+    for module in plan.modules:
+        modules.setdefault(module.section, []).append(module)
+    runs: dict[str, list[ModelRun]] = {}
+    for run in plan.runs:
+        runs.setdefault(run.section, []).append(run)
+    return {
+        path: Plan(tuple(own), (), tuple(modules.get(path, ())), tuple(runs.get(path, ())))
+        for path, own in outputs.items()
+    }
 
 
 def _check_operators(plan: Plan) -> None:
@@ -54,14 +71,14 @@ def _check_operators(plan: Plan) -> None:
 
 
 def _rewrite(section: Section, plan: Plan, runners: Mapping[str, Runner]) -> Section:
-    outputs = [o for o in plan.outputs if o.section == section.path]
-    runs = [run for run in plan.runs if run.section == section.path]
+    """The section as its part of the plan makes it."""
+    outputs = list(plan.outputs)
     have: Entries = section.by_key()
-    if runs:
-        sources, have = run_code(section, [output.source for output in outputs], runs, runners)
+    if plan.runs:
+        sources, have = run_code(section, [output.source for output in outputs], plan.runs, runners)
         outputs = [replace(output, source=source) for output, source in zip(outputs, sources)]
     aliases = section.aliases() if plan.computed else {}
-    modules = {m.old: m.new for m in plan.modules if m.section == section.path}
+    modules = {m.old: m.new for m in plan.modules}
     return _with_entries(section, _evaluate(outputs, have, aliases), modules)
 
 

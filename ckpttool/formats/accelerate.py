@@ -38,7 +38,6 @@ def read(folder: str) -> Checkpoint:
         FORMAT,
         sum(part.nbytes for part in read.values()),
         tuple(replace(part.sections[0], path=section) for section, part in read.items()),
-        globals=tuple(sorted({name for part in read.values() for name in part.globals})),
         notes=(
             *(note for part in read.values() for note in part.notes),
             *(f"{name} lies beside it, and is not read" for name in weights_beside(folder)),

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Span
+from ckpttool.formats.containers.pickle_tree import collected
 from ckpttool.formats.remarks import remarks
 from ckpttool.formats.table import FORMATS
+from ckpttool.imports import in_order
 from ckpttool.io import files, paths, sources
+from ckpttool.limits import one_reading
 
 
 def open_checkpoint(path: str) -> Checkpoint:
     """The index of the file or folder at `path`. Raises `CkptError` where it is no checkpoint that can be read."""
     files.look_anew(path)
     look = sources.begin_look()
-    checkpoint = _open(path)
+    with one_reading(), collected() as imports:
+        checkpoint = _open(path)
     opened = files.opened_at(_urls(checkpoint)) if paths.is_url(path) else sources.opened_since(look)
-    return replace(checkpoint, notes=(*checkpoint.notes, *remarks(checkpoint)), files=opened)
+    notes = (*checkpoint.notes, *remarks(checkpoint))
+    return replace(checkpoint, notes=notes, files=opened, imports=in_order(imports))
 
 
 def _urls(checkpoint: Checkpoint) -> set[str]:

@@ -43,7 +43,6 @@ def open_operand(operand: str) -> Checkpoint:
         source=operand,
         sections=(replace(section, path=""),),
         others=(),
-        globals=(),
         container=None,
         unreached=unreached,
         beside=(),

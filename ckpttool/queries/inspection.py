@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.checkpoint import KINDS, Checkpoint, ExtraEntry, Section, TensorEntry
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.statistics import Statistics, statistics
+from ckpttool.imports import VERDICTS, Import, dangerous
 from ckpttool.io.together.deal import Question, answers
 from ckpttool.json_schema import (
     COUNT,
@@ -72,7 +73,7 @@ class Inspection:
     def notes(self) -> tuple[str, ...]:
         """What the reader found odd, and what the values show."""
         odd = _odd(list(self.tensors())) if self.statistics else ()
-        return (*self.checkpoint.notes, *_of_one_rank(self.checkpoint), *odd)
+        return (*_code(self.checkpoint), *self.checkpoint.notes, *_of_one_rank(self.checkpoint), *odd)
 
     def tensors(self) -> Iterator[Found]:
         """Every tensor, section by section, those inside of extras behind the others.
@@ -160,6 +161,18 @@ _TENSOR = row(
     {**_PLACE, "dtype": TEXT, "shape": SHAPE, "bytes": COUNT, "alias_of": nullable(TEXT)},
     {"inside": TEXT, "stats": nullable(_STATISTICS)},
 )
+_IMPORT = record(
+    Import,
+    {
+        "name": TEXT,
+        "verdict": one_of(*VERDICTS),
+        "file": TEXT,
+        "member": TEXT,
+        "offset": COUNT,
+        "calls": TEXTS,
+        "called": COUNT,
+    },
+)
 _ADAPTER = row({"section": TEXT, "kinds": TEXTS, "modules": TEXTS, "tensors": COUNT, "alone": FLAG})
 _GROUP = row({"params": list_of(either(TEXT, _NUMBER)), "names": list_of(nullable(TEXT))})
 INSPECT = record(
@@ -171,6 +184,7 @@ INSPECT = record(
         "sections": list_of(_SECTION),
         "tensors": list_of(_TENSOR),
         "globals": TEXTS,
+        "imports": list_of(_IMPORT),
         "extras": list_of(row(_PLACE)),
         "others": TEXTS,
         "flat_parameters": list_of(row({**_PLACE, "unit": TEXT, "elements": COUNT})),
@@ -181,7 +195,7 @@ INSPECT = record(
         "unreached": list_of(row({"path": TEXT, "bytes": COUNT, "referred": FLAG})),
     },
     called={
-        **{name: f"checkpoint.{name}" for name in ("source", "format", "globals", "others", "metadata")},
+        **{name: f"checkpoint.{name}" for name in ("source", "format", "globals", "imports", "others", "metadata")},
         "bytes": "checkpoint.nbytes",
         "sections": _sections,
         "tensors": _tensors,
@@ -251,6 +265,14 @@ def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:
     from ckpttool.formats.ranks.files import one_rank  # with all that puts ranks together
 
     return one_rank(checkpoint)
+
+
+def _code(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What runs when the checkpoint is loaded by something that executes its pickles."""
+    names = list(dict.fromkeys(one.name for one in dangerous(checkpoint.imports)))
+    if not names:
+        return ()
+    return (f"{plural(len(names), 'dangerous import')}, run when it is loaded with weights_only=False: {some(names)}",)
 
 
 def _odd(found: Sequence[Found]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, TensorEntry, in_row_major
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.pickle_tree import Global, Persistent, Pickle, dumps
+from ckpttool.formats.containers.pickle_tree import Persistent, Pickle, dumps
 from ckpttool.formats.dcp.chunks import saved, tensor_data
 from ckpttool.formats.dcp.flat_keys import flattened, nested
 from ckpttool.formats.dcp.items import BytesItem, Chunk, Item, Metadata, Place, TensorItem
@@ -37,7 +37,7 @@ from ckpttool.io.pieces import Files, Link, Piece, Pieces, nbytes_of
 from ckpttool.io.ranges import read_span
 from ckpttool.io.safe_path import safe_path
 from ckpttool.io.together.job import current
-from ckpttool.limits import limits
+from ckpttool.limits import Memory, limits
 from ckpttool.many import many_objects
 from ckpttool.values import dataclass
 
@@ -77,7 +77,8 @@ def read(path: str) -> Checkpoint:
     reader = _Reader(path)
     leaves = {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
     root = nested(leaves)
-    storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key])
+    memory = Memory(nbytes + sum(sizes.values()))
+    storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory, nbytes)
     for key, storage in reader.rebuilder.storages.items():
         storages.get(key, storage.nbytes)  # also those that no tensor looks at: the writer needs them all
 
@@ -89,7 +90,6 @@ def read(path: str) -> Checkpoint:
             nbytes=nbytes + sum(sizes.values()),
             sections=tuple(place.section for place in tree.places.values()),
             others=tuple(tree.others),
-            globals=_foreign([*metadata.globals, *reader.globals]),
             container=Container(None, "", Pickle(root, 2), tree, path, reader.items, reader.values, tuple(sizes)),
             notes=(*notes, *tree.notes),
             unreached=tree.unreached,
@@ -113,11 +113,6 @@ def _read_metadata(path: str) -> tuple[Metadata, int, tuple[str, ...]]:
     if len(data) > limits().pickle_bytes:
         raise CkptError(f"{source} is too long: {limits().named('pickle_bytes')}", hint="copy it again: it is damaged")
     return parse(data, source), len(data), ()
-
-
-def _foreign(globals: list[Global]) -> tuple[str, ...]:
-    """Without the path that torch notes as the checkpoint's own."""
-    return tuple(name for name in torch_zip.foreign(globals) if not name.startswith("pathlib."))
 
 
 def _places(item: Item) -> list[Place]:
@@ -183,7 +178,6 @@ class _Reader:
     rebuilder: Rebuilder = field(default_factory=Rebuilder)
     items: dict[int, Item] = field(default_factory=dict)
     values: dict[tuple[bytes, str], Place] = field(default_factory=dict)
-    globals: list[Global] = field(default_factory=list)
     storages: dict[TensorItem, Storage] = field(default_factory=dict)
     known: dict[bytes, tuple[Any, bytes]] = field(default_factory=dict)
 
@@ -225,7 +219,6 @@ class _Reader:
         """The object's node, and its pickle; the latter is empty for an object that holds tensors."""
         container = saved(self.folder, place).container
         assert isinstance(container, torch_zip.Container)
-        self.globals += container.pickle.globals
         node = container.pickle.root
         references: list[Persistent] = []
         spelling = dumps(Pickle(node, 2), references)

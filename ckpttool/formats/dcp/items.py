@@ -10,7 +10,6 @@ from math import prod
 from typing import Union
 
 from ckpttool import dtypes
-from ckpttool.formats.containers.pickle_tree import Global
 from ckpttool.values import dataclass
 
 Path = tuple[Union[str, int], ...]
@@ -75,7 +74,6 @@ class Metadata:
 
     items: Mapping[str, Item]
     paths: Mapping[str, Path]
-    globals: tuple[Global, ...] = ()
 
 
 def cover_problem(shape: tuple[int, ...], boxes: list[BoxOf]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool import dtypes
 from ckpttool.errors import CkptError, Problem
-from ckpttool.formats.containers.pickle_tree import Call, Global, loads
+from ckpttool.formats.containers.pickle_tree import Call, Global, Origin, loads
 from ckpttool.formats.dcp.items import BoxOf, BytesItem, Chunk, Item, Metadata, Path, Place, TensorItem, cover_problem
 from ckpttool.formats.torch.tensors import MAX_DIMS
 
@@ -18,7 +18,7 @@ _MAX_CHUNKS = 4_000_000  # of all tensors: more do not fit into a pickle that is
 
 def parse(data: bytes, source: str) -> Metadata:
     """What the pickle `data` describes. Raises `CkptError`, all problems at once, for what torch did not write."""
-    pickle = loads(data)
+    pickle = loads(data, origin=Origin(source, len(data), end=len(data)))
     problems: list[Problem] = []
     budget = [_MAX_CHUNKS]
     try:
@@ -34,7 +34,7 @@ def parse(data: bytes, source: str) -> Metadata:
         raise _foreign(source, [Problem(f"not as torch writes it: {error}", "Metadata")]) from error
     if problems:
         raise _foreign(source, problems)
-    return Metadata(items, paths, pickle.globals)
+    return Metadata(items, paths)
 
 
 def _foreign(source: str, problems: list[Problem]) -> CkptError:

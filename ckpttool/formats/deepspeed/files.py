@@ -47,7 +47,6 @@ class File:
     nbytes: int
     items: Mapping[Any, Any]
     storages: Storages
-    globals: tuple[str, ...]
 
     def tensors(self, key: str) -> dict[str, TensorEntry]:
         """The tensors of the dict under `key`, by their names."""
@@ -165,7 +164,7 @@ def read_file(path: str) -> File:
     items = {"param": pickle.root} if is_tensor(pickle.root) else pairs_of(pickle.root)
     if items is None:
         raise malformed(f"{path} holds no dict")
-    return File(path, archive.length, items, storages, torch_zip.foreign(pickle.globals))
+    return File(path, archive.length, items, storages)
 
 
 def _check_ranks(folder: str, files: Files, found: Mapping[re.Pattern[str], Mapping[str, tuple[int, int]]]) -> None:

@@ -57,7 +57,6 @@ def read(folder: str) -> Checkpoint:
         "deepspeed",
         sum(file.nbytes for file in every),
         tuple(sections + ([optimizer] if optimizer is not None else [])),
-        globals=tuple(sorted({name for file in every for name in file.globals})),
         notes=(
             f"ZeRO-{cut.stage} of {cut.world_size} ranks, gathered"
             if whole is None

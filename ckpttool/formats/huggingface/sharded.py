@@ -82,7 +82,6 @@ def read(path: str) -> Checkpoint:
         _KINDS[next(iter(shards.values())).format],
         len(text.encode()) + sum(shard.nbytes for shard in shards.values()),
         (Section("", "state_dict", tensors, extras, _modules(shards.values())),),
-        globals=tuple(sorted({name for shard in shards.values() for name in shard.globals})),
         metadata=_common([shard.metadata for shard in shards.values()]),
         container=Shards(name_of(path), text, index, shards),
         notes=(*_size_notes(index, tensors), *torchao.remark(tensors)),

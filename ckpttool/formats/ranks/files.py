@@ -80,7 +80,6 @@ def read(pattern: str) -> Checkpoint:
         others=ranks[0].others,
         objects=ranks[0].objects,
         container=ranks[0].container,
-        globals=tuple(sorted({name for rank in ranks for name in rank.globals})),
         notes=(*notes, *merge.notes),
         unreached=tuple(
             replace(found, path=f"rank {number}: {found.path}")

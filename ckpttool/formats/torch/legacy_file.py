@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 from ckpttool import dtypes
 from ckpttool.checkpoint import Checkpoint, Span, Storage
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, Pickle, dumps, loads
+from ckpttool.formats.containers.pickle_tree import Call, Global, Origin, Persistent, Pickle, dumps, loads
 from ckpttool.formats.recognise_file import LEGACY_START
 from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, with_references
 from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
 from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached, ways
-from ckpttool.formats.torch.zip_file import Container, foreign, tree_to_write
+from ckpttool.formats.torch.zip_file import Container, tree_to_write
 from ckpttool.io.files import Source, assume, opened
 from ckpttool.io.paths import is_url
 from ckpttool.io.pieces import Piece, Pieces
 from ckpttool.keys import dotted
-from ckpttool.limits import limits
+from ckpttool.limits import Memory, limits
 from ckpttool.many import many_objects
 from ckpttool.values import dataclass
 
@@ -45,7 +45,9 @@ def read(path: str) -> Checkpoint:
         nbytes = file.size
         pickles = _read_pickles(path, file, nbytes)
         found, end = _find_storages(path, file, pickles, nbytes)
-    storages = Storages(lambda key, size: _storage(path, found, key, size))
+    storages = Storages(
+        lambda key, size: _storage(path, found, key, size), pickles.tree.memory or Memory(nbytes), pickles.end
+    )
     for key, size in pickles.references.sizes.items():
         storages.get(key, size)  # those of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)
@@ -59,7 +61,6 @@ def read(path: str) -> Checkpoint:
             nbytes=nbytes,
             sections=tuple(place.section for place in tree.places.values()),
             others=tuple(tree.others),
-            globals=foreign(pickles.tree.globals),
             container=Container(None, "", pickles.tree, tree),
             notes=(*tree.notes, *behind),
             unreached=tree.unreached,
@@ -124,24 +125,25 @@ def _read_pickles(path: str, file: Source, nbytes: int) -> _Pickles:
         file.seek(0)
         data = file.read(min(length, limits().pickle_bytes))
         try:
-            return _parse(path, data)
+            return _parse(path, data, nbytes)
         except CkptError:
             if len(data) < length:
                 raise
         length *= 2
 
 
-def _parse(path: str, data: bytes) -> _Pickles:
+def _parse(path: str, data: bytes, nbytes: int) -> _Pickles:
     magic = LEGACY_START.match(data)
     if magic is None:
         raise _unfit(path, "it does not begin with the magic number")
-    protocol = loads(data, start=magic.end())
+    origin = Origin(path, nbytes)
+    protocol = loads(data, magic.end(), origin=origin)
     if protocol.root != _PROTOCOL:
         raise _unfit(path, f"the version of the format is {protocol.root!r}, not {_PROTOCOL}")
-    system = loads(data, start=protocol.end)
+    system = loads(data, protocol.end, origin=origin)
     references = _References()
-    tree = loads(data, start=system.end, persistent=references)
-    keys = loads(data, start=tree.end)
+    tree = loads(data, system.end, references, origin)
+    keys = loads(data, tree.end, origin=origin)
     if type(keys.root) is not list or not all(type(key) in (str, int) for key in keys.root):
         raise _unfit(path, "the list of its storages is none")
     return _Pickles(tree, references, keys.root, keys.end)

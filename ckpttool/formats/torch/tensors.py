@@ -17,6 +17,7 @@ from ckpttool.evaluate.compare import content_of_storage, fingerprint
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, PickledSet
 from ckpttool.formats.torch.content import content_of
+from ckpttool.limits import Memory
 from ckpttool.values import dataclass
 
 MAX_DIMS, MOST = 64, 1 << 63  # torch's own limits, of dimensions and of each
@@ -30,10 +31,13 @@ class Storages:
 
     `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
     `reached` are the keys of the storages that these tensors are made of. `dtypes` are those of the references to a
-    storage, and ``uint8`` of one without: torch takes the first one's for all, and so writes no others.
+    storage, and ``uint8`` of one without: torch takes the first one's for all, and so writes no others. `memory` is
+    what the index of the file may take, `pickled` are the bytes of its pickle.
     """
 
     find: Callable[[str, int], Storage]
+    memory: Memory = field(default_factory=lambda: Memory(0))
+    pickled: int = 0
     found: dict[str, Storage] = field(default_factory=dict)
     carried: dict[int, Carried] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)

@@ -13,12 +13,11 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section, Storage, TensorEntry, Unreached
 from ckpttool.errors import CkptError, Refused
-from ckpttool.formats.containers.pickle_tree import Call, Global, loads
+from ckpttool.formats.containers.pickle_tree import Call, Global
 from ckpttool.formats.containers.zip_archive import Archive, read_archive, read_record
 from ckpttool.formats.torch.tensors import Storages, entry_of, is_tensor
-from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, unreached_in
+from ckpttool.formats.torch.zip_file import check_byteorder, find_storage, read_pickle, unreached_in
 from ckpttool.io.pieces import Pieces
-from ckpttool.limits import limits
 from ckpttool.many import many_objects
 from ckpttool.values import dataclass
 
@@ -38,7 +37,7 @@ def read(path: str) -> Checkpoint:
     archive = read_archive(path)
     folder = _folder(archive)
     check_byteorder(archive, folder)
-    root = loads(read_record(archive, archive.by_name[folder + "data.pkl"], limits().pickle_bytes)).root
+    root = read_pickle(archive, folder + "data.pkl").root
     storages = Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
     reader = _Reader(_Code(archive, folder), storages)
     tensors = tuple(reader.tensors(root))

@@ -21,6 +21,13 @@ from ckpttool.values import dataclass
 
 _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked for
 
+# A pickle can share: a few bytes make a section stand at any number of places. Where it pickles a state dict once, this
+# many bytes of the pickle (a tensor takes 110) allow one entry at a further place, and so many are always allowed.
+_PICKLED, _LEAST_AGAIN = 16, 1000
+
+# Bytes of memory, from above: of a container that was looked into, of a way for each step, of an entry, of a section.
+_WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 1000
+
 Step = tuple[str, Any]  # ("item", key or index), ("arg", index), ("kwarg", name), ("element", index), ("state", None)
 Steps = tuple[Step, ...]
 Adder = Callable[["Tree", Any, "tuple[str, ...]", Steps], None]  # adds the section that a node is
@@ -52,7 +59,7 @@ class Tree:
     loose_steps: dict[str, Steps] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     added: dict[int, tuple[Adder | None, int]] = field(default_factory=dict)  # by id of a section, or what holds some
-    again_left: int = 100_000  # entries of what stands at further places, in all
+    again_left: int = 100_000  # entries of sections that stand at further places, in all
     listed: set[int] = field(default_factory=set)  # ids of tensors that stand in a section already
     of_tensors: dict[int, bool] = field(default_factory=dict)  # by id of a mapping that was asked about
     plain_left: int = 1_000_000  # nodes that may still be turned into plain values
@@ -71,6 +78,7 @@ def find_sections(root: Any, storages: Storages, whole: Collection[str] = ()) ->
     The dicts at the dotted paths `whole` are state dicts.
     """
     tree = Tree(storages, whole=whole)
+    tree.again_left = min(tree.again_left, max(_LEAST_AGAIN, storages.pickled // _PICKLED))
     if not _walk(tree, root, (), (), foreign=False):
         tree.others.update((".".join(path), steps) for path, steps, _ in _named_children(root, (), ()))
     if tree.loose:
@@ -89,6 +97,7 @@ def _walk(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps, foreign: b
     if id(node) in tree.seen:
         return _add_again(tree, node, path, steps, foreign)
     tree.seen.add(id(node))
+    tree.storages.memory.take(_WALKED + sum(map(len, path)))
     before = len(tree.places)
     add = _recognised(tree, node, ".".join(path), foreign)
     found = _add(tree, add, node, path, steps, foreign)
@@ -111,11 +120,13 @@ def _add(tree: Tree, add: Adder | None, node: Any, path: tuple[str, ...], steps:
         if _walk(tree, child, child_path, child_steps, inside):
             found = True
         elif not inside:
+            tree.storages.memory.take(_WALKED + _STEP * len(child_steps))
             rest.append((child_path, child_steps))
     del tree.around[id(node)]
     if found and inside and not foreign:
         tree.outer[".".join(path)] = node
     if found:
+        tree.storages.memory.take(len(rest) * (_WALKED + sum(map(len, path))))
         for child_path, child_steps in rest:
             tree.others[free(".".join(child_path), tree.others)] = child_steps
     return found
@@ -154,6 +165,7 @@ def _recognised(tree: Tree, node: Any, path: str, foreign: bool) -> Adder | None
     if not (is_optimizer or is_around or names is None) and _is_state_dict(tree, node, names, foreign):
         return _add_state_dict
     if names and not foreign:
+        tree.storages.memory.take(_WALKED + len(path) + 8 * len(names))
         tree.dicts.setdefault(path, names)
     return _add_optimizer if is_optimizer else None
 
@@ -239,7 +251,9 @@ def _holds_tensors(tree: Tree, node: Any) -> bool:
 
 def _add_state_dict(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> None:
     tensors, extras = [], []
-    for key, value in (pairs_of(node) or {}).items():
+    pairs = pairs_of(node) or {}
+    tree.storages.memory.take(_SECTION + _STEP * len(steps) + _ENTRY * len(pairs))
+    for key, value in pairs.items():
         name = str(text_of(key))
         if is_tensor(value):
             tensors.append(entry_of(name, value, tree.storages))
@@ -257,6 +271,7 @@ def _note_dicts(tree: Tree, node: Any, path: tuple[str, ...]) -> None:
     if id(node) in tree.noted or len(path) > _MAX_DEPTH:
         return
     tree.noted.add(id(node))
+    tree.storages.memory.take(_WALKED + sum(map(len, path)))
     names = _names(node)
     if not names:
         return
@@ -301,6 +316,7 @@ def _add_module(tree: Tree, node: Any, path: tuple[str, ...], steps: Steps) -> N
 
 def _add_loose(tree: Tree, key: str, node: Any, steps: Steps) -> None:
     key = free(key, tree.loose_steps)
+    tree.storages.memory.take(_ENTRY + len(key) + _STEP * len(steps))
     tree.loose.append(entry_of(key, node, tree.storages))
     tree.loose_steps[key] = steps
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Span, Storage, Unreached
 from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import Global, Pickle, loads
+from ckpttool.formats.containers.pickle_tree import Origin, Pickle, check_size, loads
 from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
 from ckpttool.formats.containers.zip_place import ALIGNMENT
 from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.records import changed_records, dumped, key_of
-from ckpttool.formats.torch.tensors import Carried, Storages, is_torch
+from ckpttool.formats.torch.tensors import Carried, Storages
 from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
 from ckpttool.formats.torch.write_tree import changed_root, fresh_root
 from ckpttool.io.pieces import Edited, Pieces
-from ckpttool.limits import limits
+from ckpttool.limits import Memory, limits
 from ckpttool.many import many_objects
 from ckpttool.values import dataclass
 
@@ -65,7 +65,6 @@ def read_from(archive: Archive, source: str) -> Checkpoint:
             nbytes=archive.length,
             sections=tuple(place.section for place in tree.places.values()),
             others=tuple(tree.others),
-            globals=foreign(pickle.globals),
             container=Container(archive, folder, pickle, tree),
             notes=tuple(tree.notes),
             unreached=tree.unreached,
@@ -91,11 +90,22 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
     """
     folder = _folder(archive)
     check_byteorder(archive, folder)
-    data = read_record(archive, archive.by_name[folder + "data.pkl"], limits().pickle_bytes)
-    pickle = loads(data)
+    pickle = read_pickle(archive, folder + "data.pkl")
+    memory = pickle.memory or Memory(archive.length)
+    return folder, pickle, Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes), memory, pickle.end)
+
+
+def read_pickle(archive: Archive, name: str) -> Pickle:
+    """The pickle in the record `name`. Raises `CkptError` where it is damaged, or there is more than a pickle in it."""
+    record = archive.by_name[name]
+    span = archive.span(record)
+    origin = Origin(archive.path, archive.length, name, span.offset, span.offset + span.length)
+    check_size(record.size, origin)
+    data = read_record(archive, record, limits().pickle_bytes)
+    pickle = loads(data, origin=origin)
     if pickle.end != len(data):
-        raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle")
-    return folder, pickle, Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes))
+        raise _unfit(archive, f"{len(data) - pickle.end} bytes follow the pickle in {name}")
+    return pickle
 
 
 def _folder(archive: Archive) -> str:
@@ -131,21 +141,6 @@ def find_storage(archive: Archive, folder: str, key: str, nbytes: int) -> Storag
     if not 0 <= record.nbytes - nbytes < 16:  # a storage need not be a whole number of elements
         raise _unfit(archive, f"storage {key} is {record.nbytes} bytes, its tensors say {nbytes}")
     return Storage(archive.span(record))
-
-
-_CONTAINERS = frozenset(("set", "frozenset", "list", "dict", "tuple", "bytearray", "slice", "range", "xrange"))
-_SCALARS = frozenset(("int", "float", "str", "bytes", "complex", "bool", "unicode", "long"))
-_PYTHON = {
-    "collections": frozenset(("OrderedDict", "defaultdict", "Counter", "deque")),
-    "builtins": _CONTAINERS | _SCALARS,
-    "__builtin__": _CONTAINERS | _SCALARS,  # its name in pickles that Python 2 can read
-    "_codecs": frozenset(("encode",)),
-}
-
-
-def foreign(globals: Sequence[Global]) -> tuple[str, ...]:
-    """The names that are neither torch's nor of Python's own containers, sorted."""
-    return tuple(sorted({str(g) for g in globals if not is_torch(g) and g.name not in _PYTHON.get(g.module, ())}))
 
 
 def _unfit(archive: Archive, message: str) -> CkptError:

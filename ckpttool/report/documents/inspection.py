@@ -7,11 +7,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckpttool.checkpoint import Section
+from ckpttool.imports import DANGEROUS, KNOWN, UNKNOWN
 from ckpttool.keys import dotted
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection, names_in_file
 from ckpttool.report.collapse import Group, collapse
-from ckpttool.report.document import Cell, Column, Document, Inline, Listing, Note, Table, shortened
+from ckpttool.report.document import Cell, Column, Document, Inline, Listing, Note, Role, Table, shortened
 from ckpttool.report.documents.listing import of_inspection
 from ckpttool.report.documents.tree import tree
 from ckpttool.words import human_bytes, number, plural, shape_text
@@ -33,7 +34,9 @@ def document(
     tensors = sum(len(section.all_tensors()) for section in checkpoint.sections)
     verdict = f"{checkpoint.format}, {plural(tensors, 'tensor')}, {human_bytes(checkpoint.nbytes)} on disk"
     limit = None if all else _ROWS
+    dangerous = any(one.verdict == DANGEROUS for one in checkpoint.imports)
     tables = (
+        *([_imports(inspection)] if dangerous else []),
         _sections(inspection),
         _dtypes(inspection),
         shortened(_tensors(inspection, all, by_bytes), limit) if depth is None else tree(checkpoint, depth, by_bytes),
@@ -43,7 +46,7 @@ def document(
         shortened(_parameters(inspection), limit),
         shortened(_aliases(inspection), limit),
         shortened(_extras(inspection), limit),
-        shortened(_globals(inspection), limit),
+        *([] if dangerous else [shortened(_imports(inspection), limit)]),
         shortened(_metadata(inspection, all), limit),
     )
     notes = [Note(note, "warning") for note in inspection.notes]
@@ -182,9 +185,20 @@ def _extras(inspection: Inspection) -> Table:
     return Table("Not tensors, carried as they are", (Column("key", "key"),), tuple((key,) for key in keys))
 
 
-def _globals(inspection: Inspection) -> Table:
-    rows: tuple[tuple[Inline, ...], ...] = tuple((name,) for name in inspection.checkpoint.globals)
-    return Table("Foreign pickled classes and functions, never run", (Column("name", "key"),), rows)
+_STYLES: dict[str, Role] = {DANGEROUS: "bad", UNKNOWN: "warn", KNOWN: "ok"}
+
+
+def _imports(inspection: Inspection) -> Table:
+    """A line for each import, dangerous ones first, with its place and its calls."""
+    imports = inspection.checkpoint.imports
+    several = len({one.file for one in imports}) > 1
+    rows: list[tuple[Inline, ...]] = []
+    for one in imports:
+        place = f"{one.file}: {one.place}" if several and one.member else one.place
+        calls = [*one.calls, *([f"{number(one.called - len(one.calls))} more"] if one.called > len(one.calls) else [])]
+        rows.append((one.name, Cell(one.verdict, _STYLES[one.verdict]), place, "; ".join(calls)))
+    columns = (Column("name", "key"), Column("verdict"), Column("where"), Column("called"))
+    return Table("Pickle imports (never executed)", columns, tuple(rows))
 
 
 def _cut(text: str, all: bool) -> str:

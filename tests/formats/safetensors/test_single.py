@@ -17,6 +17,7 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Lazy, Section, Span, Sto
 from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.safetensors import single as st_format
 from ckpttool.formats.safetensors.single import layout, layout_in_place, read
+from ckpttool.imports import Import
 from files import write_pieces
 
 F32 = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
@@ -418,7 +419,7 @@ def test_everything_that_does_not_fit_is_named(tmp_path):
 )
 def test_of_torchaos_tensors_the_hint_is_its_own_way(names, says):
     with pytest.raises(Refused) as caught:
-        layout(of(computed("c", "complex128", 1), globals=names))
+        layout(of(computed("c", "complex128", 1), imports=tuple(Import(name, "unknown", "", "", 0) for name in names)))
     assert ("with torchao: python -c" in caught.value.hint) == says
 
 

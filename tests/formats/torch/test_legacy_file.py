@@ -120,7 +120,7 @@ def test_all_that_a_training_holds_comes_along(tmp_path):
     assert {s.path: s.kind for s in checkpoint.sections if s.path in ("model", "optimizer")} == {
         "model": "state_dict", "optimizer": "optimizer"
     }  # fmt: skip
-    assert "argparse.Namespace" in checkpoint.globals
+    assert "argparse.Namespace" in open_checkpoint(path).globals
     found = torch.load(converted(path, tmp_path / "new.pt"), weights_only=False)
     assert_same(found["model"], state["model"])
     assert found["model"]._metadata == state["model"]._metadata

@@ -27,6 +27,7 @@ from ckpttool.errors import CkptError, Refused
 from ckpttool.formats.containers.pickle_tree import Call, Global, Persistent, dumps, loads
 from ckpttool.formats.containers.zip_archive import read_archive
 from ckpttool.formats.containers.zip_layout import NewRecord, layout_archive
+from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.torch.rebuild import Rebuilder, is_parameter
 from ckpttool.formats.torch.tensors import Carried, bare, kind
 from ckpttool.formats.torch.zip_file import layout, layout_in_place, of_tensor, read
@@ -251,7 +252,7 @@ def training() -> dict[str, Any]:
 
 def test_sections_of_a_training_checkpoint(tmp_path: Path) -> None:
     value = training()
-    checkpoint = read(saved(tmp_path, value))
+    checkpoint = open_checkpoint(saved(tmp_path, value))
     kinds = {section.path: section.kind for section in checkpoint.sections}
     assert kinds == {"model": "state_dict", "optimizer": "optimizer", "rng.1": "state_dict", "": "other"}
     model = checkpoint.section("model")
@@ -374,7 +375,7 @@ def test_foreign_classes_need_not_be_installed(tmp_path: Path) -> None:
     fixed = NewRecord(name, renamed[record.data : record.data + record.nbytes])
     path = write_pieces(layout_archive(archive, [fixed, *archive.records[1:]]), tmp_path / "foreign.pt")
     out = rewritten(tmp_path, with_keys(read(path), "model", "module.".__add__))
-    assert "x" * len(__name__) + ".Foreign" in read(out).globals
+    assert "x" * len(__name__) + ".Foreign" in open_checkpoint(str(out)).globals
     with pytest.raises(ModuleNotFoundError):
         load(out)
 

@@ -14,7 +14,7 @@ from ckpttool.formats.containers.pickle_tree.nodes import (
     PickledSet,
 )
 from ckpttool.formats.containers.pickle_tree.opcodes import check_key
-from ckpttool.formats.containers.pickle_tree.reader import loads
+from ckpttool.formats.containers.pickle_tree.reader import Origin, check_size, collected, loads
 from ckpttool.formats.containers.pickle_tree.writer import dumps
 
 __all__ = [
@@ -22,10 +22,13 @@ __all__ = [
     "ByteString",
     "Call",
     "Global",
+    "Origin",
     "Persistent",
     "Pickle",
     "PickledSet",
     "check_key",
+    "check_size",
+    "collected",
     "dumps",
     "loads",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpttool.imports import Import
+from ckpttool.limits import Memory
 from ckpttool.values import dataclass
 
 
@@ -70,10 +72,14 @@ class Call:
 class Pickle:
     """One pickle: its object, the protocol it was written in, and the offset behind its last byte.
 
-    `globals` are all that it imports, in order and with repeats, also where nothing in the tree refers to it any more.
+    `globals` are all that it imports, in order and with repeats, also where nothing in the tree refers to it any more;
+    `imports` are those that are not torch's own, once each, with their calls. `memory` is what is left for whatever is
+    made of the tree; None for a tree that was not read.
     """
 
     root: Any
     protocol: int
     end: int = 0
     globals: tuple[Global, ...] = ()
+    imports: tuple[Import, ...] = ()
+    memory: Memory | None = None

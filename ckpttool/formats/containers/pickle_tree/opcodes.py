@@ -12,6 +12,7 @@ from dataclasses import field
 from typing import Any
 
 from ckpttool.formats.containers.pickle_tree.nodes import ABSENT, ByteString, Call, Global, Persistent, PickledSet
+from ckpttool.imports import OWN, verdict
 from ckpttool.limits import limits
 from ckpttool.values import dataclass
 from ckpttool.words import a
@@ -21,16 +22,40 @@ PROTO = 0x80
 
 
 @dataclass(slots=True)
+class Imported:
+    """An import that is not torch's own: the byte of its opcode, and every call of it or of what it returned."""
+
+    name: Global
+    verdict: str
+    offset: int
+    calls: list[Call] = field(default_factory=list)
+    called: int = 0
+
+
+@dataclass(slots=True)
 class State:
     """What the opcodes need beside stack and memo: the stack's height at each open mark, and the globals so far.
 
-    `persistent` makes the node of a persistent id; so many marks may be open at a time.
+    `persistent` makes the node of a persistent id; so many marks may be open at a time. `left` are the bytes of memory
+    that the tree may still take. `imported` are the imports that are not torch's own, `watched` the same by the id of
+    the nodes that they made.
     """
 
     persistent: Callable[[Any], Any]
     most_marks: int
+    left: int = 1 << 40
     marks: list[int] = field(default_factory=list)
     globals: list[Global] = field(default_factory=list)
+    imported: dict[Global, Imported] = field(default_factory=dict)
+    watched: dict[int, Imported] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)  # the nodes in `watched`, so that their ids stay theirs
+
+
+# Bytes of memory that a node takes in Python, from above: `State.left` counts them. What is only pushed takes less than
+# ten bytes for each of the pickle's, and is not counted.
+_LIST, _DICT, _SET, _TUPLE, _CALL, _GLOBAL, _IMPORT, _REFERENCE = 72, 72, 128, 64, 112, 200, 600, 120
+_ITEM, _PAIR, _FIRST_PAIR, _MEMO, _TEXT = 10, 72, 168, 80, 64
+_MOST_CALLS = 5  # of an import that are kept with their arguments
 
 
 # A handler gets the pickle, the offset behind its opcode, the stack, the memo and the rest of the state; it returns the
@@ -73,8 +98,8 @@ def _unpacked(code: str) -> Handler:
     return push
 
 
-def _sized(width: int, make: Callable[[bytes], Any]) -> Handler:
-    """An object made of the bytes that follow their length, `width` bytes wide."""
+def _sized(width: int, make: Callable[[bytes], Any], wide: int = 1) -> Handler:
+    """An object made of the bytes that follow their length, `width` bytes wide; `wide` bytes for each if not ASCII."""
 
     def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
         body = at + width
@@ -82,7 +107,9 @@ def _sized(width: int, make: Callable[[bytes], Any]) -> Handler:
         end = body + length
         if end > len(data):
             raise ValueError(f"{length} bytes are announced, {len(data) - body} are left")
-        stack.append(make(data[body:end]))
+        part = data[body:end]
+        state.left -= _TEXT + (length if wide == 1 or part.isascii() else wide * length)
+        stack.append(make(part))
         return end
 
     return push
@@ -91,6 +118,7 @@ def _sized(width: int, make: Callable[[bytes], Any]) -> Handler:
 def _lined(make: Callable[[bytes], Any]) -> Handler:
     def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
         text, at = _line(data, at)
+        state.left -= _TEXT + 4 * len(text)
         stack.append(make(text))
         return at
 
@@ -99,6 +127,7 @@ def _lined(make: Callable[[bytes], Any]) -> Handler:
 
 def _put(width: int) -> Handler:
     def put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+        state.left -= _MEMO
         memo[int.from_bytes(data[at : at + width], "little")] = stack[-1]
         return at + width
 
@@ -125,6 +154,7 @@ def _short_get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], sta
 
 def _line_put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     text, at = _line(data, at)
+    state.left -= _MEMO + len(text)
     memo[_integer(text)] = stack[-1]
     return at
 
@@ -136,6 +166,7 @@ def _line_get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], stat
 
 
 def _memoize(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+    state.left -= _MEMO
     memo[len(memo)] = stack[-1]
     return at
 
@@ -176,17 +207,19 @@ def _skip(width: int) -> Handler:
     return skip
 
 
-def _empty(make: Callable[[], Any]) -> Handler:
+def _empty(make: Callable[[], Any], cost: int) -> Handler:
     def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+        state.left -= cost
         stack.append(make())
         return at
 
     return push
 
 
-def _marked(make: Callable[[list[Any]], Any]) -> Handler:
+def _marked(make: Callable[[list[Any]], Any], cost: int, item: int = _ITEM) -> Handler:
     def push(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
         found = _above_mark(stack, state)
+        state.left -= cost + item * len(found)
         stack.append(make(found))
         return at
 
@@ -194,28 +227,33 @@ def _marked(make: Callable[[list[Any]], Any]) -> Handler:
 
 
 def _tuple1(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+    state.left -= _TUPLE
     stack[-1] = (stack[-1],)
     return at
 
 
 def _tuple2(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     last = stack.pop()
+    state.left -= _TUPLE
     stack[-1] = (stack[-1], last)
     return at
 
 
 def _tuple3(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+    state.left -= _TUPLE
     stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
     return at
 
 
 def _append(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+    state.left -= _LIST
     _extend(stack[-2], [stack.pop()])
     return at
 
 
 def _appends(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     found = _above_mark(stack, state)
+    state.left -= _LIST + _ITEM * len(found)
     _extend(stack[-1], found)
     return at
 
@@ -224,6 +262,7 @@ def _additems(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], stat
     found = _above_mark(stack, state)
     if type(stack[-1]) is not PickledSet or stack[-1].frozen:
         raise TypeError("items are added to what is no set")
+    state.left -= _ITEM * len(found)
     stack[-1].items.extend(found)
     return at
 
@@ -243,12 +282,14 @@ def _extend(owner: Any, items: list[Any]) -> None:
 def _setitem(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     value = stack.pop()
     key = stack.pop()
+    state.left -= _FIRST_PAIR
     _update(stack[-1], [key], [value])
     return at
 
 
 def _setitems(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     found = _above_mark(stack, state)
+    state.left -= _FIRST_PAIR + _PAIR * (len(found) // 2)
     _update(stack[-1], found[::2], found[1::2])
     return at
 
@@ -293,15 +334,41 @@ def _dict(found: list[Any]) -> dict[Any, Any]:
 
 
 def _global(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+    start = at - 1
     module, at = _line(data, at)
     name, at = _line(data, at)
-    _import(Global(module.decode(), name.decode()), stack, state)
+    _import(Global(module.decode(), name.decode()), start, stack, state)
     return at
 
 
-def _import(name: Global, stack: list[Any], state: State) -> None:
+def _import(name: Global, start: int, stack: list[Any], state: State) -> None:
+    state.left -= _GLOBAL + 4 * (len(name.module) + len(name.name))
     state.globals.append(name)
     stack.append(name)
+    found = verdict(name.module, name.name)
+    if found != OWN:
+        if name not in state.imported:
+            state.left -= _IMPORT
+            state.imported[name] = Imported(name, found, start)
+        _watch(name, state.imported[name], state)
+
+
+def _watch(node: Any, imported: Imported, state: State) -> None:
+    state.left -= _MEMO
+    state.watched[id(node)] = imported
+    state.kept.append(node)
+
+
+def _call(call: Call, stack: list[Any], state: State) -> None:
+    """Puts the call in the place of what is called, and notes it if that is an import, or what a call of one made."""
+    state.left -= _CALL
+    imported = state.watched.get(id(call.func)) if state.watched else None
+    if imported is not None:
+        imported.called += 1
+        if len(imported.calls) < _MOST_CALLS:
+            imported.calls.append(call)
+        _watch(call, imported, state)
+    stack[-1] = call
 
 
 def _stack_global(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
@@ -309,7 +376,7 @@ def _stack_global(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], 
     module = stack.pop()
     if type(name) is not str or type(module) is not str:
         raise TypeError("a global's name is no string")
-    _import(Global(module, name), stack, state)
+    _import(Global(module, name), at - 1, stack, state)
     return at
 
 
@@ -318,7 +385,7 @@ def _called(how: str) -> Handler:
         args = stack.pop()
         if type(args) is not tuple:
             raise TypeError("the arguments of a call are no tuple")
-        stack[-1] = Call(stack[-1], args, how)
+        _call(Call(stack[-1], args, how), stack, state)
         return at
 
     return call
@@ -329,14 +396,21 @@ def _newobj_ex(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], sta
     args = stack.pop()
     if type(args) is not tuple or type(kwargs) is not dict:
         raise TypeError("the arguments of a call are no tuple and dict")
-    stack[-1] = Call(stack[-1], args, "NEWOBJ_EX", kwargs)
+    _call(Call(stack[-1], args, "NEWOBJ_EX", kwargs), stack, state)
     return at
 
 
 def _inst(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     found = _above_mark(stack, state)
     at = _global(data, at, stack, memo, state)
-    stack[-1] = Call(stack[-1], tuple(found), "OBJ")
+    _call(Call(stack[-1], tuple(found), "OBJ"), stack, state)
+    return at
+
+
+def _obj(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
+    func, *args = _above_mark(stack, state)
+    stack.append(func)
+    _call(Call(func, tuple(args), "OBJ"), stack, state)
     return at
 
 
@@ -350,6 +424,7 @@ def _build(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: 
 
 def _persid(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     text, at = _line(data, at)
+    state.left -= _REFERENCE
     stack.append(state.persistent(text.decode("ascii")))
     return at
 
@@ -357,6 +432,7 @@ def _persid(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state:
 def _binpersid(data: bytes, at: int, stack: list[Any], memo: dict[int, Any], state: State) -> int:
     if type(stack[-1]) not in (tuple, str):
         raise TypeError("a persistent id is neither a tuple nor a string")
+    state.left -= _REFERENCE
     stack[-1] = state.persistent(stack[-1])
     return at
 
@@ -407,10 +483,6 @@ def _little_endian(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _object(found: list[Any]) -> Call:
-    return Call(found[0], tuple(found[1:]), "OBJ")
-
-
 def _frozenset(found: list[Any]) -> PickledSet:
     return PickledSet(found, frozen=True)
 
@@ -438,29 +510,29 @@ _TABLE: dict[bytes, Handler] = {
     b"T": _sized(4, _py2_text),
     b"U": _sized(1, _py2_text),
     b"V": _lined(lambda line: line.decode("raw_unicode_escape")),
-    b"X": _sized(4, _text),
-    b"\x8c": _sized(1, _text),
-    b"\x8d": _sized(8, _text),
+    b"X": _sized(4, _text, 4),
+    b"\x8c": _sized(1, _text, 4),
+    b"\x8d": _sized(8, _text, 4),
     b"B": _sized(4, bytes),
     b"C": _sized(1, bytes),
     b"\x8e": _sized(8, bytes),
     b"\x96": _sized(8, bytearray),
     b")": _push(()),
-    b"t": _marked(tuple),
+    b"t": _marked(tuple, _TUPLE),
     b"\x85": _tuple1,
     b"\x86": _tuple2,
     b"\x87": _tuple3,
-    b"]": _empty(list),
-    b"l": _marked(list),
+    b"]": _empty(list, _LIST),
+    b"l": _marked(list, _LIST),
     b"a": _append,
     b"e": _appends,
-    b"}": _empty(dict),
-    b"d": _marked(_dict),
+    b"}": _empty(dict, _DICT),
+    b"d": _marked(_dict, _FIRST_PAIR, _PAIR),
     b"s": _setitem,
     b"u": _setitems,
-    b"\x8f": _empty(lambda: PickledSet([])),
+    b"\x8f": _empty(lambda: PickledSet([]), _SET),
     b"\x90": _additems,
-    b"\x91": _marked(_frozenset),
+    b"\x91": _marked(_frozenset, _SET),
     b"p": _line_put,
     b"q": _short_put,
     b"r": _put(4),
@@ -474,7 +546,7 @@ _TABLE: dict[bytes, Handler] = {
     b"\x81": _called("NEWOBJ"),
     b"\x92": _newobj_ex,
     b"i": _inst,
-    b"o": _marked(_object),
+    b"o": _obj,
     b"b": _build,
     b"P": _persid,
     b"Q": _binpersid,
