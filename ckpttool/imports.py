@@ -6,6 +6,7 @@ Nothing is imported here to find out: the verdict comes from the name alone.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 from ckpttool.dtypes import BY_NAME, BY_STORAGE
@@ -46,7 +47,7 @@ def in_order(imports: list[Import]) -> tuple[Import, ...]:
     return tuple(sorted(dict.fromkeys(imports), key=lambda one: (VERDICTS.index(one.verdict), one.name)))
 
 
-def dangerous(imports: tuple[Import, ...]) -> tuple[Import, ...]:
+def dangerous(imports: Iterable[Import]) -> tuple[Import, ...]:
     """Return those of the imports that run code."""
     return tuple(one for one in imports if one.verdict == DANGEROUS)
 

@@ -86,6 +86,9 @@ class OutputOptions:
     verify: Annotated[
         bool, option("--verify", help="Prove that OUT holds every tensor: read it back, or by its store's checksums.")
     ] = False
+    keep_pickled_code: Annotated[
+        bool, option("--keep-pickled-code", help="Write dangerous pickle imports too, which run when OUT is loaded.")
+    ] = False
     no_fsync: Annotated[bool, option("--no-fsync", help="Do not wait until the disk has the bytes.")] = False
 
     def target(self, source: str) -> str | None:

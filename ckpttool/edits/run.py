@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.cost import cost_of
+from ckpttool.edits.pickled_code import check_code, copied
 from ckpttool.edits.ranks.recognise import made_whole, put_together
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
@@ -21,8 +22,11 @@ from ckpttool.evaluate.apply import Runner
 from ckpttool.evaluate.compare import fingerprints
 from ckpttool.expression import LOADED, SAVED
 from ckpttool.formats.containers import json_text
+from ckpttool.formats.containers.pickle_tree import dangerous_written
 from ckpttool.formats.fit import check_in_place, fit, loses_versions, losses
 from ckpttool.formats.huggingface.plan_shards import parse_size
+from ckpttool.formats.torch.pickled_code import entries_with_code
+from ckpttool.imports import dangerous
 from ckpttool.io.edit_in_place import Written
 from ckpttool.io.pieces import Files
 from ckpttool.names import RUNTIME, SERIALIZED
@@ -248,13 +252,13 @@ def _write(
         notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
     done = replace(done, result=output, notes=notes)
     if options.dry_run:
-        files, copies = target.lay_out(output, _shard_size(options)), options.link == "copy" and not options.in_place
+        files, copies = _laid_out(options, target, output), options.link == "copy" and not options.in_place
         return _with_undo(
             replace(done, cost=cost_of(files, copies)), _edited(options, writer, target, output), writer, target, files
         )
     expected = fingerprints(output) if options.verify and options.in_place else output
     written = _edited(options, writer, target, output)
-    files = target.lay_out(output, _shard_size(options)) if written is None or written.way == "copied" else {}
+    files = _laid_out(options, target, output) if written is None or written.way == "copied" else {}
     done = _with_undo(done, written, writer, target, files)
     if files:
         writer.target(target, files, _of_values(done))
@@ -272,6 +276,21 @@ def _with_undo(done: Remap, written: Written | None, writer: Writer, target: Tar
     kept = written.kept if written.way == "edited" else writer.replaced(target, files)
     changes = written.way == "copied" or written.nbytes
     return replace(done, written=written, undo=undo_of(target.path, kept) if writer.keep and changes else None)
+
+
+def _laid_out(options: RemapOptions, target: Target, output: Checkpoint) -> Files:
+    """The files of the output. Raises `Refused` if they would run code when they are loaded, unless that is asked for.
+
+    What is laid out inside of a program is written later, so all that the program imports counts.
+    """
+    with dangerous_written() as names:
+        files = target.lay_out(output, _shard_size(options))
+    names |= copied(output.imports, files)
+    if target.format.name == "pt2":
+        names |= {one.name for one in dangerous(output.imports)}
+    if not options.keep_pickled_code:
+        check_code(output, names)
+    return files
 
 
 def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
@@ -309,7 +328,12 @@ def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Check
         return None
     if options.copy or options.max_shard_size is not None:
         return Written("copied", reason="asked for")
-    return writer.edit(target, target.lay_in_place(fitted), dry_run=options.dry_run)
+    with dangerous_written() as names:
+        files = target.lay_in_place(fitted)
+    if files is not None and not options.keep_pickled_code:
+        stays = () if names or target.format.name == "torch_zip" else dangerous(fitted.imports)
+        check_code(fitted, names | {one.name for one in stays})
+    return writer.edit(target, files, dry_run=options.dry_run)
 
 
 def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, done: Remap) -> Remap:
@@ -322,6 +346,8 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
     if versions:
         _check_versions(model, "rank files have", "write one torch file: --to serialized -o OUT.pt")
     models = [section.path for section in sections]
+    if not options.keep_pickled_code:
+        check_code(done.result, {name for _, name in entries_with_code(done.result)})
     ranks = scatter(done.result, models, options.to or "", names, units, world_size)
     if options.out is not None and not options.dry_run:
         done = replace(done, verified=writer.ranks(ranks, options.out, _of_values(done)))

@@ -29,7 +29,7 @@ PART = 1 << 24  # bytes of one part of a multipart upload; about three of them a
 _PARTS = 9_000  # a store takes 10,000
 _MIB = 1 << 20
 # Schemes of object stores, whose drivers show a file when it is closed, or never.
-_AT_CLOSE = frozenset("s3 s3a gs gcs abfs abfss az hf oss oci".split())
+_AT_CLOSE = frozenset("s3 s3a gs gcs abfs abfss az hf oss oci".split())  # noqa: SIM905 - read like a table
 _LOCAL = ("file", "local")
 
 

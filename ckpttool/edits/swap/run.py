@@ -6,15 +6,18 @@ from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.cost import cost_of
+from ckpttool.edits.pickled_code import check_code
 from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Swap, swap
 from ckpttool.edits.undo import undo_of
 from ckpttool.edits.write import Writer
 from ckpttool.errors import CkptError
 from ckpttool.evaluate.compare import fingerprints
+from ckpttool.formats.containers.pickle_tree import collected
 from ckpttool.formats.pt2.archive import read_program, read_scripted
 from ckpttool.formats.recognise_file import sniff
 from ckpttool.formats.table import FORMATS
+from ckpttool.imports import dangerous
 from ckpttool.io.files import look_anew, size
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, split
@@ -37,7 +40,10 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     writer = Writer(path, options.force, options.in_place, fsync, options.verify, keep=not options.no_undo)
     if target is not None:
         writer.check_file(target, split(weights.source)[0])
-    deployed = _read(path, name, weights, options.out)
+    with collected() as imports:
+        deployed = _read(path, name, weights, options.out)
+    if not options.keep_pickled_code:
+        check_code(deployed, {one.name for one in dangerous(imports)})
     model = operand_of(options)
     new = model_section(read_for_model(weights, model))
     if model is not None and options.source_form is ModelForm.PRETRAINED:

@@ -28,6 +28,7 @@ from ckpttool.formats.torch.tree import extra_of
 from ckpttool.io.files import is_dir, is_file, names_in
 from ckpttool.io.paths import join, parent
 from ckpttool.values import dataclass
+from ckpttool.words import shell, some
 
 COPY = "copy the folder again, or take an older step: the file `latest` beside it names the one that DeepSpeed loads"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
@@ -197,10 +198,20 @@ def _of_one_run(files: Sequence[File], keys: Sequence[str], inside: str | None =
 
 
 def zero_stage(file: File) -> int:
-    """1, 2 or 3, as the optimizer's file says."""
-    stage = plain(mapping(file.items, "optimizer_state_dict").get("zero_stage"))
+    """1, 2 or 3, as the optimizer's file says. Raises `CkptError` for a file that says something else."""
+    state = mapping(file.items, "optimizer_state_dict")
+    stage = plain(state.get("zero_stage"))
     if stage not in (1, 2, 3):
-        raise malformed(f"{file.path}: ZeRO stage {stage!r}")
+        said = f"its ZeRO stage is {stage!r}" if "zero_stage" in state else "it has no ZeRO stage"
+        have = some([str(key) for key in state if type(key) is str], 8) or "nothing"
+        folder = parent(file.path)
+        run = parent(folder) if is_file(join(parent(folder), "latest")) else folder
+        whole = shell("python", "-m", "deepspeed.utils.zero_to_fp32", run, "OUT")
+        raise CkptError(
+            f"{file.path}: {said}, and only the optimizer states of stages 1, 2 and 3 can be put together; "
+            f"its optimizer_state_dict holds {have}",
+            hint=f"let DeepSpeed gather the weights: {whole}; or {_put_together(folder)}",
+        )
     return int(stage)
 
 

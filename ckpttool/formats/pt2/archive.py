@@ -26,7 +26,7 @@ from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
 from ckpttool.formats.torch.tensors import Carried
 from ckpttool.io.pieces import Edited, Pieces, nbytes_of
-from ckpttool.io.ranges import stream
+from ckpttool.io.ranges import read_span, stream
 from ckpttool.keys import dotted
 
 FORMAT = "pt2"
@@ -48,15 +48,20 @@ def read(path: str) -> Checkpoint:
     archive = read_archive(path)
     found = _programs(archive)
     programs = [_read(archive, found, name) for name in found]
-    left = _unreached(archive, programs)
+    left, unread = _unreached(archive, programs), _read_imports(archive)
     if len(found) == 1:
-        return replace(_checkpoint(path, archive, programs[0]), unreached=left)
+        one = _checkpoint(path, archive, programs[0])
+        return replace(one, unreached=left, notes=(*one.notes, *unread))
     sections = tuple(
         replace(section, path=dotted(program.name, section.path))
         for program in programs
         for section in program.sections
     )
-    notes = (f"{len(found)} programs: {', '.join(found)}", *(note for program in programs for note in program.notes))
+    notes = (
+        f"{len(found)} programs: {', '.join(found)}",
+        *(note for program in programs for note in program.notes),
+        *unread,
+    )
     return Checkpoint(path, FORMAT, archive.length, sections, notes=notes, unreached=left)
 
 
@@ -90,7 +95,36 @@ def read_program(path: str, name: str | None = None) -> Checkpoint:
     name = next(iter(found)) if name is None else name
     if name not in found:
         raise CkptError(f"{path} holds no program {name}", hint=f"it holds {', '.join(found)}")
+    _read_imports(archive)
     return _checkpoint(path, archive, _read(archive, found, name))
+
+
+_PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(?<!\.json)")
+_BARE = re.compile(r"data/constants/opaque_obj_.+")  # a pickle by itself, which torch hands to Python's
+
+
+def _read_imports(archive: Archive) -> tuple[str, ...]:
+    """Read the pickles of all records that torch unpickles, for what they import; notes on those that cannot be read.
+
+    `formats.containers.pickle_tree.collected` has the imports. Raw weights are no pickles.
+    """
+    notes = []
+    root = root_of(archive)
+    for record in archive.records:
+        name = record.name.removeprefix(root)
+        if not _PICKLED.fullmatch(name) or not record.nbytes:
+            continue
+        try:
+            if _BARE.fullmatch(name):
+                torch_zip.read_pickle(archive, record.name)
+            elif record.nbytes > 4 and bytes(read_span(replace(archive.span(record), length=4))) == b"PK\3\4":
+                inner = read_archive(archive.path, archive.base + record.data, record.nbytes)
+                for own in inner.records:
+                    if own.name.endswith(".pkl"):
+                        torch_zip.read_pickle(inner, own.name)
+        except CkptError as error:
+            notes.append(f"{name} is not read as a pickle, so its imports are not known: {error.message}")
+    return tuple(notes)
 
 
 def read_scripted(path: str) -> Checkpoint:

@@ -23,7 +23,9 @@ from ckpttool.formats.torch.tensors import MOST
 from ckpttool.keys import dotted, is_flat
 from ckpttool.words import some
 
-_COUNTER = re.compile(r"step|epoch|iter")  # in the name of what all ranks count alike
+# What all ranks count alike: words in the name of a number.
+_COUNTERS = frozenset(("step", "steps", "epoch", "epochs", "iter", "iters", "iteration", "iterations"))
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a name in snake_case or CamelCase
 _ABSENT = object()
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ class Merge:
         self.notes += [f"not carried: {key}, which rank 0 has not" for key in alone]
         said = [_plain_values(rank) for rank in ranks]
         for key in dict.fromkeys(key for own in said for key in own):
-            if _COUNTER.search(key.lower()):
+            if not _COUNTERS.isdisjoint(word.lower() for word in _WORD.findall(key)):
                 self._is_one(key, [own.get(key, _ABSENT) for own in said])
 
     def _is_one(self, way: str, values: Sequence[Any]) -> bool:

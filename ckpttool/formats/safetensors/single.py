@@ -27,30 +27,10 @@ from ckpttool.io.ranges import read_span
 FORMAT = "safetensors"
 
 # The reference writer's order, by ascending alignment; the data is laid out from the last to the first.
-_ORDER = [
-    "BOOL",
-    "F4",
-    "F6_E2M3",
-    "F6_E3M2",
-    "U8",
-    "I8",
-    "F8_E5M2",
-    "F8_E4M3",
-    "F8_E8M0",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
-    "I16",
-    "U16",
-    "F16",
-    "BF16",
-    "I32",
-    "U32",
-    "F32",
-    "C64",
-    "F64",
-    "I64",
-    "U64",
-]
+_ORDER = """
+    BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ
+    I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64
+""".split()  # noqa: SIM905 - one line of the reference a line here
 _RANK = {code: rank for rank, code in enumerate(_ORDER)}
 
 

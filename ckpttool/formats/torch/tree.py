@@ -23,7 +23,7 @@ _MAX_DEPTH = 200  # containers inside each other; below that nothing is looked f
 
 # A pickle can share: a few bytes make a section stand at any number of places. Where it pickles a state dict once, this
 # many bytes of the pickle (a tensor takes 110) allow one entry at a further place, and so many are always allowed.
-_PICKLED, _LEAST_AGAIN = 16, 1000
+_PICKLED, _LEAST_AGAIN = 16, 10_000
 
 # Bytes of memory, from above: of a container that was looked into, of a way for each step, of an entry, of a section.
 _WALKED, _STEP, _ENTRY, _SECTION = 150, 16, 500, 1000

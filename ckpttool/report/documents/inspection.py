@@ -195,7 +195,9 @@ def _imports(inspection: Inspection) -> Table:
     rows: list[tuple[Inline, ...]] = []
     for one in imports:
         place = f"{one.file}: {one.place}" if several and one.member else one.place
-        calls = [*one.calls, *([f"{number(one.called - len(one.calls))} more"] if one.called > len(one.calls) else [])]
+        calls = list(one.calls) if one.verdict != KNOWN else []
+        if calls and one.called > len(calls):
+            calls.append(f"{number(one.called - len(calls))} more")
         rows.append((one.name, Cell(one.verdict, _STYLES[one.verdict]), place, "; ".join(calls)))
     columns = (Column("name", "key"), Column("verdict"), Column("where"), Column("called"))
     return Table("Pickle imports (never executed)", columns, tuple(rows))

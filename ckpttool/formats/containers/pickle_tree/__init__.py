@@ -15,7 +15,7 @@ from ckpttool.formats.containers.pickle_tree.nodes import (
 )
 from ckpttool.formats.containers.pickle_tree.opcodes import check_key
 from ckpttool.formats.containers.pickle_tree.reader import Origin, check_size, collected, loads
-from ckpttool.formats.containers.pickle_tree.writer import dumps
+from ckpttool.formats.containers.pickle_tree.writer import dangerous_written, dumps
 
 __all__ = [
     "ABSENT",
@@ -29,6 +29,7 @@ __all__ = [
     "check_key",
     "check_size",
     "collected",
+    "dangerous_written",
     "dumps",
     "loads",
 ]

@@ -7,7 +7,9 @@ protocol 2, later ones as themselves without frames.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from types import FunctionType
 from typing import Any
@@ -21,8 +23,23 @@ from ckpttool.formats.containers.pickle_tree.nodes import (
     Pickle,
     PickledSet,
 )
+from ckpttool.imports import DANGEROUS, verdict
 
 _BATCH = 1000  # items an APPENDS or SETITEMS takes, as in CPython
+
+
+_dangerous: ContextVar[set[str] | None] = ContextVar("dangerous", default=None)
+
+
+@contextmanager
+def dangerous_written() -> Iterator[set[str]]:
+    """Inside, the names of the dangerous imports that are written are added to the set."""
+    found: set[str] = set()
+    token = _dangerous.set(found)
+    try:
+        yield found
+    finally:
+        _dangerous.reset(token)
 
 
 def dumps(pickle: Pickle, references: list[Persistent] | None = None) -> bytes:
@@ -229,6 +246,9 @@ def _end_frozenset(writer: _Writer, node: PickledSet) -> None:
 
 
 def _save_global(writer: _Writer, node: Global) -> None:
+    noted = _dangerous.get()
+    if noted is not None and verdict(node.module, node.name) == DANGEROUS:
+        noted.add(str(node))
     words = f"{node.module}\n{node.name}\n"
     if writer.protocol < 4 and words.isascii() and words.count("\n") == 2:
         writer.out.append(b"c" + words.encode())
