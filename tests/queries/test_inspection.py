@@ -9,6 +9,7 @@ import torch
 
 import ckpttool
 from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section, Span, Storage, TensorEntry, contiguous_stride
+from ckpttool.imports import Import
 from ckpttool.queries.inspection import inspect
 from ckpttool.report import render
 from ckpttool.report.documents.inspection import document
@@ -39,7 +40,7 @@ TRAIN = Checkpoint(
     4096,
     (MODEL, Section("optimizer", "optimizer", (SPARSE,))),
     ("epoch",),
-    ("argparse.Namespace",),
+    (Import("argparse.Namespace", "unknown", "train.pt", "train/data.pkl", 7, ("argparse.Namespace()",), 1),),
 )
 
 
@@ -68,6 +69,17 @@ def test_the_object_of_the_contract() -> None:
             {"path": "optimizer", "kind": "optimizer", "tensors": 1, "bytes": 24, "wrappers": []},
         ],
         "globals": ["argparse.Namespace"],
+        "imports": [
+            {
+                "name": "argparse.Namespace",
+                "verdict": "unknown",
+                "file": "train.pt",
+                "member": "train/data.pkl",
+                "offset": 7,
+                "calls": ["argparse.Namespace()"],
+                "called": 1,
+            }
+        ],
         "extras": [{"section": "model", "key": "module.fp8._extra_state"}],
         "others": ["epoch"],
         "metadata": {},
@@ -109,9 +121,9 @@ Not tensors, carried as they are
   model.module.fp8._extra_state
   epoch
 
-Foreign pickled classes and functions, never run
-  name
-  argparse.Namespace
+Pickle imports (never executed)
+  name                verdict  where                   called
+  argparse.Namespace  unknown  train/data.pkl, byte 7  argparse.Namespace()
 """
 
 

@@ -78,7 +78,7 @@ def read(path: str) -> Checkpoint:
     leaves = {metadata.paths[key]: reader.node(key, item) for key, item in metadata.items.items()}
     root = nested(leaves)
     memory = Memory(nbytes + sum(sizes.values()))
-    storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory, nbytes)
+    storages = Storages(lambda key, nbytes: reader.rebuilder.storages[key], memory=memory, pickled=nbytes)
     for key, storage in reader.rebuilder.storages.items():
         storages.get(key, storage.nbytes)  # also those that no tensor looks at: the writer needs them all
 

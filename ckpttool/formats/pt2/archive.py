@@ -15,12 +15,13 @@ from shlex import quote
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Section, Span, Storage, TensorEntry, Unreached
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.containers.zip_archive import Archive, Record, read_archive, read_record
+from ckpttool.formats.containers.pickle_tree import unreadable
+from ckpttool.formats.containers.zip_archive import STORED, Archive, Record, read_archive, read_record
 from ckpttool.formats.containers.zip_layout import NewRecord, edit_behind, layout_archive
 from ckpttool.formats.pt2 import aotinductor as pt2_compiled
 from ckpttool.formats.pt2 import since_2_9 as pt2_raw
 from ckpttool.formats.pt2 import until_2_8 as pt2_nested
-from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, RecordOf, root_of
+from ckpttool.formats.pt2.program import Home, Inner, Payload, Program, RecordOf, compressed, root_of
 from ckpttool.formats.pt2.renames import renamed, under_old_names
 from ckpttool.formats.torch import torchscript
 from ckpttool.formats.torch import zip_file as torch_zip
@@ -48,20 +49,16 @@ def read(path: str) -> Checkpoint:
     archive = read_archive(path)
     found = _programs(archive)
     programs = [_read(archive, found, name) for name in found]
-    left, unread = _unreached(archive, programs), _read_imports(archive)
+    left = _unreached(archive, programs)
+    _read_imports(archive)
     if len(found) == 1:
-        one = _checkpoint(path, archive, programs[0])
-        return replace(one, unreached=left, notes=(*one.notes, *unread))
+        return replace(_checkpoint(path, archive, programs[0]), unreached=left)
     sections = tuple(
         replace(section, path=dotted(program.name, section.path))
         for program in programs
         for section in program.sections
     )
-    notes = (
-        f"{len(found)} programs: {', '.join(found)}",
-        *(note for program in programs for note in program.notes),
-        *unread,
-    )
+    notes = (f"{len(found)} programs: {', '.join(found)}", *(note for program in programs for note in program.notes))
     return Checkpoint(path, FORMAT, archive.length, sections, notes=notes, unreached=left)
 
 
@@ -103,12 +100,8 @@ _PICKLED = re.compile(r"(data/(weights|constants|sample_inputs)/|serialized_).+(
 _BARE = re.compile(r"data/constants/opaque_obj_.+")  # a pickle by itself, which torch hands to Python's
 
 
-def _read_imports(archive: Archive) -> tuple[str, ...]:
-    """Read the pickles of all records that torch unpickles, for what they import; notes on those that cannot be read.
-
-    `formats.containers.pickle_tree.collected` has the imports. Raw weights are no pickles.
-    """
-    notes = []
+def _read_imports(archive: Archive) -> None:
+    """Read the pickles of all records that torch unpickles, for what they import: `pickle_tree.collected` has it."""
     root = root_of(archive)
     for record in archive.records:
         name = record.name.removeprefix(root)
@@ -117,14 +110,15 @@ def _read_imports(archive: Archive) -> tuple[str, ...]:
         try:
             if _BARE.fullmatch(name):
                 torch_zip.read_pickle(archive, record.name)
+            elif record.method != STORED:
+                raise compressed(archive.path, record.name)
             elif record.nbytes > 4 and bytes(read_span(replace(archive.span(record), length=4))) == b"PK\3\4":
                 inner = read_archive(archive.path, archive.base + record.data, record.nbytes)
                 for own in inner.records:
                     if own.name.endswith(".pkl"):
                         torch_zip.read_pickle(inner, own.name)
         except CkptError as error:
-            notes.append(f"{name} is not read as a pickle, so its imports are not known: {error.message}")
-    return tuple(notes)
+            unreadable(archive.path, record.name, error)
 
 
 def read_scripted(path: str) -> Checkpoint:

@@ -45,9 +45,8 @@ def read(path: str) -> Checkpoint:
         nbytes = file.size
         pickles = _read_pickles(path, file, nbytes)
         found, end = _find_storages(path, file, pickles, nbytes)
-    storages = Storages(
-        lambda key, size: _storage(path, found, key, size), pickles.tree.memory or Memory(nbytes), pickles.end
-    )
+    memory = pickles.tree.memory or Memory(nbytes)
+    storages = Storages(lambda key, size: _storage(path, found, key, size), memory=memory, pickled=pickles.end)
     for key, size in pickles.references.sizes.items():
         storages.get(key, size)  # those of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)

@@ -36,13 +36,13 @@ class Storages:
     """
 
     find: Callable[[str, int], Storage]
-    memory: Memory = field(default_factory=lambda: Memory(0))
-    pickled: int = 0
     found: dict[str, Storage] = field(default_factory=dict)
     carried: dict[int, Carried] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
     parts_left: int = _MAX_PARTS
     dtypes: dict[str, str] = field(default_factory=dict)
+    memory: Memory = field(default_factory=lambda: Memory(0))
+    pickled: int = 0
 
     def get(self, key: str, nbytes: int) -> Storage:
         """The storage under `key`, of which the pickle says that it holds `nbytes`."""

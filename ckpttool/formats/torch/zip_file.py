@@ -92,7 +92,11 @@ def open_tree(archive: Archive) -> tuple[str, Pickle, Storages]:
     check_byteorder(archive, folder)
     pickle = read_pickle(archive, folder + "data.pkl")
     memory = pickle.memory or Memory(archive.length)
-    return folder, pickle, Storages(lambda key, nbytes: find_storage(archive, folder, key, nbytes), memory, pickle.end)
+
+    def find(key: str, nbytes: int) -> Storage:
+        return find_storage(archive, folder, key, nbytes)
+
+    return folder, pickle, Storages(find, memory=memory, pickled=pickle.end)
 
 
 def read_pickle(archive: Archive, name: str) -> Pickle:

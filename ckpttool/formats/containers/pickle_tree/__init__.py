@@ -14,7 +14,7 @@ from ckpttool.formats.containers.pickle_tree.nodes import (
     PickledSet,
 )
 from ckpttool.formats.containers.pickle_tree.opcodes import check_key
-from ckpttool.formats.containers.pickle_tree.reader import Origin, check_size, collected, loads
+from ckpttool.formats.containers.pickle_tree.reader import Origin, check_size, collected, loads, unreadable
 from ckpttool.formats.containers.pickle_tree.writer import dangerous_written, dumps
 
 __all__ = [
@@ -32,4 +32,5 @@ __all__ = [
     "dangerous_written",
     "dumps",
     "loads",
+    "unreadable",
 ]

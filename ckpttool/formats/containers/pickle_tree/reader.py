@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import CkptError, Problem
 from ckpttool.formats.containers.pickle_tree.nodes import ByteString, Call, Global, Persistent, Pickle, PickledSet
 from ckpttool.formats.containers.pickle_tree.opcodes import HANDLERS, PROTO, STOP, State
-from ckpttool.imports import DANGEROUS, Import
+from ckpttool.imports import DANGEROUS, UNKNOWN, Import
 from ckpttool.limits import Memory, limits
 
 _PUSHED = 10  # bytes of memory for each of the pickle's, at most, of what the opcodes do not count
@@ -43,6 +43,14 @@ def collected() -> Iterator[list[Import]]:
         _collected.reset(token)
         if outer is not None:
             outer += found
+
+
+def unreadable(file: str, member: str, error: CkptError) -> None:
+    """Note a pickle that cannot be read: only its dangerous imports up to the error are known."""
+    found = _collected.get()
+    if found is not None:
+        found += (Import(one.key, DANGEROUS, file, member, 0) for one in error.problems)
+        found.append(Import("(unreadable pickle)", UNKNOWN, file, member, 0))
 
 
 def check_size(nbytes: int, origin: Origin) -> Memory:
