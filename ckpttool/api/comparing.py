@@ -146,7 +146,7 @@ def _judged(diff: Diff, options: DiffOptions) -> Diff:
 def check(files: str | Sequence[str], *, allow: str | Sequence[str] = (), **options: Unpack[CheckKeywords]) -> Checks:
     """Files of a repository, each for what it is: names files (against `model`), rules, plans, checkpoints.
 
-    A checkpoint's pickles may call for what is torch's own, and what a shell pattern in `allow` names.
+    A checkpoint fails for dangerous and unknown imports of its pickles, but for what a shell pattern in `allow` names.
     """
     return check_by(files, OptimizerOptions(**options), allow)
 

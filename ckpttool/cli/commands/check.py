@@ -15,13 +15,13 @@ def command(
     report: Report,
     allow: Annotated[
         list[str] | None,
-        option("--allow", metavar="NAME", help="A class that pickles may call for: 'argparse.*'. Repeatable."),
+        option("--allow", metavar="NAME", help="An import that pickles may have: 'argparse.*'. Repeatable."),
     ] = None,
 ) -> int:
     """Files of a repository: names, rules, plans, pickles.
 
-    A names file is compared with --model; a checkpoint's pickles may call for what is torch's own and what --allow
-    names; rules and plans are read whole. Status 1 where something is wrong with one of them.
+    A names file is compared with --model; a checkpoint fails for dangerous and unknown imports of its pickles that
+    --allow does not name; rules and plans are read completely. Status 1 where something is wrong with one of them.
 
     \b
     Examples:

@@ -1,0 +1,311 @@
+"""Files of strangers: what their pickles import is marked and not carried on, and what they expand to is bounded."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+import resource
+import shlex
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import ckpttool
+from ckpttool.imports import DANGEROUS, KNOWN, OWN, UNKNOWN, verdict
+from command import Run
+
+
+class Runs:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function: Callable[..., Any], *args: object) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.function, self.args
+
+
+def text(word: str) -> bytes:
+    data = word.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def archive(path: Path, pickled: bytes, method: int = zipfile.ZIP_STORED) -> Path:
+    """A file of torch.save with this pickle, protocol and STOP added, and one storage of a float."""
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr("archive/data.pkl", b"\x80\x04" + pickled + b".")
+        for name, data in {"byteorder": b"little", "data/0": bytes(4), "version": b"3\n"}.items():
+            file.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
+    return path
+
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu")
+    + b"K\x01tQK\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
+)  # fmt: skip
+STATE = b"}" + text("w") + TENSOR + b"s"
+
+
+INSIDE = b"cos\nsystem\n(S'id'\ntR."  # a pickle for the bytes of another
+SHAPES = {
+    "GLOBAL": b"cposix\nsystem\n" + text("id") + b"\x85R",
+    "INST": b"(" + text("id") + b"iposix\nsystem\n",
+    "OBJ": b"(cposix\nsystem\n" + text("id") + b"o",
+    "STACK_GLOBAL": text("posix") + text("system") + b"\x93" + text("id") + b"\x85R",
+    "memo": text("posix") + b"q\x000" + text("system") + b"q\x010" + b"h\x00h\x01\x93" + text("id") + b"\x85R",
+    "NEWOBJ": b"cposix\nsystem\n" + text("id") + b"\x85\x81",
+    "popped": b"cposix\nsystem\n" + text("id") + b"\x85R0N",
+    "python 2": b"ccommands\ngetoutput\n" + text("id") + b"\x85R",
+    "by way of torch": text("torch") + text("os.system") + b"\x93" + text("id") + b"\x85R",
+    "by way of getattr": b"c__builtin__\ngetattr\nctorch\nos\n" + text("system") + b"\x86R" + text("id") + b"\x85R",
+    "pickle in a pickle": b"cpickle\nloads\nC" + bytes([len(INSIDE)]) + INSIDE + b"\x85R",
+    "storage in bytes": b"ctorch.storage\n_load_from_bytes\nC" + bytes([len(INSIDE)]) + INSIDE + b"\x85R",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_dangerous_import_comes_first_with_its_place_and_its_call(tmp_path: Path, run: Run, shape: str) -> None:
+    body = b"(" + text("m") + STATE + text("args") + b"cargparse\nNamespace\n)\x81" + text("x") + SHAPES[shape] + b"d"
+    path = archive(tmp_path / "evil.pth", body)
+    listed = run("inspect", path, "--format", "json").data["imports"]
+    bad = [one for one in listed if one["verdict"] == DANGEROUS]
+    assert bad
+    assert listed[: len(bad)] == bad
+    assert any("id" in call for one in bad for call in one["calls"])
+    data = b"\x80\x04" + body
+    assert all(one["member"].startswith("archive/data.pkl") for one in bad)
+    own = [one for one in bad if one["member"] == "archive/data.pkl"]
+    assert all(data[one["offset"] : one["offset"] + 1] in (b"c", b"i", b"\x93") for one in own)
+    assert own or shape == "storage in bytes"
+    shown = run("inspect", path).out
+    assert shown.index(bad[0]["name"]) < shown.index("argparse.Namespace") < shown.index("Sections")
+    assert [one.verdict for one in ckpttool.inspect(str(path)).checkpoint.imports] == [o["verdict"] for o in listed]
+
+
+def test_check_fails_on_what_is_dangerous_or_unknown_and_prints_what_allows_it(tmp_path: Path, run: Run) -> None:
+    value = {"m": {"w": torch.ones(1)}, "x": Runs(os.system, "id"), "a": argparse.Namespace(b=1)}
+    torch.save(value, tmp_path / "evil.pth")
+    done = run("check", tmp_path / "evil.pth", "--format", "json")
+    assert done.status == 1
+    (file,) = done.data["files"]
+    assert [problem["key"] for problem in file["problems"]] == ["posix.system", "argparse.Namespace"]
+    assert "posix.system('id')" in file["problems"][0]["problem"]
+    printed = shlex.split(file["hint"].partition(": ")[2])
+    assert run(*printed[1:]).status == 0
+    torch.save({"w": torch.ones(1), "n": np.float64(2), "p": Path("a")}, tmp_path / "good.pth")
+    assert run("check", tmp_path / "good.pth").status == 0
+
+
+def test_a_damaged_pickle_names_what_ran_before_the_damage(tmp_path: Path, run: Run) -> None:
+    done = run("check", archive(tmp_path / "evil.pth", SHAPES["GLOBAL"] + b"\xff"))
+    assert (done.status, "posix.system" in done.out) == (1, True)
+
+
+def test_every_pickle_of_an_old_file_is_looked_at(tmp_path: Path, run: Run) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "old.pt").read_bytes()
+    protocol = pickle.dumps(1001, 2)
+    evil = b"\x80\x02cposix\nsystem\n" + text("id") + b"\x85R0M\xe9\x03."
+    (tmp_path / "old.pt").write_bytes(data.replace(protocol, evil, 1))
+    assert "posix.system" in run("check", tmp_path / "old.pt").out
+
+
+def test_an_item_of_a_dcp_folder_and_a_record_of_a_program(tmp_path: Path, run: Run) -> None:
+    dcp.save({"w": torch.ones(2), "x": Runs(os.getcwd)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert run("check", tmp_path / "d").status == 1
+    assert "posix.getcwd" in run("inspect", tmp_path / "d").out
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "p.pt2")
+    buffer = io.BytesIO()
+    torch.save(((Runs(os.getcwd),), {}), buffer)
+    with zipfile.ZipFile(tmp_path / "p.pt2") as old, zipfile.ZipFile(tmp_path / "evil.pt2", "w") as new:
+        for record in old.infolist():
+            is_input = "sample_inputs/" in record.filename
+            new.writestr(record.filename, buffer.getvalue() if is_input else old.read(record))
+    assert run("check", tmp_path / "p.pt2").status == 0
+    assert "posix.getcwd" in run("check", tmp_path / "evil.pt2").out
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("nt", "system", DANGEROUS),
+        ("subprocess", "Popen", DANGEROUS),
+        ("importlib", "import_module", DANGEROUS),
+        ("runpy", "run_path", DANGEROUS),
+        ("webbrowser", "open", DANGEROUS),
+        ("shutil", "rmtree", DANGEROUS),
+        ("ctypes", "CDLL", DANGEROUS),
+        ("torch.hub", "load", DANGEROUS),
+        ("torch", "load", DANGEROUS),
+        ("torch.fx.graph_module", "reduce_graph_module", DANGEROUS),
+        ("builtins", "__import__", DANGEROUS),
+        ("operator", "attrgetter", DANGEROUS),
+        ("torch.nn", "Module.__init__.__globals__.get", DANGEROUS),
+        ("pathlib", "Path.write_text", DANGEROUS),
+        ("pathlib", "PosixPath", KNOWN),
+        ("copy_reg", "_reconstructor", KNOWN),
+        ("torch.nn.modules.linear", "Linear", OWN),
+        ("torch.utils.data.dataset", "Subset", UNKNOWN),
+        ("mymodel", "Net", UNKNOWN),
+    ],
+)
+def test_the_verdict_on_a_name(module: str, name: str, expected: str) -> None:
+    assert verdict(module, name) == expected
+
+
+MODULES = ["torch", "torch.nn.functional", "torch._C._nn", "torch.serialization", "torch.storage", "torch._utils"]
+MODULES += ["torch.nn.modules.module", "torch.optim.optimizer", "torch.distributed.tensor", "torch.nn.utils.prune"]
+MODULES += [
+    "torch.ao.quantization.observer",
+    "torch.nn.parallel.data_parallel",
+    "torch.optim.lr_scheduler",
+    "collections",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_counts_as_torchs_own_is_no_module_and_comes_from_nowhere_else(module: str) -> None:
+    """Whatever torch re-exports, nothing of a module that runs code passes for its own data."""
+    bad = ("os", "sys", "subprocess", "pickle", "importlib", "inspect", "shutil", "tempfile", "threading", "io")
+    for name, value in vars(import_module(module)).items():
+        if verdict(module, name) in (OWN, KNOWN):
+            assert type(value) is not type(os), name
+            assert str(getattr(value, "__module__", "")).partition(".")[0] not in bad, name
+
+
+# What is carried on
+
+
+@pytest.mark.parametrize("out", ["out.pt", "out.dcp", "legacy.pt"])
+def test_code_is_not_carried_on_unasked(tmp_path: Path, run: Run, out: str) -> None:
+    torch.save({"m": {"w": torch.ones(1)}, "x": Runs(os.getcwd)}, tmp_path / "evil.pth")
+    asked = ["remap", tmp_path / "evil.pth", "-o", tmp_path / out, "--rule", "w => v"]
+    asked += ["--torch-format", "legacy"] if out == "legacy.pt" else []
+    refused = run(*asked)
+    assert (refused.status, (tmp_path / out).exists()) == (1, False)
+    assert "imports posix.getcwd @ x" in refused.err
+    assert run(*asked, "--dry-run").status == 1
+    assert run(*asked, "--keep-pickled-code").status == 0
+    assert run("check", tmp_path / out).status == 1
+    hint = shlex.split(refused.err.partition("leave it out: ")[2].partition(";")[0])
+    assert hint == ["--drop", "x"]
+    assert run(*asked, *hint, "--force").status == 0
+    assert run("check", tmp_path / out).status == 0
+
+
+def test_code_stays_out_of_safetensors_and_of_one_section(tmp_path: Path, run: Run) -> None:
+    torch.save({"m": {"w": torch.ones(1)}, "x": Runs(os.getcwd)}, tmp_path / "evil.pth")
+    assert run("remap", f"{tmp_path / 'evil.pth'}::m", "-o", tmp_path / "a.pt", "--rule", "w => v").status == 0
+    assert run("check", tmp_path / "a.pt").status == 0
+    edit = ["remap", tmp_path / "evil.pth", "--in-place", "--rule", "w => v"]
+    assert run(*edit).status == 1
+    assert run(*edit, "--keep-pickled-code").status == 0
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+N = 20_000
+HOSTILE: dict[str, tuple[bytes, int]] = {
+    "lists": (b"(" + b"]" * 3 * N + b"l", zipfile.ZIP_STORED),
+    "sets": (b"(" + b"\x8f" * 3 * N + b"l", zipfile.ZIP_STORED),
+    "calls": (b"cA\nB\nq\x00(" + b"h\x00)R" * N + b"l", zipfile.ZIP_STORED),
+    "imports": (b"(" + b"".join(b"cA\nB%d\n" % n for n in range(N)) + b"l", zipfile.ZIP_STORED),
+    "memo": (b"N" + b"\x94" * 3 * N, zipfile.ZIP_STORED),
+    "dicts that could be sections": (
+        b"(" + b"".join(text(f"k{n}") + b"}" + text("a") + b"K\x01s" for n in range(N)) + b"d", zipfile.ZIP_STORED
+    ),
+    "dicts in dicts under long keys": (
+        TENSOR + b"q\x000" + text("a" * 50_000) + b"q\x010("
+        + b"".join(text(f"k{n}") + b"}h\x01" * 190 + b"h\x00" + b"s" * 190 for n in range(30)) + b"d",
+        zipfile.ZIP_STORED,
+    ),
+    "expanding lists": (b"(" + b"]" * 20_000_000 + b"l", zipfile.ZIP_DEFLATED),
+    "expanding text": (text("a" * 100_000_000), zipfile.ZIP_DEFLATED),
+}  # fmt: skip
+COMMANDS = {"inspect": (), "diff": ("again",), "remap": ("--dry-run", "--rule", "w => v"), "check": ()}
+CHILD = """
+import sys
+from ckpttool.cli.app import main
+status = main(sys.argv[1:])
+(peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print("took", status, int(peak) * 1024, file=sys.stderr)
+"""
+
+
+def cost(*words: str) -> tuple[int, int, float, str]:
+    """Exit status, most bytes of memory, seconds of the processor, and what was said, of a command in a process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _, status, peak = done.stderr.splitlines()[-1].split()
+    return int(status), int(peak), after.ru_utime - before.ru_utime, done.stdout + done.stderr
+
+
+@LINUX
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_the_memory_of_a_hostile_pickle_is_bounded_by_its_file(tmp_path: Path, shape: str) -> None:
+    path = archive(tmp_path / "evil.pt", *HOSTILE[shape])
+    for command in COMMANDS if "dicts" in shape else ["inspect"]:
+        rest = [str(path) if word == "again" else word for word in COMMANDS[command]]
+        status, peak, _, said = cost(command, str(path), *rest)
+        assert peak < 250e6 + 20 * path.stat().st_size, command
+        assert status in (0, 1, 2)
+        assert "Traceback" not in said
+        if shape.startswith(("expanding", "dicts in dicts")):
+            assert "--limit pickle_memory=" in said
+
+
+@LINUX
+@pytest.mark.parametrize("command", COMMANDS)
+def test_sections_that_double_by_sharing_are_answered_soon(tmp_path: Path, command: str) -> None:
+    path = archive(tmp_path / "evil.pt", STATE + b"q\x01" + b"0(h\x01h\x01lq\x01" * 40)
+    rest = [str(path) if word == "again" else word for word in COMMANDS[command]]
+    _, peak, seconds, _ = cost(command, str(path), *rest)
+    assert seconds < 5
+    assert peak < 250e6
+
+
+# Files of ranks, and of DeepSpeed
+
+
+def test_ranks_count_steps_alike_and_nothing_else(tmp_path: Path, run: Run) -> None:
+    """Whole words of a name say that it counts: `criterion` and `writer` hold `iter` and count nothing."""
+    names = {"criterion": "a", "writer": "log/0", "stepwise_lr": 1, "reiterate": 2}
+    for rank in range(2):
+        own = {name: f"{value}{rank}" for name, value in names.items()}
+        torch.save({"model": {"w": torch.ones(2)}, "epoch": 3, **own}, tmp_path / f"rank_{rank}.pt")
+    assert run("inspect", tmp_path / "rank_*.pt").status == 0
+    for name in ("iter", "num_iters", "globalStep", "Epoch", "trainer.step"):
+        for rank in range(2):
+            torch.save({"model": {"w": torch.ones(2)}, name: rank}, tmp_path / f"rank_{rank}.pt")
+        done = run("inspect", tmp_path / "rank_*.pt")
+        assert (done.status, name in done.err) == (2, True)
+
+
+def test_a_deepspeed_folder_without_a_stage_says_what_to_run(tmp_path: Path, run: Run) -> None:
+    step = tmp_path / "global_step1"
+    step.mkdir()
+    (tmp_path / "latest").write_text("global_step1")
+    torch.save({"module": {"w": torch.ones(2)}, "ds_version": "0.19"}, step / "mp_rank_00_model_states.pt")
+    state = {"optimizer_state_dict": {"base_optimizer_state": {}, "clip_grad": 1.0, "partition_count": 1}}
+    torch.save(state, step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    done = run("inspect", step)
+    assert done.status == 2
+    assert "it has no ZeRO stage" in done.err
+    assert "base_optimizer_state, clip_grad" in done.err
+    assert f"python -m deepspeed.utils.zero_to_fp32 {tmp_path} OUT" in done.err
+    assert "deepspeed.checkpoint.ds_to_universal" in done.err
+    assert "newer ckpttool" not in done.err
