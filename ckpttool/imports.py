@@ -42,7 +42,7 @@ class Import:
         return f"{self.member or self.file}, byte {self.offset:,}"
 
 
-def in_order(imports: list[Import]) -> tuple[Import, ...]:
+def in_order(imports: Iterable[Import]) -> tuple[Import, ...]:
     """The imports, dangerous ones first, then unknown ones; each group by name, and within a name in file order."""
     return tuple(sorted(dict.fromkeys(imports), key=lambda one: (VERDICTS.index(one.verdict), one.name)))
 

@@ -13,7 +13,7 @@ from torch.storage import TypedStorage
 
 from ckpttool.checkpoint import Checkpoint, Lazy, Storage
 from ckpttool.errors import CkptError
-from ckpttool.formats.containers.pickle_tree import loads
+from ckpttool.formats.containers.pickle_tree import Origin, loads
 from ckpttool.formats.form_mark import read_form
 from ckpttool.formats.remarks import remarks
 from ckpttool.formats.table import MEMORY
@@ -21,11 +21,15 @@ from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.tensors import Storages
 from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached
-from ckpttool.formats.torch.zip_file import Container, foreign
+from ckpttool.formats.torch.zip_file import Container
+from ckpttool.imports import in_order
 from ckpttool.keys import dotted
+from ckpttool.limits import Memory
 from ckpttool.live.section import bytes_of, check_memory
 from ckpttool.operands.checkpoint import model_section
 from ckpttool.words import first_line
+
+_NO_LIMIT = 1 << 50  # bytes: the object is the caller's own
 
 
 class _Pickler(pickle.Pickler):
@@ -69,9 +73,9 @@ def checkpoint_of(obj: object) -> Checkpoint:
             f"torch.save cannot save this object: {first_line(error)}",
             hint="pass only what a checkpoint file can hold, such as model.state_dict()",
         ) from error
-    parsed = loads(file.getvalue())
+    parsed = loads(file.getvalue(), origin=Origin(nbytes=_NO_LIMIT))
     held = {key: Storage(Lazy(memory.nbytes(), bytes_of(memory))) for key, memory in pickler.memory.items()}
-    storages = Storages(lambda key, nbytes: held[key], dict(held))
+    storages = Storages(lambda key, nbytes: held[key], dict(held), memory=Memory(_NO_LIMIT), pickled=parsed.end)
 
     def made(tree: Tree) -> Checkpoint:
         tree.unreached = unreached(parsed.root, storages, held, held.__getitem__)
@@ -81,7 +85,7 @@ def checkpoint_of(obj: object) -> Checkpoint:
             nbytes=sum(storage.nbytes for storage in held.values()),
             sections=tuple(place.section for place in tree.places.values()),
             others=tuple(tree.others),
-            globals=foreign(parsed.globals),
+            imports=in_order(parsed.imports),
             container=Container(None, "", parsed, tree),
             notes=tuple(tree.notes),
             unreached=tree.unreached,
