@@ -73,7 +73,7 @@ _MODULES = _words(
     curses _osx_support _aix_support sysconfig syslog winreg _winreg msilib nturl2path jsonpickle IPython
     ipykernel pytest _pytest paramiko fabric logging.config logging.handlers numpy.f2py numpy.testing
     numpy.distutils numpy.ctypeslib numpy.lib.npyio numpy.lib._npyio_impl torch.hub torch.package
-    torch.multiprocessing torch._inductor torch._dynamo torch.testing torch.ops torch.classes torch._ops
+    torch.multiprocessing torch._inductor torch._dynamo torch.ops torch.classes torch._ops
     torch._classes torch.utils.cpp_extension torch.utils.bottleneck torch.utils.collect_env
     torch.utils.model_zoo torch.utils.tensorboard torch.utils.benchmark torch.utils.hipify
     torch.utils.data.datapipes.utils torch.utils._config_module torch.utils._import_utils
