@@ -84,7 +84,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     assert main(["trace", f"{beside}/net.py:build", "-o", f"{beside}/names.json"]) == 0
     scenarios = {}
-    for name in asked:
+    for name in map(str, asked):
         make, words, ckpt = CASES[name]
         template = tmp_path_factory.mktemp("template")
         (template / "work").mkdir()

@@ -26,7 +26,7 @@ import ckpttool
 from ckpttool.cli.app import main
 from ckpttool.errors import CkptError
 from ckpttool.formats.table import FORMATS
-from ckpttool.io import edit_in_place, edit_journal, kernel, patch, temporary
+from ckpttool.io import edit_in_place, edit_journal, kernel, old_files, patch, temporary
 from ckpttool.io.journal import Journal
 from command import Run
 from places import DATA
@@ -325,7 +325,7 @@ def test_a_journal_that_leads_out_of_its_folder(source: Path, run: Run, name: st
 )
 def test_a_way_back_that_says_what_is_not_so_is_refused(source: Path, run: Run, field: str, value: str) -> None:
     assert run("remap", source, "--rule", "a.{x} => z.{x}", "--in-place").status == 0
-    record, edited = edit_journal.record_of(source), source.read_bytes()
+    record, edited = old_files.record_of(source), source.read_bytes()
     line, rest = record.read_bytes().split(b"\n", 1)
     record.write_bytes(
         re.sub(rb'("%s"): [^,]*' % field.encode(), rb"\1: " + value.encode(), line, count=1) + b"\n" + rest

@@ -76,7 +76,7 @@ def _forbid(folder: str, out: int) -> None:
 
 
 def _state(folder: Path) -> dict[str, tuple[object, ...]]:
-    found = {}
+    found: dict[str, tuple[object, ...]] = {}
     for path in (folder, *sorted(folder.rglob("*"))):
         own = path.lstat()
         content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
