@@ -27,12 +27,14 @@ Model = Union[str, Names, LoadedModel, nn.Module, ExportedProgram, Callable[[], 
 class Target:
     """`tensors`: canonical FQN -> parameter or persistent buffer. `constants` are in no state dict: they stay as they
     are, but for those tensors that the model's loading makes anew (`remade`: these can be changed).
+    `compared`: whether they are compared with the model's. Those of a module are its own state, and are not.
     """
 
     title: str
     tensors: Mapping[str, torch.Tensor]
     constants: Mapping[str, object] = field(default_factory=dict)
     remade: bool = True
+    compared: bool = True
 
 
 def module_target(module: nn.Module) -> Target:
@@ -52,7 +54,7 @@ def module_target(module: nn.Module) -> Target:
             hint="run the module once on an example, then swap",
             problems=[Problem("a lazy parameter: it has no shape", name) for name in lazy],
         )
-    return Target(type(module).__name__, tensors, constants)
+    return Target(type(module).__name__, tensors, constants, compared=False)
 
 
 def program_target(program: ExportedProgram) -> Target:

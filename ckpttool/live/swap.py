@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.edits.swap.swap import Advice, Misfit, swap
+from ckpttool.edits.swap.swap import Advice, Constant, Misfit, swap
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate import with_torch
 from ckpttool.expression import LOADED, Expression, Ref
@@ -39,7 +39,8 @@ Swappable = Union[nn.Module, ExportedProgram, Package]
 _HINTS: dict[Advice, str] = {
     "cast": "cast=True converts them to the dtypes that are there",
     "code": "a list of names cannot compute them, the model's code can: model=module, or a function that builds it",
-    "constants": "export the program again: its constants are a part of it",
+    "constants": "constants=True swaps the constants among them too",
+    "values": "constants=True takes the model's values, keep_constants=True keeps the program's",
     "model": "state_dict hooks may rename keys when a model is saved: pass the model, as in model=module",
 }
 
@@ -52,7 +53,8 @@ class Swapped:
     """What a swap did. `sources`: FQN -> expression over the state dict's keys; `constants` stayed as they were.
 
     `form` is the form that the keys were read in; `ignored` are entries that no module holds as a tensor. `by_code` are
-    the FQNs that were computed by running the model's own loading, as by the command.
+    the FQNs that were computed by running the model's own loading, as by the command. `compared` says of each constant
+    of a program how it compares with the model's.
     """
 
     sources: Mapping[str, Expression]
@@ -60,6 +62,7 @@ class Swapped:
     ignored: tuple[str, ...]
     constants: tuple[str, ...]
     by_code: tuple[str, ...]
+    compared: tuple[Constant, ...] = ()
 
 
 def swap_weights(
@@ -69,6 +72,8 @@ def swap_weights(
     *,
     cast: bool = False,
     in_place: bool | None = None,
+    constants: bool = False,
+    keep_constants: bool = False,
 ) -> Swapped:
     """Puts the weights of `state_dict` into a module, an `ExportedProgram` or a loaded AOTInductor package.
 
@@ -78,55 +83,63 @@ def swap_weights(
     keep them: the default for a module. Otherwise new tensors take their place one by one (for a program: in one step,
     the default there, since its tensors may still be those of the model that it was exported from).
 
+    A program's constants stay, and are compared with those of `model`, if that is code. If they differ, `constants`
+    takes those of `state_dict` or else of the model, `keep_constants` keeps them.
+
     Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype, or
-    tied and different, and where a tensor cannot take it. Whatever is raised, the target is as it was; Ctrl-C waits
-    while it is written in place.
+    tied and different, where a constant differs and neither option decides, and where a tensor cannot take it.
+    Whatever is raised, the target is as it was; Ctrl-C waits while it is written in place.
     """
+    if constants and keep_constants:
+        raise CkptError("constants and keep_constants exclude each other", hint="choose one")
+    wanted = _Wanted(state_dict, model, cast, constants, keep_constants)
     if not isinstance(state_dict, Mapping):
         raise CkptError(f"{a(state_dict)} is no state dict", hint="pass model.state_dict()")
     state_dict = model_in(state_dict)
     if isinstance(target, nn.Module):
-        return _into_module(target, state_dict, model, cast, in_place is not False)
+        return _into_module(target, wanted, in_place is not False)
     if isinstance(target, ExportedProgram):
-        return _into_program(target, state_dict, model, cast, in_place is True)
+        return _into_program(target, wanted, in_place is True)
     if hasattr(target, "load_constants"):
-        return _into_package(target, state_dict, model, cast)
+        return _into_package(target, wanted)
     raise CkptError(
         f"{a(target)} holds no weights that can be swapped",
         hint="pass an nn.Module, an ExportedProgram or what torch._inductor.aoti_load_package gives",
     )
 
 
-def _into_module(
-    module: nn.Module, state: Mapping[str, object], model: Model | None, cast: bool, in_place: bool
-) -> Swapped:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """What `swap_weights` is called with, beside the target."""
+
+    state: Mapping[str, object]
+    model: Model | None
+    cast: bool
+    constants: bool
+    keep_constants: bool
+
+
+def _into_module(module: nn.Module, wanted: _Wanted, in_place: bool) -> Swapped:
     def take(fresh: Mapping[int, torch.Tensor]) -> None:
         put(fresh, module)
 
     if not in_place:
         check_replaceable(module)
     with at_rest(module):
-        return _into_tensors(module_target(module), state, model, cast, None if in_place else take)
+        return _into_tensors(module_target(module), wanted, None if in_place else take)
 
 
-def _into_program(
-    program: ExportedProgram, state: Mapping[str, object], model: Model | None, cast: bool, in_place: bool
-) -> Swapped:
+def _into_program(program: ExportedProgram, wanted: _Wanted, in_place: bool) -> Swapped:
     def take(fresh: Mapping[int, torch.Tensor]) -> None:
         program._state_dict = {fqn: fresh.get(id(tensor), tensor) for fqn, tensor in program.state_dict.items()}
+        program._constants = {name: fresh.get(id(value), value) for name, value in program.constants.items()}
 
-    return _into_tensors(program_target(program), state, model, cast, None if in_place else take)
+    return _into_tensors(program_target(program), wanted, None if in_place else take)
 
 
-def _into_tensors(
-    target: Target,
-    state: Mapping[str, object],
-    model: Model | None,
-    cast: bool,
-    take: Callable[[dict[int, torch.Tensor]], None] | None,
-) -> Swapped:
+def _into_tensors(target: Target, wanted: _Wanted, take: Callable[[dict[int, torch.Tensor]], None] | None) -> Swapped:
     """Writes into the tensors that are there, or where there is `take` has it put new ones (by id of the old) there."""
-    plan = _planned(target, state, model, cast)
+    plan = _planned(target, wanted)
     news = stage(_taking(target, plan), plan.sources, plan.state)
     if take is None:
         check_in_place(news)
@@ -136,12 +149,12 @@ def _into_tensors(
     return plan.done
 
 
-def _into_package(package: Any, state: Mapping[str, object], model: Model | None, cast: bool) -> Swapped:
+def _into_package(package: Any, wanted: _Wanted) -> Swapped:
     if torch.__version__ < "2.7":  # its `load_constants` frees memory that is not its own, and the process aborts
         raise CkptError(f"torch {torch.__version__} cannot swap weights in a package", hint="pip install 'torch>=2.7'")
-    target = package_target(package, model)
+    target = package_target(package, wanted.model)
     try:
-        plan = _planned(target, state, model, cast)
+        plan = _planned(target, wanted)
     except Refused as error:
         raise Refused(error.message, hint=f"{error.hint}; {_COMPILED_IN}", problems=error.problems) from None
     constants = {fqn: laid_out(plan.sources[fqn], like, plan.state) for fqn, like in _taking(target, plan).items()}
@@ -164,21 +177,33 @@ def _taking(target: Target, plan: _Plan) -> dict[str, torch.Tensor]:
     return {fqn: old for fqn, old in every.items() if fqn in plan.sources}
 
 
-def _planned(target: Target, state: Mapping[str, object], model: Model | None, cast: bool) -> _Plan:
+def _planned(target: Target, wanted: _Wanted) -> _Plan:
     """The plan and the refusals of the command, over an index of what is in memory."""
     sections = section_of(target.tensors), replace(section_of(target.constants), path=CONSTANTS, kind="other")
     have = Checkpoint(target.title, "memory", 0, sections)
-    operand = None if model is None else ModelOperand(model)
+    operand = None if wanted.model is None else ModelOperand(wanted.model)
     names = None if operand is None else operand.names()
     code = operand if operand is not None and operand.is_definition else None
     try:
-        found = swap(have, section_of(state), names, cast=cast, packed=True, remade=target.remade, code=code)
+        found = swap(
+            have,
+            section_of(wanted.state),
+            names,
+            cast=wanted.cast,
+            packed=True,
+            constants=wanted.constants,
+            keep_constants=wanted.keep_constants,
+            remade=target.remade,
+            compare=target.compared,
+            code=code,
+        )
     except Misfit as error:
         hint = _HINTS.get(error.advice, "compare the keys of the two")
         raise Refused(error.message, hint=hint, problems=error.problems) from None
     made = {entry.key: entry for section in found.program.sections for entry in section.tensors}
-    by_code = {fqn: Ref(f"{LOADED}({fqn})") for fqn in found.by_code}
-    values = {ref.key: with_torch.load(made[fqn]) for fqn, ref in by_code.items()}
-    kept = tuple(fqn for fqn in target.constants if fqn not in found.sources)
-    done = Swapped(found.sources, found.form, found.ignored, kept, found.by_code)
-    return _Plan(done, {**found.sources, **by_code}, {**state, **values})
+    from_model = [one.name for one in found.compared if one.verdict == "from_model"]
+    computed = {fqn: Ref(f"{LOADED}({fqn})") for fqn in (*found.by_code, *from_model)}
+    values = {ref.key: with_torch.load(made[fqn]) for fqn, ref in computed.items()}
+    kept = tuple(fqn for fqn in target.constants if fqn not in found.sources and fqn not in from_model)
+    done = Swapped(found.sources, found.form, found.ignored, kept, found.by_code, found.compared)
+    return _Plan(done, {**found.sources, **computed}, {**wanted.state, **values})

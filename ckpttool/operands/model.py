@@ -167,6 +167,12 @@ class ModelOperand:
 
         return ModelCode(self.definition())
 
+    def constants(self, names: Sequence[str]) -> Mapping[str, TensorEntry | str]:
+        """Return the values that the model gives to tensors outside of its state dict, or why they are not known."""
+        from ckpttool.tracing.constants import values_of_constants
+
+        return values_of_constants(self.definition(), names)
+
     @property
     def title(self) -> str:
         """What the user called it; the name of an object."""

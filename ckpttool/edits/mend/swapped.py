@@ -38,7 +38,8 @@ def _refused(error: CkptError, final: bool) -> list[str]:
         return []
     first = "; ".join(map(str, error.problems[:3]))
     more = f"; and {plural(len(error.problems) - 3, 'problem')} more" if len(error.problems) > 3 else ""
-    return [f"swap-weights would be refused: {error.message} ({first}{more})" if first else error.message]
+    way = f"; {error.hint}" if isinstance(error, Misfit) and error.advice == "values" else ""
+    return [f"swap-weights would be refused: {error.message} ({first}{more}){way}" if first else error.message]
 
 
 def _tried(question: Question, program: Checkpoint, weights: Checkpoint, options: SwapOptions) -> Attempt | CkptError:

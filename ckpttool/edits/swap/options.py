@@ -21,7 +21,13 @@ class SwapOptions(ModelOptions, OutputOptions):
     from_: Annotated[str | None, option("--from", metavar="FORM", help="NEW's form; default: recognised.")] = None
     cast: Annotated[bool, option("--cast", help="Convert weights of another dtype to the program's.")] = False
     constants: Annotated[
-        bool, option("--constants", help="Swap constants too: lifted tensors and non-persistent buffers in NEW.")
+        bool,
+        option(
+            "--constants", help="Swap constants too (lifted tensors, unsaved buffers): from NEW, or else from MODEL."
+        ),
+    ] = False
+    keep_constants: Annotated[
+        bool, option("--keep-constants", help="Keep the program's constants, even if MODEL has other values.")
     ] = False
 
     @property
@@ -35,5 +41,7 @@ class SwapOptions(ModelOptions, OutputOptions):
             raise CkptError("--in-place and -o OUT exclude each other", hint="-o OUT")
         if self.no_undo and not self.in_place:
             raise CkptError("--no-undo is for --in-place", hint="pass --in-place, or leave it out")
+        if self.constants and self.keep_constants:
+            raise CkptError("--constants and --keep-constants exclude each other", hint="choose one")
         if self.from_ is not None:
             model_form.parse(self.from_)

@@ -57,6 +57,7 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         form=options.source_form,
         cast=options.cast,
         constants=options.constants,
+        keep_constants=options.keep_constants,
         code=model if model is not None and model.is_definition else None,
     )
     swapped = replace(swapped, source=program, weights=weights.source, output=options.target(path) or "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section, TensorEntry
@@ -22,7 +22,7 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
 from ckpttool.formats.pt2.program import program_of
-from ckpttool.json_schema import COUNT, TEXT, TEXTS, record
+from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, unless_empty
 from ckpttool.names import Names
 from ckpttool.naming.match import match
 from ckpttool.naming.model_form import Form, ModelForm
@@ -34,11 +34,23 @@ from ckpttool.values import dataclass, public
 from ckpttool.words import plural
 
 
+class Constant(NamedTuple):
+    """A tensor of the program that NEW does not hold: whether its value is the model's, and if not, the reason.
+
+    `verdict` is ``equal``, ``different`` (and kept as it is), ``from_model`` (its new value) or ``not_compared``.
+    """
+
+    name: str
+    verdict: str
+    reason: str = ""
+
+
 @public
 @dataclass(frozen=True, slots=True)
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
+    `compared` says of each constant that NEW does not hold how it compares with the model's.
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
     is what a dry run found it to take, `verified` how the output is known to be right, `undo` how a swap in place is
@@ -50,6 +62,7 @@ class Swap:
     form: str
     ignored: tuple[str, ...]
     kept: tuple[str, ...] = ()
+    compared: tuple[Constant, ...] = ()
     cost: Cost | None = None
     verified: Verified | None = None
     undo: Undo | None = None
@@ -60,7 +73,8 @@ class Swap:
     @property
     def constants(self) -> tuple[str, ...]:
         """The program's constants that stay as they are."""
-        return tuple(entry.key for entry in constants_of(self.program) if entry.key not in self.sources)
+        new = {*self.sources, *(one.name for one in self.compared if one.verdict == "from_model")}
+        return tuple(entry.key for entry in constants_of(self.program) if entry.key not in new)
 
     @property
     def by_code(self) -> tuple[str, ...]:
@@ -88,18 +102,34 @@ SWAP = record(
         **dict.fromkeys(("program", "weights", "output"), TEXT),
         "swapped": COUNT,
         **dict.fromkeys(("kept", "constants"), TEXTS),
+        "constant_values": list_of(
+            record(
+                Constant,
+                {
+                    "name": TEXT,
+                    "verdict": one_of("equal", "different", "from_model", "not_compared"),
+                    "reason": nullable(unless_empty(TEXT)),
+                },
+            )
+        ),
         **dict.fromkeys(("layout", "from"), TEXT),
         **dict.fromkeys(("ignored", "by_code"), TEXTS),
     },
     {"undo": UNDO, "verified": VERIFIED, "cost": COST},
-    called={"program": "source", "swapped": lambda done: len(done.sources), "from": "form"},
+    called={
+        "program": "source",
+        "constant_values": "compared",
+        "swapped": lambda done: len(done.sources),
+        "from": "form",
+    },
     title="ckpttool.swap/1",
 )
 _REMADE = "a constant of the program, which the model's loading makes anew from the checkpoint"
 # What to do about weights that do not fit: a kind, and what the command line says of it.
-Advice = Literal["constants", "code", "compiled", "model", "alone", "cast", "compare"]
+Advice = Literal["constants", "values", "code", "compiled", "model", "alone", "cast", "compare"]
 _HINTS: dict[Advice, str] = {
     "constants": "some of them are constants of the program: --constants swaps these too",
+    "values": "--constants takes the model's values, --keep-constants keeps the program's",
     "code": "a list of names cannot compute them, the model's code can: --model package.module:attr, or file.py:attr",
     "compiled": INSIDE,
     "model": "state_dict hooks may rename keys when a model is saved: pass the model's definition, "
@@ -128,16 +158,21 @@ def swap(
     cast: bool = False,
     packed: bool = False,
     constants: bool = False,
+    keep_constants: bool = False,
     remade: bool = False,
+    compare: bool = True,
     code: ModelOperand | None = None,
 ) -> Swap:
-    """`program` with every weight replaced by what `weights` holds for it, and with `constants` every constant that it
-    holds too. With these, or `remade`, also buffers among the constants that the model's loading makes anew.
+    """Return `program` with every weight replaced by what `weights` holds for it.
 
-    Raises `Refused`, with all problems at once, where a weight is missing, left over, of another shape or dtype (`cast`
-    allows another dtype), or where the names of one tensor got different values. `packed` also takes what is no dense
-    tensor (quantized, sparse, subclasses): in memory such a weight is an object like any other. `code` is the model
-    itself, which computes what `names` do not say.
+    With `constants` every constant gets the value that `weights` or else the model has for it, with `keep_constants`
+    none does. Buffers among them that the model's loading makes of the checkpoint follow with `constants` or `remade`.
+    `packed` also takes tensors that are not dense (quantized, sparse, subclasses): in memory such a weight is an object
+    like any other. `code` is the model itself, which computes what `names` do not say.
+
+    Raises `Refused`, with all problems at once, if a weight is missing, left over, of another shape or dtype (`cast`
+    allows another dtype), if the names of one tensor got different values, or if a constant has another value in the
+    model (looked at with `compare`) and neither option decides.
     """
     whole, (weights, counters) = _target(program), _apart(weights)
     target, counted = _apart(whole, (chain.COUNTER,) if counters else ())
@@ -146,24 +181,71 @@ def swap(
     taken = {key for source in chosen.values() for key in ex.refs(source)}
     rest = replace(weights, tensors=tuple(e for e in weights.tensors if e.key not in taken))
     feed = _feed(program, target, rest, names, form, code)
-    stale = [] if constants or remade else [Problem(_REMADE, key) for key in feed.remade]
-    feed.sources.update(chosen if stale else {**feed.remade, **chosen})
+    stale = [] if constants or remade or keep_constants else [Problem(_REMADE, key) for key in feed.remade]
+    feed.sources.update(chosen if stale or keep_constants else {**feed.remade, **chosen})
     feed.sources.update((mine.key, Ref(new.key)) for mine, new in zip(counted, counters))
     feed.ignored.extend(entry.key for entry in counters[len(counted) :])
     runners = {} if code is None else {run.way: code.run for run in feed.runs}
     found, computed = run_code(weights, list(feed.sources.values()), feed.runs, runners)
     sources = dict(zip(feed.sources, found))
-    kept = (*(entry.key for entry in counted[len(counters) :]), *_not_saved(target, names, feed.sources))
-    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in feed.sources))
+    unsaved = _not_saved(target, names, feed.sources)
+    kept = (*(entry.key for entry in counted[len(counters) :]), *unsaved)
+    outside = [entry for entry in constants_of(program) if entry.key not in feed.sources]
+    outside += [entry for entry in target.tensors if entry.key in unsaved]
+    compared, values = _compared(program, outside if compare else [], code)
+    different = [one for one in compared if one.verdict == "different"]
+    if constants:
+        sources.update((one.name, Ref(_of_model(one.name))) for one in different)
+        compared = [one._replace(verdict="from_model") if one in different else one for one in compared]
+        kept = tuple(key for key in kept if key not in sources)
+    elif not keep_constants:
+        stale += [Problem(f"the model has another value for it ({one.reason})", one.name, "value") for one in different]
+    taking = (*target.tensors, *counted, *(e for e in constants_of(program) if e.key in sources))
     wanted = [entry for entry in taking if entry.key not in kept]
-    have = {**computed, **{entry.key: entry for entry in counters}}
+    have = {**computed, **{entry.key: entry for entry in counters}, **values}
     fitted, misfits = fit_all(wanted, sources, have, cast, packed)
     problems = [*feed.problems, *stale, *misfits]
     for section in program.sections:
         problems += _untied(section, fitted, weights, feed.twins if section is whole else ())
     if problems:
         raise _misfit(program, names, problems, constants, have)
-    return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept)
+    return Swap(_with(program, fitted), feed.sources, feed.form, tuple(feed.ignored), kept, tuple(compared))
+
+
+def _compared(
+    program: Checkpoint, entries: Sequence[TensorEntry], code: ModelOperand | None
+) -> tuple[list[Constant], dict[str, TensorEntry]]:
+    """How each of the program's tensors compares with the model's, and the values of the model that differ."""
+    if code is None or not entries:
+        reason = "no code of a model was given"
+        return [Constant(entry.key, "not_compared", reason) for entry in entries], {}
+    names = canonical_names(program)
+    known = code.constants([names[entry.key] for entry in entries])
+    compared: list[Constant] = []
+    values: dict[str, TensorEntry] = {}
+    for entry in entries:
+        value = known[names[entry.key]]
+        if isinstance(value, str) or entry.storage is None:
+            reason = value if isinstance(value, str) else "the program does not tell its value"
+            compared.append(Constant(entry.key, "not_compared", reason))
+        elif same_values(entry, value):
+            compared.append(Constant(entry.key, "equal"))
+        else:
+            compared.append(Constant(entry.key, "different", _difference(entry, value)))
+            values[_of_model(entry.key)] = value
+    return compared, values
+
+
+def _of_model(name: str) -> str:
+    return f"{name} of the model"
+
+
+def _difference(entry: TensorEntry, value: TensorEntry) -> str:
+    if (entry.dtype, entry.shape) != (value.dtype, value.shape):
+        return f"{value.dtype} {list(value.shape)}, the program has {entry.dtype} {list(entry.shape)}"
+    from ckpttool.evaluate import with_torch
+
+    return with_torch.difference(with_torch.load(entry), with_torch.load(value), 0, 0) or ""
 
 
 def _feed(
@@ -260,6 +342,8 @@ def _untied(
 
 def _advice(program: Checkpoint, names: Names | None, problems: Sequence[Problem], constants: bool) -> Advice:
     kinds, file = {problem.kind for problem in problems}, program_of(program)
+    if kinds == {"value"}:
+        return "values"
     left, missing = ({p.key for p in problems if p.kind == kind} for kind in ("left_over", "missing"))
     if not constants and {entry.key for entry in constants_of(program)} & {problem.key for problem in problems}:
         return "constants"
