@@ -9,6 +9,7 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.cost import cost_of
 from ckpttool.edits.pickled_code import check_code, copied
 from ckpttool.edits.ranks.recognise import made_whole, put_together
+from ckpttool.edits.remap.companions import Companions, companions_of
 from ckpttool.edits.remap.optimizer import OptimizerRequest
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
@@ -28,7 +29,7 @@ from ckpttool.formats.huggingface.plan_shards import parse_size
 from ckpttool.formats.torch.pickled_code import entries_with_code
 from ckpttool.imports import dangerous
 from ckpttool.io.edit_in_place import Written
-from ckpttool.io.pieces import Files
+from ckpttool.io.pieces import Edited, Files, Piece
 from ckpttool.names import RUNTIME, SERIALIZED
 from ckpttool.naming.model_form import ModelForm
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
@@ -67,7 +68,7 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
     )
     if options.to_ranks and model is not None:
         return _write_ranks(options, writer, model, done)
-    return done if target is None else _write(options, writer, target, done, model)
+    return done if target is None else _write(source, options, writer, target, done, model)
 
 
 def _checked_target(source: Checkpoint, options: RemapOptions, writer: Writer) -> Target | None:
@@ -239,6 +240,7 @@ def fitted(done: Remap, target: Target, options: RemapOptions, model: ModelOpera
 
 
 def _write(
+    source: Checkpoint,
     options: RemapOptions,
     writer: Writer,
     target: Target,
@@ -250,15 +252,17 @@ def _write(
     notes = (*done.notes, *losses(done.result, target.format))
     if options.max_shard_size is not None and not target.format.name.startswith("sharded"):
         notes = (*notes, f"--max-shard-size changes nothing: {target.path} has no shards (OUT/ is a folder of them)")
-    done = replace(done, result=output, notes=notes)
+    beside = _companions(source, options, target, done, model)
+    notes = (*notes, *beside.notes)
+    done = replace(done, result=output, notes=notes, companions=beside if str(beside) else None)
+
     if options.dry_run:
-        files, copies = _laid_out(options, target, output), options.link == "copy" and not options.in_place
-        return _with_undo(
-            replace(done, cost=cost_of(files, copies)), _edited(options, writer, target, output), writer, target, files
-        )
+        files, copies = _laid_out(options, target, output, beside), options.link == "copy" and not options.in_place
+        edited = _edited(options, writer, target, output, beside)
+        return _with_undo(replace(done, cost=cost_of(files, copies)), edited, writer, target, files)
     expected = fingerprints(output) if options.verify and options.in_place else output
-    written = _edited(options, writer, target, output)
-    files = _laid_out(options, target, output) if written is None or written.way == "copied" else {}
+    written = _edited(options, writer, target, output, beside)
+    files = _laid_out(options, target, output, beside) if written is None or written.way == "copied" else {}
     done = _with_undo(done, written, writer, target, files)
     if files:
         writer.target(target, files, _of_values(done))
@@ -278,19 +282,30 @@ def _with_undo(done: Remap, written: Written | None, writer: Writer, target: Tar
     return replace(done, written=written, undo=undo_of(target.path, kept) if writer.keep and changes else None)
 
 
-def _laid_out(options: RemapOptions, target: Target, output: Checkpoint) -> Files:
+def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, beside: Companions) -> Files:
     """The files of the output. Raises `Refused` if they would run code when they are loaded, unless that is asked for.
 
     What is laid out inside of a program is written later, so all that the program imports counts.
     """
     with dangerous_written() as names:
-        files = target.lay_out(output, _shard_size(options))
+        files = target.lay_out(output, _shard_size(options), beside.files)
     names |= copied(output.imports, files)
     if target.format.name == "pt2":
         names |= {one.name for one in dangerous(output.imports)}
     if not options.keep_pickled_code:
         check_code(output, names)
     return files
+
+
+def _companions(
+    source: Checkpoint, options: RemapOptions, target: Target, done: Remap, model: ModelOperand | None
+) -> Companions:
+    """What becomes of the files next to the weights."""
+    old, new = (
+        None if operand is None else [tensor.canonical for tensor in operand.names().runtime]
+        for operand in (model, _to_operand(options, model) if options.to_model is not None else None)
+    )
+    return companions_of(source, done.plan, target, (old, new), options.form is ModelForm.PRETRAINED)
 
 
 def _check_versions(model: ModelOperand, target: str, hint: str) -> None:
@@ -322,7 +337,9 @@ def undone(ckpt: object, options: RemapOptions) -> Remap:
     return replace(remap(open_operand(ckpt)), source=ckpt, output=ckpt, written=Written("undone"))
 
 
-def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint) -> Written | None:
+def _edited(
+    options: RemapOptions, writer: Writer, target: Target, fitted: Checkpoint, beside: Companions
+) -> Written | None:
     """Changes the source where it lies, if that is asked for and can be; None where it is not."""
     if not options.in_place:
         return None
@@ -333,6 +350,9 @@ def _edited(options: RemapOptions, writer: Writer, target: Target, fitted: Check
     if files is not None and not options.keep_pickled_code:
         stays = () if names or target.format.name == "torch_zip" else dangerous(fitted.imports)
         check_code(fitted, names | {one.name for one in stays})
+    if files is not None:
+        new = {name: content for name, content in beside.files.items() if isinstance(content, bytes)}
+        files = {**{name: Edited([Piece(text)], beside.before[name], text) for name, text in new.items()}, **files}
     return writer.edit(target, files, dry_run=options.dry_run)
 
 

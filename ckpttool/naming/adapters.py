@@ -97,6 +97,8 @@ def _place(segments: list[str]) -> tuple[int, str]:
             return at, "LoRA"
         prefix = next((prefix for prefix in ADAPTERS if segment.startswith(prefix)), "")
         if prefix and at:
+            while at > 1 and segments[at - 1] == "base_layer":  # PEFT nests the adapters of one module's parameters
+                at -= 1
             return at, _KINDS[prefix]
     return 0, ""
 

@@ -10,10 +10,10 @@ from shlex import quote
 
 from ckpttool.checkpoint import Checkpoint, Span
 from ckpttool.errors import CkptError, Problem, Refused
-from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, companions, locate
+from ckpttool.formats.recognise_folder import DCP_METADATA, INDEX, checkpoint_files, locate
 from ckpttool.formats.table import FORMATS, TORCH_FORMATS, Format, format_for
 from ckpttool.io.files import is_dir, size
-from ckpttool.io.paths import is_url, join, parent
+from ckpttool.io.paths import is_url, parent
 from ckpttool.io.paths import name as name_of
 from ckpttool.io.pieces import Edited, Files, Link, Piece, Pieces
 from ckpttool.operands.checkpoint import split
@@ -32,10 +32,16 @@ class Target:
     folder: str | None = None
     name: str = ""
 
-    def lay_out(self, checkpoint: Checkpoint, max_shard_size: int | None = None) -> Files:
-        """The files to write, by their names in the folder (a single file stands alone), what completes it last.
+    def lay_out(
+        self,
+        checkpoint: Checkpoint,
+        max_shard_size: int | None = None,
+        companions: Mapping[str, str | bytes] | None = None,
+    ) -> Files:
+        """Return the files to write by their names in the folder, the one that completes it last.
 
-        From folder to folder the files beside the weights go along. Raises `Refused` on what the format cannot hold.
+        `companions` are other files for the folder: name -> path of what to copy, or content. Raises `Refused` for what
+        the format cannot hold.
         """
         alone = self.folder is None or not _is_folder(checkpoint)
         if alone and checkpoint.beside:
@@ -47,11 +53,8 @@ class Target:
         if self.folder is None:
             return {name_of(self.path): self.format.layout(checkpoint)}
         files: dict[str, Pieces | Link] = {}
-        if _is_folder(checkpoint) and not _same(checkpoint.source, self.folder):
-            found = companions(checkpoint.source)
-            found |= {name: join(checkpoint.source, name) for name in checkpoint.beside}
-            for name, path in found.items():
-                files[name] = [Piece(Span(path, 0, size(path)))]
+        for name, content in (companions or {}).items():
+            files[name] = [Piece(content if isinstance(content, bytes) else Span(content, 0, size(content)))]
         if self.format.folder:
             return files | dict(self.format.layout_files(checkpoint, self.name, max_shard_size))
         return files | {self.name: self.format.layout(checkpoint)}
@@ -124,7 +127,8 @@ def _is_folder(checkpoint: Checkpoint) -> bool:
     return split(checkpoint.source)[1] is None and is_dir(checkpoint.source)
 
 
-def _same(left: str, right: str) -> bool:
+def same_folder(left: str, right: str) -> bool:
+    """Return whether the two name one folder."""
     if is_url(left):
         return left.rstrip("/") == right.rstrip("/")
     return os.path.exists(right) and os.path.samefile(left, right)

@@ -148,13 +148,11 @@ def _followed(draft: Draft, moved: _Moved, who: str) -> Draft:
     assert adapter is not None
     names: dict[str, str] = {}
     problems: list[Problem] = []
-    places: dict[str, str] = {}
     for path, keys in adapter.modules.items():
         found = moved.module(path)
         if isinstance(found, Problem):
             problems.append(found)
         else:
-            places[path] = found
             names.update((key, _moved(key, path, found)) for key in keys)
     for key in adapter.rest:
         name = adapter.inside(key)
@@ -170,20 +168,13 @@ def _followed(draft: Draft, moved: _Moved, who: str) -> Draft:
             problems=problems,
         )
     canonical = {new: draft.canonical.get(old, old) for old, new in names.items()}
-    return replace(draft, plan=draft.renamed(names), canonical=canonical, notes=(*draft.notes, *_config(places)))
+    return replace(draft, plan=draft.renamed(names), canonical=canonical)
 
 
 def _moved(key: str, old: str, new: str) -> str:
     """The key with what it begins with, up to the root of PEFT, as it is."""
     at = key.index(old)
     return key[:at] + new + key[at + len(old) :]
-
-
-def _config(places: Mapping[str, str]) -> list[str]:
-    """What ``adapter_config.json`` has to say: it names modules by the ends of their paths."""
-    ends = {(old.rpartition(".")[2], new.rpartition(".")[2]) for old, new in places.items()}
-    changed = ", ".join(f"{old} is {new} now" for old, new in sorted(ends) if old != new)
-    return [f"target_modules in the adapter_config.json beside it: {changed}"] if changed else []
 
 
 def _base(section: Section, adapter: Adapter) -> Section:

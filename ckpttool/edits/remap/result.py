@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.cost import COST, VERIFIED, Cost, Verified
+from ckpttool.edits.remap.companions import COMPANIONS, Companions
 from ckpttool.edits.remap.optimizer import OptimizerRemap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.undo import UNDO, Undo
@@ -27,8 +28,8 @@ class Remap:
     `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
     of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
     `written` says how a file that was to be changed in place was written, or would be, and `undo` how that is taken
-    back, `verified` how the output is known to be right, `cost` what a `dry_run` found it to take. `source` and
-    `output` are the operands CKPT and OUT.
+    back, `verified` how the output is known to be right, `cost` what a `dry_run` found it to take. `companions`
+    says what became of the other files of a folder. `source` and `output` are the operands CKPT and OUT.
     """
 
     result: Checkpoint
@@ -43,6 +44,7 @@ class Remap:
     undo: Undo | None = None
     verified: Verified | None = None
     cost: Cost | None = None
+    companions: Companions | None = None
     source: str = ""
     output: str = ""
     dry_run: bool = False
@@ -109,7 +111,7 @@ REMAP = record(
         "optimizer": nullable(row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})),
         "notes": TEXTS,
     },
-    {"written": _WRITTEN, "undo": UNDO, "verified": VERIFIED, "cost": COST, "plan": PLAN},
+    {"written": _WRITTEN, "undo": UNDO, "verified": VERIFIED, "cost": COST, "companions": COMPANIONS, "plan": PLAN},
     called={
         "from": "source_form",
         "to": "form",

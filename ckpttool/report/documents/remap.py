@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from ckpttool.edits.undo import Undone
 
 _ROWS = 20
+_VERDICTS = {
+    "equal": "kept, equal to the model's",
+    "different": "kept, the model has another",
+    "from_model": "taken from the model",
+    "not_compared": "kept, not compared",
+}
 
 
 def document(done: Remap) -> Document:
@@ -39,6 +45,7 @@ def document(done: Remap) -> Document:
             ("one model", ", ".join(path or "(root)" for path in done.sections)),
             *computed,
             *((f"optimizer {one.section}".strip(), _optimizer(one)) for one in done.optimizers),
+            ("other files", str(done.companions or "")),
             ("it takes", str(done.cost or "")),
             ("to be written" if done.dry_run else "written", str(done.written or "")),
             ("undo", _undo(done)),
@@ -96,6 +103,11 @@ def swapped(done: Swap) -> Document:
             ("verified", str(done.verified or "")),
         )
     ]
+    rows = tuple(
+        (one.name, f"{_VERDICTS[one.verdict]}{': ' if one.reason else ''}{one.reason}") for one in done.compared
+    )
+    columns = (Column("constant", "key"), Column("value"))
+    blocks.append(shortened(Table("Constants of the program", columns, rows), _ROWS, "--format json"))
     ignored = tuple((key,) for key in done.ignored)
     table = Table("In the checkpoint, and no part of any program", (Column("key", "key"),), ignored)
     blocks.append(shortened(table, _ROWS, "--format json"))
