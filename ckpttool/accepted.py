@@ -52,7 +52,8 @@ def judged(diff: Diff, options: DiffOptions) -> Diff:
     fails = bool(diff.beyond) or any(failing is None or entry.status in failing for entry in open_)
     idle = tuple(f"{one.text} ({one.place})" for one in ignores if one not in used)
     accepted = (diff.identical or not fails) and not (idle and options.fail_on_unused)
-    return replace(diff, entries=entries, accepted=accepted, unused_ignores=idle)
+    unused = len(idle) if options.fail_on_unused and (diff.identical or not fails) else 0
+    return replace(diff, entries=entries, accepted=accepted, unused_ignores=idle, failing_ignores=unused)
 
 
 def _judged(entry: Entry, ignores: tuple[Ignore, ...], used: set[Ignore], diff: Diff) -> Entry:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import traceback
 
             traceback.print_exc()
-        return say(failure_of(error), as_json=_asks_for_json(args))
+        return say(failure_of(error), _format_of(args))
 
 
 def _is_rank() -> bool:
@@ -91,8 +91,8 @@ def _run_by_rank(args: list[str]) -> int:
     return ranks.run(args, run)
 
 
-def _asks_for_json(args: Sequence[str]) -> bool:
-    """Whether the output was to be JSON; looked for by hand, since it may be the command line that is wrong."""
+def _format_of(args: Sequence[str]) -> str:
+    """The format of the output; looked for by hand, since it may be the command line that is wrong."""
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--format=") else [word])]
     asked = [value for flag, value in pairwise(words) if flag == "--format"]
     name = next((arg for arg in args if arg in COMMANDS), None)
@@ -100,7 +100,7 @@ def _asks_for_json(args: Sequence[str]) -> bool:
         with suppress(CkptError, OSError, ImportError), redirect_stderr(io.StringIO()):  # it was said already
             defaults = [one.default for one in _loaded(name, args).taken if one.name == "format"]
             asked = [default.value for default in defaults if isinstance(default, Default)]
-    return asked[-1:] == ["json"]
+    return str(asked[-1]) if asked else "text"
 
 
 def run(args: list[str]) -> int:

@@ -61,17 +61,24 @@ def failure_of(error: BaseException) -> Failure:
     return _internal(error)
 
 
-def say(failure: Failure, as_json: bool = False) -> int:
+def say(failure: Failure, form: str = "text") -> int:
     """Prints the failure on stderr: the error, the problems, the hint, a line each. Returns the exit status.
 
-    With `as_json` a program reads the same on stdout, as one object: ``ckpttool.error/1``.
+    With `form` ``json`` a program reads the same on stdout, as one object: ``ckpttool.error/1``; with ``github`` as an
+    annotation.
     """
     lines = [f"error: {visible(failure.message)}"] if failure.message else []
     lines += [f"  {visible(line)}" for line in problem_lines(failure.problems)]
     lines += [f"hint: {visible(failure.hint)}"] if failure.hint else []
     with suppress(OSError):
         sys.stderr.writelines(f"{for_log(clipped(line), 'text')}\n" for line in lines)
-        if as_json and failure.message:
+        if form == "github" and failure.message:
+            from ckpttool.report.renderers import github
+
+            hints = [f"hint: {failure.hint}"] if failure.hint else []
+            lines = [failure.message, *problem_lines(failure.problems), *hints]
+            sys.stdout.write(github.failure("ckpttool", lines))
+        if form == "json" and failure.message:
             said = ERROR.write((failure.status, failure.message, failure.problems, failure.hint))
             sys.stdout.write(for_log(json.render(said), "json"))
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):

@@ -107,7 +107,10 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is found of the keys of one tensor, on one side or both; `spread` as in `queries.diff.result.Entry`."""
+    """What is found of the keys of one tensor, on one side or both; `spread` as in `queries.diff.result.Entry`.
+
+    `place` are file and line of the hook that is the reason; `fails` is whether it is a reason of bad news.
+    """
 
     status: str
     left: tuple[Named, ...]
@@ -115,6 +118,8 @@ class Finding:
     why: str = ""
     detail: str = ""
     spread: tuple[tuple[int, int], ...] = ()
+    place: tuple[str, int] | None = None
+    fails: bool = False
 
 
 @dataclass(frozen=True, slots=True)

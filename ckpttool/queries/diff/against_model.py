@@ -16,6 +16,7 @@ from ckpttool.naming.forms import read
 from ckpttool.naming.inference.alike import exchangeable
 from ckpttool.naming.inference.values import Tensor
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.optimizers.forms import read as read_optimizer
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import saved_order
 from ckpttool.naming.versions import other_versions
@@ -56,7 +57,9 @@ def names_alone(model: ModelOperand) -> Diff:
     notes = (*lossy, *names.notes, *([FQN_MODIFIERS] if renamed else []))
     sides = f"{names.model} (serialized)", f"{names.model} (runtime)"
     beyond = "does not load what it saves" if lost else ""
-    return Diff(*sides, identical, entries, notes=notes, beyond=beyond, outlines=names_outlines(names))
+    compared = dict.fromkeys(("keys", "shapes", "dtypes"), True) | {"values": False, "aliases": True}
+    shown = Diff(*sides, identical, entries, notes=notes, beyond=beyond, outlines=names_outlines(names))
+    return replace(shown, compared=compared)
 
 
 def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Diff:
@@ -90,7 +93,23 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     says = "loads, and converts" if fits else "does not load"
     sides = outlines(section), names_outlines(names)[0]
     shown = Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike, outlines=sides)
-    return replace(shown, harmless=harmless, beyond=says if beyond else "")
+    compared = _compared(checkpoint, ignore_dtype) | ({"optimizers": False} if checkpoint.optimizers else {})
+    return replace(shown, harmless=harmless, beyond=says if beyond else "", compared=compared)
+
+
+def _compared(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str, bool]:
+    """What a load of the checkpoint's model tells: nothing of its values, nor of what else the file holds."""
+    kinds = [section.kind for section in checkpoint.sections]
+    others = {"other_sections": len(kinds) - kinds.count("optimizer") > 1, "objects": bool(checkpoint.others)}
+    return {
+        "keys": True,
+        "shapes": True,
+        "dtypes": not ignore_dtype,
+        "values": False,
+        "aliases": False,
+        "metadata": False,
+        **{aspect: False for aspect, there in others.items() if there},
+    }
 
 
 def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:
@@ -197,12 +216,18 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         names = in_model_order(names, section)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, _tried(model, section))
     notes, loads = _beside(model, checkpoint, ignore_dtype)
+    state = read_optimizer(section)
+    without = [str(param) for param in state.params if not state.state.get(param)]
+    if 0 < len(without) < len(state.params):
+        notes = (*notes, f"{plural(len(without), 'parameter')} without state in the checkpoint: {some(without)}")
     made = model.optimizer if isinstance(model.optimizer, str) else names.optimizer_class or "model.parameters()"
     right = f"{made} (of {names.model})"
     identical = fit.fits and loads
     notes = (*fit.notes, *notes)
     beyond = "" if identical else "does not load"
-    return Diff(checkpoint.source, right, identical, fit.entries, (), notes, beyond=beyond, remedy=fit.remedy)
+    compared = _compared(checkpoint, ignore_dtype) | {"optimizers": True}
+    shown = Diff(checkpoint.source, right, identical, fit.entries, (), notes, beyond=beyond, remedy=fit.remedy)
+    return replace(shown, compared=compared)
 
 
 def _no_optimizer(model: ModelOperand, checkpoint: Checkpoint) -> CkptError:

@@ -19,6 +19,8 @@ from ckpttool.queries.diff.result import EITHER_WAY, Entry
 from ckpttool.values import dataclass
 from ckpttool.words import plural, shell, some
 
+NOT_COMPARED = "not compared"
+
 
 @dataclass(frozen=True, slots=True)
 class Beside:
@@ -30,9 +32,19 @@ class Beside:
     names: Names | None
     values: Values | None
 
-    def differences(self) -> list[str]:
-        """Sentences on what is not the same, or was not compared: none where all is as it is on the other side."""
-        return [*self.of_sections(), *self._one_sided(), *self._versions(), *self._objects()]
+    def compared(self) -> tuple[list[str], dict[str, bool]]:
+        """Sentences on what is not the same or was not compared, and which aspects were compared completely."""
+        sections = [*self.of_sections(), *self._one_sided()]
+        notes = [*sections, *self._versions(), *self._objects()]
+        skipped = any(note.startswith(NOT_COMPARED) for note in sections)
+        code = any(side.format in ("pt2", "torchscript") for side in (self.left, self.right))
+        return notes, {
+            "values": self.values is not None,
+            **dict.fromkeys(("aliases", "metadata"), False),
+            **dict.fromkeys(("optimizers", "other_sections"), not skipped),
+            "objects": self.values is not None,
+            **({"code": False} if code else {}),
+        }
 
     def of_sections(self) -> list[str]:
         """On each optimizer and state dict under one path on both sides; nothing else here asks for values."""
@@ -54,7 +66,7 @@ class Beside:
         try:
             entries = self._compared(mine, theirs)
         except CkptError as error:
-            yield f"not compared: {mine.title}: {error.message}"
+            yield f"{NOT_COMPARED}: {mine.title}: {error.message}"
             return
         count = sum(entry.status not in EITHER_WAY for entry in entries)
         if count:
@@ -77,17 +89,17 @@ class Beside:
         ):
             alone = [section.title for path, section in own.items() if path not in others]
             if alone:
-                yield f"not compared: {some(alone)} of {side} ({source}::{alone[0]} is one)"
+                yield f"{NOT_COMPARED}: {some(alone)} of {side} ({source}::{alone[0]} is one)"
             further = [key for key in tensors if key not in known]
             if further:
                 what = plural(len(further), "entry")
-                yield f"not compared: {what} outside of state dicts that only {side} has: {some(further)}"
+                yield f"{NOT_COMPARED}: {what} outside of state dicts that only {side} has: {some(further)}"
 
     def _versions(self) -> Iterator[str]:
         others = otherwise(*self.models)
         if others:
             what = f"{plural(len(others), 'module')} of other versions (_metadata), which loading may read otherwise"
-            yield f"not compared: {what}: {some(others)}"
+            yield f"{NOT_COMPARED}: {what}: {some(others)}"
 
     def _objects(self) -> Iterator[str]:
         """On what is no tensor, where values are asked for."""

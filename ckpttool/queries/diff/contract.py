@@ -15,7 +15,7 @@ from ckpttool.operands.model import ModelOperand
 from ckpttool.operands.names_file import saved_by
 from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff.keys import compare
-from ckpttool.queries.diff.result import EITHER_WAY, Diff, Entry, only_left, only_right
+from ckpttool.queries.diff.result import EITHER_WAY, NO_VALUES, Diff, Entry, only_left, only_right
 from ckpttool.queries.diff.suggestions import suggestions
 from ckpttool.words import shell
 
@@ -48,7 +48,15 @@ def compare_with_code(old: Names, path: str, model: ModelOperand) -> Diff:
     notes = tuple(_notes(old, new, entries, model))
     sides = f"{path} (what checkpoints have)", f"{model.title} (what its code writes)"
     beyond = "another class of optimizer" if old.optimizer_class != new.optimizer_class else ""
-    return Diff(*sides, identical, entries, notes=notes, inferred=inferred, harmless=EITHER_WAY, beyond=beyond)
+    compared = {
+        **dict.fromkeys(("keys", "shapes", "dtypes"), True),
+        "values": False,
+        "aliases": True,
+        "metadata": False,
+        "optimizers": old.optimizer_class is not None,
+    }
+    shown = Diff(*sides, identical, entries, notes=notes, inferred=inferred, harmless=EITHER_WAY, beyond=beyond)
+    return replace(shown, compared=compared, scope=NO_VALUES)
 
 
 def is_of_keys(entry: Entry) -> bool:

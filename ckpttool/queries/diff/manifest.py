@@ -50,7 +50,9 @@ def compare_manifest(left: Checkpoint, right: Checkpoint, values: Values | None)
     beyond = "" if set(left.others) == set(right.others) else "only one side has some entry that is no tensor"
     identical = not beyond and all(entry.status in HARMLESS for entry in entries)
     notes = tuple(_notes(left, right, values, other))
-    return Diff(left.source, right.source, identical, tuple(entries), notes=notes, beyond=beyond)
+    compared = dict.fromkeys(("keys", "shapes", "dtypes"), True) | {"values": values is not None}
+    compared |= dict.fromkeys(("aliases", "metadata", "optimizers", "other_sections", "objects"), other == [])
+    return Diff(left.source, right.source, identical, tuple(entries), notes=notes, beyond=beyond, compared=compared)
 
 
 def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, str], TensorEntry | ExtraEntry]:

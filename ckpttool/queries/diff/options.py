@@ -62,6 +62,13 @@ class DiffOptions(OptimizerOptions):
         return bool(self.fail_on or self.ignore or self.ignore_file)
 
     @property
+    def scope(self) -> str:
+        """How exactly values are compared, or the option that compares them."""
+        if self.rtol or self.atol:
+            return f"within rtol {self.rtol:g}, atol {self.atol:g}"
+        return "" if self.values else "--values"
+
+    @property
     def comparison(self) -> Values | None:
         """What compares two tensors of one dtype and shape, where values are asked for."""
         if not (self.values or self.rtol or self.atol):

@@ -49,6 +49,17 @@ STATUSES = (
 )
 
 
+# What a diff can compare, in the order of reports; `compared` holds those that its question is about. `objects` are
+# entries that are not tensors (``epoch``, ``args``, extra state), `code` is that of a program.
+ASPECTS = (
+    *("keys", "shapes", "dtypes", "values", "aliases", "metadata"),
+    *("optimizers", "other_sections", "objects", "code"),
+)
+Compared = Mapping[str, bool]
+# What compares values if one side is a model, which has none.
+NO_VALUES = "`diff LEFT RIGHT --values` compares those of two checkpoints"
+
+
 # A side in a sentence: no part of a key, a path or a quotation.
 _LEFT, _RIGHT = (re.compile(rf"(?<![\w.`'\"/-])(?:the )?{side}(?![\w`\"/-]|\.\w)") for side in ("left", "right"))
 
@@ -155,8 +166,11 @@ class Diff:
     not arise, and where there are no such rules. `exchangeable` are keys of one shape in the same layers, which only
     their names tell apart: a tuple for each shape. `harmless` are the statuses whose entries do not stand against
     `identical`; `beyond` says what does that no entry shows. `accepted` says whether all that does is what a
-    pipeline lives with, where it was said what that is; `unused_ignores` are lines of it that spoke of nothing.
+    pipeline lives with, where it was said what that is; `unused_ignores` are lines of it that spoke of nothing,
+    and `failing_ignores` how many of them are the only reason why it fails.
     `aside` is whether `notes` tell of what else is not the same, or was not compared, beside the two models.
+    `compared` says whether a difference in each of the `ASPECTS` would be found, and `scope` how exactly values were
+    compared, or what compares them.
     `outlines` are the tensors of each side by key, in its own order, as far as they are known.
     """
 
@@ -173,8 +187,11 @@ class Diff:
     beyond: str = ""
     accepted: bool | None = None
     unused_ignores: tuple[str, ...] = ()
+    failing_ignores: int = 0
     remedy: Remedy | None = None
     aside: bool = False
+    compared: Compared = field(default_factory=dict, compare=False)
+    scope: str = ""
     outlines: tuple[Outlines, Outlines] = field(default=({}, {}), compare=False, repr=False)
 
     @property
@@ -212,11 +229,13 @@ _ENTRY = record(
 )
 _PAIR = record(Pair, {**_SIDES, "evidence": TEXT, "transposed": nullable(unless_empty(one_of("left", "right")))})
 _COUNTS = object_of({}, dict.fromkeys(STATUSES, COUNT))
+COMPARED = object_of({}, dict.fromkeys(ASPECTS, FLAG))
 DIFF = record(
     Diff,
     {
         **dict.fromkeys(("left", "right"), TEXT),
         "identical": FLAG,
+        "compared": COMPARED,
         "summary": _COUNTS,
         "entries": list_of(_ENTRY),
         "fix": TEXTS,

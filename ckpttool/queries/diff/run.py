@@ -11,7 +11,7 @@ from ckpttool.queries.diff.keys import Values
 from ckpttool.queries.diff.manifest import compare_manifest, is_about_manifest
 from ckpttool.queries.diff.optimizer import optimizer_alone
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import Diff
+from ckpttool.queries.diff.result import NO_VALUES, Diff
 from ckpttool.queries.diff.two import checkpoints
 
 BESIDE = "the models are the same, and what stands beside them is not"
@@ -41,9 +41,9 @@ def run(
     if left is not None and right is not None and is_about_manifest(left, right):
         if model is not None:
             raise CkptError("a manifest is compared as it is, without a model", hint="leave --model out")
-        return compare_manifest(left, right, values)
+        return replace(compare_manifest(left, right, values), scope=options.scope)
     if left is not None and right is not None:
-        found = checkpoints(left, right, model, values, ignore_dtype, infers)
+        found = replace(checkpoints(left, right, model, values, ignore_dtype, infers), scope=options.scope)
         counts = options.whole and found.aside and found.identical
         return replace(found, identical=False, beyond=BESIDE) if counts else found
     if model is None or right is not None or values is not None:
@@ -51,7 +51,7 @@ def run(
     from ckpttool.queries.diff.against_model import load, names_alone, optimizer  # most runs compare two files
 
     if left is None:
-        return names_alone(model)
+        return replace(names_alone(model), scope=NO_VALUES)
     if model.optimizer is None and optimizer_alone(left) is None:
-        return load(model, left, ignore_dtype)
-    return optimizer(model, left, ignore_dtype)
+        return replace(load(model, left, ignore_dtype), scope=NO_VALUES)
+    return replace(optimizer(model, left, ignore_dtype), scope=NO_VALUES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import field
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from ckpttool.operands.sections import read_for_model
 from ckpttool.queries.diff.dealt import dealt
 from ckpttool.queries.diff.manifest import is_about_manifest
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import STATUSES, Diff, Entry, count_of, with_sides
+from ckpttool.queries.diff.result import COMPARED, STATUSES, Compared, Diff, Entry, count_of, with_sides
 from ckpttool.queries.diff.run import run
 from ckpttool.queries.diff.two import ask
 from ckpttool.values import dataclass, public
@@ -30,7 +31,6 @@ BY = ("left", "right", "both", "conflict")
 CHANGES = {"unexpected": "dropped", "missing": "added"}
 _UNTOUCHED = frozenset({"same", "extra_state", "not_serialized"})
 _CONTENT = frozenset({"value", "dtype", "shape"})
-NO_VALUES = "no values were compared: --values tells what either side trained since"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ class Since:
     right: str
     points: tuple[Point, ...]
     notes: tuple[str, ...]
+    compared: Compared = field(default_factory=dict, compare=False)
+    scope: str = ""
 
     @property
     def summary(self) -> dict[str, int]:
@@ -94,6 +96,7 @@ SINCE = record(
     {
         **dict.fromkeys(("base", "left", "right"), TEXT),
         "conflicts": FLAG,
+        "compared": COMPARED,
         "summary": object_of({}, dict.fromkeys(BY, COUNT)),
         "entries": list_of(_POINT),
         "notes": TEXTS,
@@ -119,7 +122,10 @@ def compare_since(base: Checkpoint, left: Checkpoint, right: Checkpoint, options
     sides = (("left", mine), ("right", theirs))
     since_base = [f"{side}: {_of_three(note)}" for side, diff in sides for note in diff.notes]
     notes = (*since_base, *both.notes)
-    return Since(base.source, left.source, right.source, points, (*([] if options.comparison else [NO_VALUES]), *notes))
+    compared = {
+        aspect: all(diff.compared.get(aspect, True) for diff in (mine, theirs, both)) for aspect in both.compared
+    }
+    return Since(base.source, left.source, right.source, points, notes, compared, options.scope)
 
 
 def _points(mine: Diff, theirs: Diff, both: Diff) -> Iterator[Point]:

@@ -7,7 +7,7 @@ Each step is compared with the one before that can be read, section by section: 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -21,7 +21,7 @@ from ckpttool.operands.steps import called, opened
 from ckpttool.queries.diff.keys import Values, compare
 from ckpttool.queries.diff.optimizer import SavedOptimizer, compare_optimizers
 from ckpttool.queries.diff.options import DiffOptions
-from ckpttool.queries.diff.result import HARMLESS, STATUSES, Entry, with_sides
+from ckpttool.queries.diff.result import COMPARED, HARMLESS, STATUSES, Compared, Entry, with_sides
 from ckpttool.queries.diff.run import run
 from ckpttool.values import dataclass, public
 from ckpttool.words import some
@@ -29,9 +29,7 @@ from ckpttool.words import some
 # What an entry of a diff of this step (its left) and the one before (its right) is called, where not by its status.
 CHANGES = {"unexpected": "added", "missing": "dropped"}
 KINDS = ("format", "section", "class")  # changes of no single key
-NO_VALUES = (
-    "no values were compared, nor hyperparameters as `lr`, which change from step to step: --values compares both"
-)
+HYPERPARAMETERS = "hyperparameters such as `lr` were not compared, since they change from step to step: pass --values"
 _NO_TENSOR = "an entry that is no tensor"
 
 
@@ -76,6 +74,8 @@ class Steps:
     run: str | None
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
+    compared: Compared = field(default_factory=dict, compare=False)
+    scope: str = ""
 
     @property
     def identical(self) -> bool:
@@ -107,7 +107,9 @@ _STEP = record(
     called={"source": "name", "suggested": "likely"},
 )
 STEPS = record(
-    Steps, {"run": nullable(TEXT), "identical": FLAG, "steps": list_of(_STEP), "notes": TEXTS}, title="ckpttool.steps/1"
+    Steps,
+    {"run": nullable(TEXT), "identical": FLAG, "compared": COMPARED, "steps": list_of(_STEP), "notes": TEXTS},
+    title="ckpttool.steps/1",
 )
 
 
@@ -120,7 +122,7 @@ def compare_steps(
     where fewer than two steps can be read.
     """
     found: list[Step] = []
-    notes: dict[str, None] = {} if options.comparison else {NO_VALUES: None}
+    notes: dict[str, None] = {} if options.comparison else {HYPERPARAMETERS: None}
     if others:
         notes[f"not compared, beside the steps: {some(others)}"] = None
     before: tuple[str, dict[str, Checkpoint]] | None = None
@@ -137,7 +139,10 @@ def compare_steps(
         found.append(step)
         before = name, now
     _check(found)
-    return Steps(folder, tuple(found), tuple(notes))
+    compared = dict.fromkeys(("keys", "shapes"), True) | {"dtypes": not options.ignore_dtype}
+    compared |= {"values": options.comparison is not None, "aliases": False, "metadata": False}
+    compared |= {"optimizers": options.comparison is not None, "other_sections": True, "objects": False}
+    return Steps(folder, tuple(found), tuple(notes), compared, options.scope)
 
 
 def _check(found: Sequence[Step]) -> None:

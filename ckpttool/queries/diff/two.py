@@ -92,11 +92,12 @@ def checkpoints(
     hidden = () if names is not None else hidden_segments(entries)
     adapters = adapter_notes(mine.keys, theirs.keys, ("left", "right"))
     ranks = (*one_rank(left), *one_rank(right))
-    beside = Beside(left, right, (mine, theirs), names, values).differences()
+    beside, others = Beside(left, right, (mine, theirs), names, values).compared()
+    compared = {"keys": True, "shapes": True, "dtypes": not ignore_dtype, **others}
     notes = (*ranks, *hidden, *adapters, *beside)
     inferred = suggestions(left, right, entries, values is not None) if infers and names is None else None
     shown = Diff(left.source, right.source, identical, entries, notes=notes, inferred=inferred, harmless=harmless)
-    return replace(shown, aside=bool(beside), outlines=(outlines(mine), outlines(theirs)))
+    return replace(shown, aside=bool(beside), compared=compared, outlines=(outlines(mine), outlines(theirs)))
 
 
 def _converted(entries: Iterable[Entry], left: _Keyed, right: _Keyed, values: Values) -> tuple[Entry, ...]:
@@ -136,9 +137,10 @@ def _optimizers(
     entries = (*found.entries, *compare_outside(left, right, values))
     identical = all(entry.status in EITHER_WAY for entry in entries)
     remedy = _alike(saved, model is not None, entries)
-    beside = Beside(left, right, (saved[0].section, saved[1].section), names, values).differences()
+    beside, others = Beside(left, right, (saved[0].section, saved[1].section), names, values).compared()
+    compared = dict.fromkeys(("keys", "shapes", "dtypes"), True) | others
     shown = Diff(left.source, right.source, identical, entries, (), (*found.notes, *beside), remedy=remedy)
-    return replace(shown, aside=bool(beside), outlines=found.outlines)
+    return replace(shown, aside=bool(beside), compared=compared, outlines=found.outlines)
 
 
 def _alike(saved: tuple[SavedOptimizer, SavedOptimizer], by_model: bool, entries: Iterable[Entry]) -> Remedy | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
@@ -22,6 +23,7 @@ from ckpttool.report.document import (
     filled,
     shortened,
 )
+from ckpttool.report.documents.coverage import coverage, with_values
 from ckpttool.report.documents.listing import of_diff
 from ckpttool.words import number, plural
 
@@ -53,7 +55,13 @@ _MEANING = {
 def document(diff: Diff, *, all: bool = False) -> Document:
     """The document; with `all` every key has a line of its own."""
     blocks: list[Block] = [
-        Facts((("left", Cell(diff.left, "key")), ("right", Cell(diff.right, "key")))),
+        Facts(
+            (
+                ("left", Cell(diff.left, "key")),
+                ("right", Cell(diff.right, "key")),
+                *coverage(diff.compared, diff.scope),
+            )
+        ),
         _summary(diff),
         _listed(diff.entries) if all else _causes(diff.entries),
     ]
@@ -66,10 +74,14 @@ def document(diff: Diff, *, all: bool = False) -> Document:
         blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
-    return Document("diff", _verdict(diff), diff.passes, filled(blocks), _listing(diff))
+    verdict = with_values(_verdict(diff), diff.compared, diff.scope, diff.identical)
+    return Document("diff", verdict, diff.passes, filled(blocks), _listing(diff))
 
 
 def _verdict(diff: Diff) -> str:
+    if diff.failing_ignores:
+        unused = plural(diff.failing_ignores, "unused ignore entry")
+        return f"{unused} (--fail-on-unused); {_verdict(replace(diff, accepted=True, failing_ignores=0))}"
     if diff.identical:
         same = "the models are the same" if diff.aside else "the same"
         count = sum(entry.status not in HARMLESS for entry in diff.entries)

@@ -22,13 +22,15 @@ def of_diff(diff: Diff) -> Iterator[Finding]:
     left, right = diff.outlines
     places = [{key: place for place, key in enumerate(side)} for side in (left, right)]
 
-    def place(entry: Entry) -> float:
+    def order(entry: Entry) -> float:
         keys, side = (entry.right, places[1]) if entry.right else (entry.left, places[0])
         return side.get(keys[0], inf)
 
-    for entry in sorted(diff.entries, key=place):
+    for entry in sorted(diff.entries, key=order):
         sides = _named(entry.left, left), _named(entry.right, right)
-        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread or ())
+        place = None if entry.hook is None or not entry.hook.file else (entry.hook.file, entry.hook.line)
+        fails = not diff.identical and diff.weighs(entry) and entry.ignored is None
+        yield Finding(entry.status, *sides, entry.why, entry.detail or "", entry.spread or (), place, fails)
 
 
 def of_inspection(inspection: Inspection) -> Iterator[Finding]:

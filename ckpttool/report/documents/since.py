@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpttool.queries.diff.since import BY, Change, Point, Since
 from ckpttool.report.collapse import first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Role, Table, filled
+from ckpttool.report.documents.coverage import coverage, with_values
 from ckpttool.words import number, plural
 
 _ROLES: dict[str, Role] = {"left": "ok", "right": "ok", "both": "dim", "conflict": "bad"}
@@ -21,9 +22,10 @@ def document(found: Since, *, all: bool = False) -> Document:
     sides = (("base", found.base), ("left", found.left), ("right", found.right))
     conflicts = found.summary.get("conflict", 0)
     verdict = plural(conflicts, "conflict") if conflicts else "no conflicts" if found.points else "nothing changed"
+    verdict = with_values(verdict, found.compared, found.scope, not found.points)
     rows = tuple((Cell(by, _ROLES[by]), number(count), _MEANING[by]) for by, count in found.summary.items())
     blocks: list[Block] = [
-        Facts(tuple((side, Cell(source, "key")) for side, source in sides)),
+        Facts((*((side, Cell(source, "key")) for side, source in sides), *coverage(found.compared, found.scope))),
         Table("Summary", (Column("by"), Column("changes", "number"), Column("meaning")), rows),
         _changes(found, all),
         *(Note(note, "notice" if found.passes else "warning") for note in found.notes),

@@ -9,6 +9,7 @@ from ckpttool.naming.inference.values import Pair
 from ckpttool.queries.diff.steps import CHANGES, Change, Step, Steps
 from ckpttool.report.collapse import first_pattern
 from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Role, Table
+from ckpttool.report.documents.coverage import coverage, with_values
 from ckpttool.words import number, plural
 
 _ROLES: dict[str, Role] = {"renamed": "warn"}
@@ -22,11 +23,17 @@ def document(found: Steps, *, all: bool = False) -> Document:
     columns = (Column("step", "key"), Column("change"), Column("keys", "number"))
     more = (Column("before", "key"), Column("now", "key"), Column("why"))
     blocks: list[Block] = [
-        *([Facts((("run", Cell(found.run, "key")),))] if found.run else []),
+        Facts(
+            (
+                *([("run", Cell(found.run, "key"))] if found.run else []),
+                *coverage(found.compared, found.scope),
+            )
+        ),
         Table("Steps", (*columns, *more), tuple(_rows(found.steps, all))),
         *(Note(note) for note in found.notes),
     ]
-    return Document("diff", _verdict(found), found.passes, tuple(blocks))
+    verdict = with_values(_verdict(found), found.compared, found.scope, found.identical)
+    return Document("diff", verdict, found.passes, tuple(blocks))
 
 
 def _verdict(found: Steps) -> str:

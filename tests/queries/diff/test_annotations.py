@@ -1,0 +1,71 @@
+"""What a CI job reads: annotations that name the keys, errors as annotations, and why a diff fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import Run
+
+HOOKED = """import torch
+from torch import nn
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self._register_state_dict_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state, prefix, metadata):
+        state[prefix + "kernel"] = state.pop(prefix + "weight")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {f"w{at}": torch.zeros(at + 1) for at in range(30)}
+    torch.save(state, "old.pt")
+    torch.save({key: value + 1 for key, value in state.items()}, "new.pt")
+
+
+@pytest.mark.parametrize("line", [("diff", "old.pt", "nope.pt"), ("inspect", "nope.pt"), ("diff", "old.pt")])
+def test_an_error_is_an_annotation(run: Run, monkeypatch: pytest.MonkeyPatch, line: tuple[str, ...]) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    done = run(*line, "--format", "github")
+    assert done.status == 2
+    assert done.out.startswith("::error title=ckpttool::")
+    assert done.err.splitlines()[0].removeprefix("error: ") in done.out
+
+
+def test_an_annotation_names_a_bounded_number_of_keys(run: Run) -> None:
+    done = run("diff", "old.pt", "new.pt", "--values", "--format", "github")
+    first = done.out.splitlines()[0]
+    assert first.startswith("::error title=diff::30 differences%0Avalue: w0%0Avalue: w1%0A")
+    assert (first.count("%0Avalue: "), "... 20 more" in first) == (10, True)
+    same = run("diff", "old.pt", "old.pt", "--values", "--format", "github")
+    assert same.out.startswith("::notice title=diff::the same; values are equal\n")
+
+
+def test_an_annotation_stands_at_the_line_of_the_hook(run: Run) -> None:
+    Path("net.py").write_text(HOOKED)
+    done = run("diff", "--model", "net.py:Net", "--format", "github")
+    line = next(at for at, text in enumerate(HOOKED.splitlines(), 1) if "def rename" in text)
+    (at_hook,) = (text for text in done.out.splitlines() if text.startswith("::error file="))
+    assert at_hook.startswith(f"::error file=net.py,line={line},title=diff::") or f",line={line - 1}," in at_hook
+    assert "renamed: kernel" in at_hook
+
+
+def test_the_headline_says_why_it_fails(run: Run) -> None:
+    ignored = ("--ignore", "value w* # trained", "--ignore", "value other # gone")
+    done = run("diff", "old.pt", "new.pt", "--values", *ignored, "--fail-on-unused")
+    assert (done.status, done.out.splitlines()[1].partition(";")[0]) == (1, "1 unused ignore entry (--fail-on-unused)")
+    assert "30 differences, accepted" in done.out
+    assert run("diff", "old.pt", "new.pt", "--values", *ignored).status == 0
+    done = run("diff", "old.pt", "new.pt", "--values", *ignored[2:], "--fail-on-unused")
+    assert done.out.splitlines()[1] == "30 differences"
+    done = run("diff", "old.pt", "old.pt", *ignored, "--fail-on-unused")
+    assert done.out.splitlines()[1].startswith("2 unused ignore entries (--fail-on-unused); the same")
