@@ -11,7 +11,7 @@ from typing import Literal
 from ckpttool.values import dataclass, public
 
 # What a problem is, for code that chooses what to advise; what nobody asks about is ``other``.
-Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "other"]
+Kind = Literal["missing", "left_over", "shape", "dtype", "unknown", "opaque", "value", "other"]
 
 
 @public
