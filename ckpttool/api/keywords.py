@@ -57,6 +57,7 @@ class RemapKeywords(OptimizerKeywords, total=False):
     from_: str | None
     select: str | None
     keep_prefix: bool
+    partial: bool
     trainable_only: bool
     rule: str | Sequence[str] | None
     rules: str | None

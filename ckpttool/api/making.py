@@ -151,4 +151,9 @@ def write(checkpoint: Checkpoint, out: str, **options: Unpack[WriteKeywords]) ->
     Raises `CkptError` where OUT exists (`force` overwrites
     it), `Refused` where its format cannot hold what is in the checkpoint.
     """
-    remap(checkpoint, out, **options)
+    from ckpttool.edits.run import run
+
+    sources.begin_call()
+    chosen = RemapOptions(out=out, **options)
+    chosen.check(None)
+    run(_with_values(checkpoint), chosen, may_copy=True)

@@ -25,6 +25,7 @@ _GROUPS = {
     "Which names": (
         "sections",
         *("to", "from_", "select", "keep_prefix", "trainable_only", "rule", "rules", "size", "reverse", "drop", "like"),
+        "partial",
         *("sections", "to_model", "to_model_kwargs", "units", "world_size"),
     ),
     "Optimizers": ("to_optimizer", "optimizer_keys"),

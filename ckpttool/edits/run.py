@@ -15,7 +15,8 @@ from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
-from ckpttool.edits.rules.patterns import Renaming, Rule, parse
+from ckpttool.edits.rules.patterns import Renaming, parse
+from ckpttool.edits.unchanged import changes_content, changes_form, is_as_saved, refuse_unchanged
 from ckpttool.edits.undo import undo, undo_of
 from ckpttool.edits.write import Decided, Writer
 from ckpttool.errors import CkptError, Problem, Refused
@@ -30,24 +31,30 @@ from ckpttool.formats.torch.pickled_code import entries_with_code
 from ckpttool.imports import dangerous
 from ckpttool.io.edit_in_place import Written
 from ckpttool.io.pieces import Edited, Files, Piece
+from ckpttool.keys import dotted
 from ckpttool.names import RUNTIME, SERIALIZED
+from ckpttool.naming.adapters import adapter_of
+from ckpttool.naming.match import match
 from ckpttool.naming.model_form import ModelForm
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.operands.checkpoint import model_section, open_operand, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.operands.sections import of_one_model, read_for_model
 from ckpttool.plan import Plan
-from ckpttool.words import shell
+from ckpttool.words import plural, shell, some
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpttool.edits.rules.steps import Step as RuleStep
 
 
-def run(source: Checkpoint, options: RemapOptions) -> Remap:
-    """What `options` make of `source`, written where they name an output and ask for no dry run.
+def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) -> Remap:
+    """Return what `options` make of `source`, written if they name an output and do not ask for a dry run.
 
-    Raises `Refused`, all problems at once, where the remap would lose, collide or guess, and `CkptError` where an
-    operand cannot be read or OUT not be written; then nothing is.
+    Raises `Refused`, all problems at once, if the remap would lose, collide, guess, or change nothing (unless it
+    `may_copy`), and `CkptError` if an operand cannot be read or OUT cannot be written. Then nothing is written.
     """
     writer = Writer(
         split(source.source)[0],
@@ -66,8 +73,15 @@ def run(source: Checkpoint, options: RemapOptions) -> Remap:
         output=options.target(source.source) or "",
         dry_run=options.dry_run,
     )
+    if done.missing and not options.partial:
+        raise _missing(done.missing, _to_operand(options, model) or model)
     if options.to_ranks and model is not None:
         return _write_ranks(options, writer, model, done)
+    if not (may_copy or done.changes_content or options.copy):
+        shard_size = _shard_size(options)
+        is_new = target is not None and changes_form(source, target, done, shard_size)
+        if not is_new and is_as_saved(source):
+            refuse_unchanged(source, options)
     return done if target is None else _write(source, options, writer, target, done, model)
 
 
@@ -103,8 +117,10 @@ def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) 
     """What `options`, of which the model is read, make of `source`, whatever is to hold it. Raises as `run` does."""
     if options.plan is not None:
         plan = Plan.from_json(json_text.read_file(options.plan, "write one with --save-plan"), options.plan)
-        done = by_plan(source.read_for(plan.reads), plan, _runners(plan, model, _to_operand(options, model)))
-        return replace(done, notes=(*source.notes, *done.notes))
+        read = source.read_for(plan.reads)
+        done = by_plan(read, plan, _runners(plan, model, _to_operand(options, model)))
+        changed = changes_content(read, done)
+        return replace(done, notes=(*source.notes, *done.notes), changes_content=changed)
     source = made_whole(read_for_model(source, model))
     names = None if model is None else model.names()
     gathered = put_together(source, names, () if options.to_ranks else options.units or ())
@@ -127,7 +143,56 @@ def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) 
         from ckpttool.edits.ranks.gather_optimizer import with_gathered_optimizers
 
         done = with_gathered_optimizers(done, gathered, names)
-    return with_optimizers(replace(done, notes=(*source.notes, *done.notes)), wanted)
+    loads = None if options.to_model is None else _to_operand(options, model)
+    if loads is not None and asked.rule_steps and asked.names is not None:
+        done = replace(done, missing=_not_reached(done, asked, loads))
+    elif done.missing and read_as is not None and gathered is None:
+        done = replace(done, missing=_needed(done, asked, loads or read_as))
+    if done.missing:
+        said = f"missing {plural(len(done.missing), 'key')} of the model: {some(done.missing, 20)}"
+        done = replace(done, notes=(*done.notes, said))
+    done = with_optimizers(replace(done, notes=(*source.notes, *done.notes)), wanted)
+    return replace(done, changes_content=gathered is not None or changes_content(source, done))
+
+
+def _not_reached(done: Remap, asked: RemapRequest, loads: ModelOperand) -> tuple[str, ...]:
+    """The keys of the model which is to load the output that the rules do not lead to."""
+    tables = NameTables(loads.names())
+    runtime = asked.model_form.names == RUNTIME
+    names, spare = (
+        (tables.runtime_names, tables.spare_fqns)
+        if runtime
+        else (tables.serialized_names, {*tables.spare_keys} - {*tables.names.extra_state})
+    )
+    sections = of_one_model(done.result, asked.sections)
+    if any(adapter_of(section.keys) is not None for section in sections):
+        return ()
+    return tuple(dotted(section.path, key) for section in sections for key in match(section.keys, names, spare).missing)
+
+
+def _needed(done: Remap, asked: RemapRequest, loads: ModelOperand) -> tuple[str, ...]:
+    """The missing keys, without those that the model's own loading can do without: some are saved only at times."""
+    whole = asked.select is None and asked.like is None and not asked.rule_steps and not asked.trainable_only
+    if not (whole and asked.to in (None, ModelForm.SERIALIZED) and loads.is_definition) or loads.is_folder:
+        return done.missing
+    from ckpttool.tracing.loading import load_verdict
+
+    needed = []
+    for path in dict.fromkeys(done.plan.sections):
+        own = [key for key in done.missing if key.startswith(f"{path}." if path else "")]
+        section = done.result.section(path)
+        if own and section.kind == "state_dict" and not load_verdict(loads.definition(), section).ok:
+            needed += own
+    return tuple(dict.fromkeys(needed))
+
+
+def _missing(keys: Sequence[str], model: ModelOperand | None) -> Refused:
+    title = "the model" if model is None else model.title
+    return Refused(
+        f"the output would lack {plural(len(keys), 'key')} of {title}: a strict load fails without them",
+        hint="add --partial to write it without them (an encoder, an average of the parameters alone)",
+        problems=[Problem("missing", key, "missing") for key in keys],
+    )
 
 
 def _named_by(
@@ -170,8 +235,7 @@ def _request(
     source: Checkpoint, options: RemapOptions, model: ModelOperand | None
 ) -> tuple[RemapRequest, OptimizerRequest]:
     """What is asked of the model's section, and of the optimizers."""
-    rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
-    steps = _rule_steps(options, rules)
+    steps = _rule_steps(options)
     names, to_model, form = None if model is None else model.names(), _to_operand(options, model), options.form
     to_names = None if to_model is None else to_model.names()
     asked = RemapRequest(
@@ -179,14 +243,13 @@ def _request(
         to=form,
         source_form=options.source_form,
         like=_like(options, model),
-        rules=() if steps else rules,
         rule_steps=steps,
         select=options.select,
         keep_prefix=options.keep_prefix,
         trainable_only=options.trainable_only,
         sections=options.sections,
     )
-    renaming = _renaming(steps) if steps else rules
+    renaming = _renaming(steps) if steps else ()
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
     called = None if form is ModelForm.PRETRAINED else called
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
@@ -213,10 +276,15 @@ def _by_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
     return shell("ckpttool", "remap", source.source, "--model", "OLD", *new, *optimizers, *keys, *out)
 
 
-def _rule_steps(options: RemapOptions, rules: tuple[Rule, ...]) -> tuple[RuleStep, ...]:
-    """The steps of the file of rules, with those of the command line; none where there is no file."""
+def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:
+    """The rules of the file and of the command line: a rename means the same in both."""
+    rules = tuple(parse(text, reverse=options.reverse) for text in options.rule or ())
     if options.rules is None:
-        return ()
+        if not rules:
+            return ()
+        from ckpttool.edits.rules.steps import Rename, Where
+
+        return (Rename(Where("--rule"), rules),)
     from ckpttool.edits.rules.file import read  # imports a TOML reader
     from ckpttool.edits.rules.sizes import given
 

@@ -61,8 +61,8 @@ ERRORS: dict[str, tuple[int, str, str]] = {
     "an empty file": (2, "remap other.pt -o o.pt", "other.pt"),
     "no such section": (2, "remap model.pt::ema -o o.pt", "no section 'ema'"),
     "a bad rule": (2, "remap model.pt -o o.pt --rule a", "not a rule"),
-    "an idle rule": (1, "remap model.pt -o o.pt --rule a=>b", "match no key"),
-    "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "does not fit"),
+    "an idle rule": (1, "remap model.pt -o o.pt --rule a=>b", "do not fit"),
+    "a rule that collides": (1, "remap model.pt -o o.pt --rule {x}.weight=>w --rule weight=>w", "do not fit"),
     "an idle drop": (1, "remap model.pt -o o.pt --drop a", "match nothing"),
     "no plan": (2, "remap model.pt -o o.pt --plan gone.json", "cannot read gone.json: No such file"),
     "a plan that is a list": (2, "remap model.pt -o o.pt --plan list.json", "not a plan"),
@@ -117,7 +117,7 @@ def test_errors_say_what_is_wrong_and_what_to_do(
         "remap new.pt --like like.pt::model -o like.pt",
         "remap new.pt --like sharded/model.safetensors.index.json -o sharded/model-00001-of-00002.safetensors",
         "remap new.pt --like sharded -o sharded/",
-        "remap new.pt --plan plan.pt -o plan.pt",
+        "remap new.pt --plan plan.pt -o plan.pt --torch-format legacy",
         "remap new.pt --rules rules.pt -o rules.pt",
         "swap-weights other.pt2 new.pt --model program.pt2 -o program.pt2",
         "swap-weights other.pt2 new.pt -o new.pt2",
@@ -196,10 +196,9 @@ def test_both_models_take_arguments(tmp_path: Path, run: Run) -> None:
         "from torch import nn\n\ndef build(name, bias=True):\n"
         "    return nn.ModuleDict({name: nn.Linear(2, 2, bias=bias)})\n"
     )
-    model, source, out = f"{tmp_path}/m.py:build", tmp_path / "a.pt", tmp_path / "b.pt"
+    model, source, out = f"{tmp_path}/m.py:build", tmp_path / "a.pt", tmp_path / "b.safetensors"
     torch.save({"one.weight": torch.ones(2, 2)}, source)
     words = ["--model", model, "--model-kwargs", '{"name": "one", "bias": false}', "--to-model", model]
-    said = run("remap", source, *words, "--to-model-kwargs", '{"name": "one"}', "-o", out)
+    said = run("remap", source, *words, "--to-model-kwargs", '{"name": "one"}', "-o", out, "--partial")
     assert said.status == 0, said.err
-    assert "new in" in said.err
     assert "one.bias" in said.err

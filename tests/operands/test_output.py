@@ -66,7 +66,12 @@ def _sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_out_asks_for_is_written(source: str, out: str, size: str | None, written: list[str]) -> None:
-    ckpttool.remap(source, f"out/{out}", max_shard_size=size)
+    try:
+        ckpttool.remap(source, f"out/{out}", max_shard_size=size)
+    except Refused as error:  # the same names in the same format
+        if "nothing to change" not in error.message:
+            raise
+        ckpttool.write(ckpttool.open_checkpoint(source), f"out/{out}", max_shard_size=size)
     assert sorted(path.name for path in Path("out").rglob("*") if path.is_file()) == sorted(written)
     assert ckpttool.diff("one.pt", f"out/{out}", values=True).identical
     assert all(path.read_text() in ("{}", "what it is") for name in BESIDE for path in Path("out").rglob(name))
@@ -86,5 +91,5 @@ def test_files_that_are_a_part_of_it_have_no_place_in_a_file() -> None:
     assert [problem.key for problem in refused.value.problems] == ["common.pt"]
     assert refused.value.hint == "leave it out: --drop common.pt"
     ckpttool.remap("saved.dcp", "out/new.pt", drop=["common.pt"])
-    ckpttool.remap("saved.dcp", "out/new.dcp")
+    ckpttool.remap("saved.dcp", "out/new.dcp", rule="l.{i}.weight => w.{i}")
     assert torch.load("out/new.dcp/common.pt") == {"iteration": 3}

@@ -12,6 +12,7 @@ from ckpttool.errors import CkptError
 from ckpttool.io.files import files_of
 from ckpttool.operands.checkpoint import split
 from ckpttool.options import Argument
+from ckpttool.words import shell
 
 
 def command(
@@ -34,6 +35,8 @@ def command(
       ckpttool remap --rules list
     """
     if ckpt is None:
+        if options.plan is not None:
+            raise CkptError("no checkpoint named", hint=_with_checkpoint(options))
         _list_sets(options, report)
         return
     from ckpttool.report.documents.remap import document
@@ -49,6 +52,13 @@ def command(
     if options.save_plan is not None:
         write_text(options.save_plan, json.render(done.plan.to_json()), force=options.force)
     report.emit(partial(document, done), done.to_json)
+
+
+def _with_checkpoint(options: RemapOptions) -> str:
+    """Return the same command with CKPT in its place: a plan says what to do, and not with which file."""
+    out = ["--in-place"] if options.in_place else ["-o", options.out or "OUT"]
+    words = shell("ckpttool", "remap", "CKPT", "--plan", str(options.plan), *out)
+    return f"name the checkpoint that the plan is for: {words}"
 
 
 def _list_sets(options: RemapOptions, report: Report) -> None:

@@ -104,7 +104,7 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
             target.lay_out(fitted)
         except CkptError:
             continue
-        line = command("remap", (named,), replace(options, out=out))
+        line = command("remap", (named,), replace(options, out=out, partial=bool(done.missing)))
         return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
     return None
 

@@ -27,7 +27,7 @@ def of_names(question: Question, diff: Diff) -> Diff:
     names, asked = question.model.names(), question.options
     model = {"model": asked.model, "model_kwargs": asked.model_kwargs, "materialize": asked.materialize}
     try:
-        made = remap.run(saved_by(names), RemapOptions(model=names, to="exported")).result
+        made = remap.run(saved_by(names), RemapOptions(model=names, to="exported", partial=True), may_copy=True).result
     except CkptError as error:
         problems = "; ".join(map(str, error.problems[:_FEW]))
         why = f"no command brings this model's checkpoints to its runtime names: {error.message} ({problems})"

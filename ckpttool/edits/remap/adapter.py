@@ -13,9 +13,8 @@ from ckpttool import expression as ex
 from ckpttool.checkpoint import Section, TensorEntry, in_row_major
 from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
 from ckpttool.edits.remap.draft import Draft, Step
-from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps
+from ckpttool.edits.remap.renaming import ByRuleSteps
 from ckpttool.edits.remap.request import RemapRequest
-from ckpttool.edits.rules.patterns import InTurn
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Ref
 from ckpttool.naming.adapters import Adapter, adapter_of, path_and_rest
@@ -69,7 +68,7 @@ class ByBases:
 class ByRulesOfBase:
     """By rules that are written for the keys of the base; where they match the adapter's own keys, these are meant."""
 
-    rules: ByRules | ByRuleSteps
+    rules: ByRuleSteps
 
     def apply(self, draft: Draft) -> Draft:
         """Raises `Refused`, all problems at once, where the rules do not rename a module as a whole."""
@@ -83,9 +82,6 @@ class ByRulesOfBase:
         return self._made(section) != {key: Ref(key) for key in section.by_key()}
 
     def _made(self, section: Section) -> Made:
-        if isinstance(self.rules, ByRules):
-            first = InTurn(self.rules.rules).first
-            return {first(key)[1] or key: Ref(key) for key in section.by_key()}
         from ckpttool.edits.rules.steps import state_of
 
         state, _ = state_of(self.rules.steps, section, whole=False)
@@ -100,7 +96,7 @@ def of_adapter(asked: RemapRequest, section: Section) -> list[Step]:
     if asked.names is not None and asked.to_names is not None:
         rest = [step for step in steps if not isinstance(step, (ByModel, ToModel, Counters))]
         return [ByBases(NameTables(asked.names), NameTables(asked.to_names), asked.to_code), *rest]
-    return [ByRulesOfBase(step) if isinstance(step, (ByRules, ByRuleSteps)) else step for step in steps]
+    return [ByRulesOfBase(step) if isinstance(step, ByRuleSteps) else step for step in steps]
 
 
 @dataclass(frozen=True, slots=True)

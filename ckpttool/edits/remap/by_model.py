@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint, Section
@@ -23,7 +23,7 @@ from ckpttool.naming.wrappers import chain
 from ckpttool.operands.model import ModelOperand
 from ckpttool.plan import Dropped, Output, Plan, compose
 from ckpttool.values import dataclass
-from ckpttool.words import plural, some
+from ckpttool.words import plural
 
 NO_COUNTER = "AveragedModel's counter, which only that wrapper has"
 
@@ -54,13 +54,17 @@ class ByModel:
             section = replace(section, tensors=tuple(entry for entry in section.tensors if entry.key not in counters))
             reading = read(self.tables, section, form)
         plan = self._move(section, reading).plan
-        unmade = [] if self.trainable_only else _unmade(self.tables, self.to, plan, reading)
-        notes = [*self._notes(reading), *unmade]
+        missing = lacking(self.tables, self.to, {output.key for output in plan.outputs})
+        if self.trainable_only:
+            wanted = Plan(tuple(Output(section.path, key, Ref(key)) for key in missing))
+            missing = tuple(output.key for output in trained(wanted, self.tables, self.to.names).outputs)
+        notes = self._notes(reading)
         return replace(
             draft,
             plan=trained(plan, self.tables, self.to.names) if self.trainable_only else plan,
             canonical=self.tables.serialized_names,
             form=(draft.wrappers.form or "wrapped") if reading.match.wrapped else reading.form,
+            missing=missing,
             counters=tuple(counters),
             notes=(*draft.notes, *notes),
             runners=_with_runner(draft.runners, plan, self.code),
@@ -104,8 +108,6 @@ class ByModel:
 
     def _notes(self, reading: Reading) -> list[str]:
         notes = []
-        if reading.match.missing:
-            notes.append(f"{plural(len(reading.match.missing), 'name')} of the model not in the checkpoint")
         if reading.ambiguous:
             notes.append(
                 "the keys fit the serialized and the runtime form, whose values differ: read as serialized, which is "
@@ -137,15 +139,12 @@ class ToModel:
                 hint="--drop PATTERN leaves out what that model has no place for",
                 problems=problems,
             )
-        new = reading.match.missing
-        notes = [f"new in {names.model}, and not in the checkpoint: {', '.join(new)}"] if new else []
-        notes += _unmade(self.tables, self.to, moved.plan, reading)
         return replace(
             draft,
             plan=compose(draft.plan, moved.plan),
             canonical=self.tables.serialized_names,
-            notes=(*draft.notes, *notes),
             runners=_with_runner(draft.runners, moved.plan, self.code),
+            missing=lacking(self.tables, self.to, {output.key for output in moved.plan.outputs}),
         )
 
     def _misfits(self, section: Section, reading: Reading) -> list[Problem]:
@@ -158,17 +157,16 @@ class ToModel:
         return problems
 
 
-def _unmade(tables: NameTables, to: ModelForm, plan: Plan, reading: Reading) -> list[str]:
-    """What is said of keys that state_dict() writes and no tensor is made into, beside what `reading` misses."""
-    if to.names != SERIALIZED:
-        return []
-    have = {*(output.key for output in plan.outputs), *reading.match.missing}
-    alone = (*(key for key, source in tables.saved.items() if source is None), *tables.names.extra_state)
-    lacks = [key for key in alone if key not in have]
-    if not lacks:
-        return []
-    said = f"{plural(len(lacks), 'key')} that state_dict() makes of no tensor, and a strict load wants"
-    return [f"{said}, not in the output: {some(lacks)}"]
+def lacking(tables: NameTables, to: ModelForm, keys: Collection[str]) -> tuple[str, ...]:
+    """The names of the form that are not among `keys` and that a load needs.
+
+    Second names of a tensor and buffers that are not saved may be absent; what is saved and is no tensor may not.
+    """
+    if to.names == SERIALIZED:
+        spare = {*tables.spare_keys} - {*tables.names.extra_state}
+        return tuple(key for key in tables.serialized_names if key not in keys and key not in spare)
+    spare = {*tables.spare_fqns}
+    return tuple(name for name in tables.runtime_names if name not in keys and name not in spare)
 
 
 @dataclass(frozen=True, slots=True)

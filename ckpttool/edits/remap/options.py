@@ -41,6 +41,9 @@ class RemapOptions(OptimizerOptions, OutputOptions):
         Sequence[str] | None, option("--size", metavar="NAME=N", help="A named size of the rules. Repeatable.")
     ] = None
     reverse: Annotated[bool, option("--reverse", help="Apply the rules from TO to FROM.")] = False
+    partial: Annotated[
+        bool, option("--partial", help="Write OUT even if it lacks keys of the model, and name them.")
+    ] = False
     drop: Annotated[Sequence[str] | None, option("--drop", metavar="PATTERN", help="Leave out. Repeatable.")] = None
     sections: Annotated[
         str | None, option("--sections", metavar="PATHS", help="As in 'model,ema'. Default: all that hold the model.")

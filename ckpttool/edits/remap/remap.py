@@ -13,13 +13,16 @@ from ckpttool.edits.remap.by_model import recorded
 from ckpttool.edits.remap.draft import Draft, Step, carried
 from ckpttool.edits.remap.drop import drop, without
 from ckpttool.edits.remap.optimizer import OptimizerRequest, by_rules, remap_optimizers
-from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps, Prefixed
+from ckpttool.edits.remap.renaming import ByRuleSteps, Prefixed
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
+from ckpttool.keys import dotted
+from ckpttool.names import SERIALIZED
+from ckpttool.naming.match import match
 from ckpttool.naming.model_form import Form
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.optimizers.moves import carried_out
@@ -58,7 +61,25 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     notes = (*_notes(drafts), *left_as_they_are(source, sections), *_not_narrowed(source, asked))
     form = None if asked.to is None else str(asked.to)
     together = tuple(paths) if len(paths) > 1 else ()
-    return Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, sections=together)
+    missing = [
+        dotted(draft.section.path, key)
+        for draft in drafts
+        for key in _not_left_out(draft, asked, [gone.key for gone in dropped if gone.section == draft.section.path])
+    ]
+    done = Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, sections=together)
+    return replace(done, missing=tuple(missing))
+
+
+def _not_left_out(draft: Draft, asked: RemapRequest, dropped: Sequence[str]) -> list[str]:
+    """What is missing of a section, without the keys that the user leaves out by --drop or --select."""
+    names = asked.to_names or asked.names
+    if names is None or not draft.missing:
+        return []
+    tables = NameTables(names)
+    own = tables.serialized_names if asked.model_form.names == SERIALIZED else tables.runtime_names
+    left_out = {*dropped, *match(dropped, own).names.values(), *match(dropped, tables.serialized_names).names.values()}
+    below = "" if asked.select is None else f"{asked.select}."
+    return [key for key in draft.missing if key not in left_out and key.startswith(below)]
 
 
 def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
@@ -94,7 +115,7 @@ def _as_for(first: Draft, further: Draft, steps: Sequence[Step]) -> tuple[Step, 
     if len(found) != 1 or not all(key.endswith(other) or other.endswith(key) for key, other in pairs):
         return tuple(steps)
     ((shown, own),) = found
-    return tuple(Prefixed(step, own, shown) if isinstance(step, (ByRules, ByRuleSteps)) else step for step in steps)
+    return tuple(Prefixed(step, own, shown) if isinstance(step, ByRuleSteps) else step for step in steps)
 
 
 def _notes(drafts: Sequence[Draft]) -> list[str]:

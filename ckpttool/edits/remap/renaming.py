@@ -11,7 +11,6 @@ from ckpttool.edits.remap.by_model import NO_COUNTER
 from ckpttool.edits.remap.draft import Draft, renamed
 from ckpttool.edits.remap.narrow import select
 from ckpttool.edits.remap.ruled import Ruled
-from ckpttool.edits.rules.patterns import Rule, rename
 from ckpttool.errors import Refused
 from ckpttool.naming.alignment import align
 from ckpttool.naming.call_variants import aliases
@@ -103,19 +102,8 @@ class Rewrap:
 
 
 @dataclass(frozen=True, slots=True)
-class ByRules:
-    """The user's renames."""
-
-    rules: Sequence[Rule]
-
-    def apply(self, draft: Draft) -> Draft:
-        """Raises `Refused` where a rule matches nothing, or two keys get one name."""
-        return replace(draft, plan=draft.renamed(rename(draft.keys, self.rules)))
-
-
-@dataclass(frozen=True, slots=True)
 class ByRuleSteps:
-    """The steps of a file of rules, which also split, join and compute."""
+    """The user's rules: those of the command line as one step, then those of a file."""
 
     steps: Sequence[RuleStep]
 
@@ -132,7 +120,7 @@ class ByRuleSteps:
 class Prefixed:
     """Rules that were written for keys that begin with `shown`, where those of a further section begin with `own`."""
 
-    rules: ByRules | ByRuleSteps
+    rules: ByRuleSteps
     own: str
     shown: str
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
 from ckpttool.edits.remap.draft import Step
-from ckpttool.edits.remap.renaming import ByRules, ByRuleSteps, Rewrap, Select, TakeOver
-from ckpttool.edits.rules.patterns import Rule
+from ckpttool.edits.remap.renaming import ByRuleSteps, Rewrap, Select, TakeOver
 from ckpttool.names import Names
 from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import Form, ModelForm
@@ -29,7 +28,7 @@ class RemapRequest:
 
     `names` are those of the model that saved the keys, `to_names` those of another model that is to load them; `to` is
     the form that they get, `source_form` the one that they are in, where it is not to be recognised. `like` is a state
-    dict whose naming is taken over. `rules` come last, or the `rule_steps` of a file. `select` narrows to one
+    dict whose naming is taken over. `rule_steps`, of the command line or of a file, come last. `select` narrows to one
     submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained. `sections`
     are the paths of the state dicts that are changed, with commas between them; None for all that hold the model.
     `code` and `to_code` are the two models themselves, where they are code.
@@ -40,7 +39,6 @@ class RemapRequest:
     source_form: Form | None = None
     to_names: Names | None = None
     like: Section | None = None
-    rules: Sequence[Rule] = ()
     rule_steps: Sequence[RuleStep] = ()
     select: str | None = None
     keep_prefix: bool = False
@@ -71,8 +69,6 @@ class RemapRequest:
             yield Rewrap(self.to)
         elif self.to is not None and self.names is None:
             yield Rewrap(Chain(()))
-        if self.rules:
-            yield ByRules(self.rules)
         if self.rule_steps:
             yield ByRuleSteps(self.rule_steps)
 

@@ -30,6 +30,8 @@ class Remap:
     `written` says how a file that was to be changed in place was written, or would be, and `undo` how that is taken
     back, `verified` how the output is known to be right, `cost` what a `dry_run` found it to take. `companions`
     says what became of the other files of a folder. `source` and `output` are the operands CKPT and OUT.
+    `changes_content` is False if the result has the names, values and order of the source: only its format may differ.
+    `missing` are the keys of the model, below the paths of their sections, that the result lacks.
     """
 
     result: Checkpoint
@@ -48,6 +50,8 @@ class Remap:
     source: str = ""
     output: str = ""
     dry_run: bool = False
+    changes_content: bool = True
+    missing: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -106,7 +110,7 @@ REMAP = record(
         **dict.fromkeys(("source", "output"), TEXT),
         **dict.fromkeys(("from", "to"), nullable(TEXT)),
         **dict.fromkeys(_COUNTED, COUNT),
-        **dict.fromkeys(("dropped", "sections"), TEXTS),
+        **dict.fromkeys(("dropped", "missing", "sections"), TEXTS),
         "by_code": list_of(row({"way": one_of(*BY_CODE), "model": TEXT, "keys": TEXTS})),
         "optimizer": nullable(row({"from": _FORM, "to": _FORM, "params": COUNT, "sections": _OPTIMIZERS})),
         "notes": TEXTS,

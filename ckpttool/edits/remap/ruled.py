@@ -68,7 +68,9 @@ class Ruled:
                 problems.append(Problem(f"is made of {', '.join(others)} too, which the optimizer has not", output.key))
             elif read and not others:
                 source = ex.substitute(output.source, known.__getitem__)
-                made.setdefault(source, strip(output.key, paths))
+                # A string object of its own: pickle would write the key's as a reference, and a saved plan other bytes.
+                name = strip(output.key, paths).encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+                made.setdefault(source, name)
         if problems:
             raise Refused(
                 f"{where}: the rules do not fit its parameters",

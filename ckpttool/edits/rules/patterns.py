@@ -180,29 +180,6 @@ def _pattern(text: str) -> Pattern:
     return pattern_of(_segments(text))
 
 
-def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
-    """Every key with its new name: the first rule that matches it renames it, a key that none matches keeps its name.
-
-    Raises `Refused` where a rule matches no key at all, since a rule that does nothing is a mistake in the rule.
-    """
-    used: set[str] = set()
-    renamed: dict[str, str] = {}
-    first = InTurn(rules).first
-    for key in keys:
-        rule, name = first(key)
-        renamed[key] = name or key
-        if rule is not None:
-            used.add(rule.text)
-    idle = [rule.text for rule in rules if rule.text not in used]
-    if idle:
-        raise Refused(
-            f"{len(idle)} of {len(rules)} rules match no key",
-            hint="`ckpttool inspect CKPT` lists the keys; an earlier rule may have taken them",
-            problems=[Problem("matches no key", text) for text in idle],
-        )
-    return renamed
-
-
 def _segments(text: str) -> list[str]:
     segments = text.split(".")
     for segment in segments:

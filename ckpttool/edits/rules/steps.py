@@ -20,7 +20,7 @@ from ckpttool.expression import Ref, refs
 from ckpttool.limits import limits
 from ckpttool.plan import Dropped, Output, Plan, module_renames
 from ckpttool.values import dataclass
-from ckpttool.words import plural
+from ckpttool.words import plural, some
 
 State = dict[str, Value]
 Named = list[tuple[str, Value]]
@@ -229,7 +229,11 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
         if whole and not step.where.optional and not problems and not made.problems:  # else that may be the reason
             made.problems += [Problem("applies to no key", text) for text in step.patterns if text not in made.used]
         counts = Counter(key for key, _ in made.values)
-        made.problems += [Problem(f"written {count} times", key) for key, count in counts.items() if count > 1]
+        made.problems += [
+            Problem(f"written {count} times{_made_of(key, made.values)}", key)
+            for key, count in counts.items()
+            if count > 1
+        ]
         problems += [Problem(f"{step.where}: {one.problem}", one.key) for one in made.problems]
         dropped.update((key, str(step.where)) for value in made.dropped for key in refs(value.source))
         state = dict(made.values)
@@ -240,6 +244,11 @@ def state_of(steps: Sequence[Step], section: Section, *, whole: bool = True) -> 
             problems=problems,
         )
     return state, dropped
+
+
+def _made_of(key: str, values: Named) -> str:
+    sources = dict.fromkeys(ref for name, value in values if name == key for ref in refs(value.source))
+    return f", from {some(list(sources))}" if sources else ""
 
 
 def _plan(state: State, dropped: dict[str, str], section: Section) -> Plan:

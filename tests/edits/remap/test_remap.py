@@ -17,6 +17,7 @@ from ckpttool.edits.remap.remap import by_plan, remap
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import parse
+from ckpttool.edits.rules.steps import Rename, Where
 from ckpttool.errors import CkptError, Refused
 from ckpttool.evaluate import with_torch
 from ckpttool.formats.fit import fit
@@ -36,6 +37,10 @@ torch.set_num_threads(1)
 
 ROUND = [name for name in FLAT if traced(name).roundtrips]
 UNVERSIONED = [name for name in FLAT if traced(name).versions is None]  # whatever a file without versions holds
+
+
+def rules(*texts: str) -> tuple[Rename, ...]:
+    return (Rename(Where("--rule"), tuple(map(parse, texts))),)
 
 
 def asked(names: Names | None = None, to: str | None = None, was: str | None = None, **options: Any) -> RemapRequest:
@@ -183,7 +188,7 @@ def test_wrappers_are_taken_out_and_metadata_follows(tmp_path: Path, wrap: Any) 
 
 def test_rules_move_metadata_and_hooks_leave_it(tmp_path: Path) -> None:
     source = saved_by("batch_norm", tmp_path)
-    done = remap(open_operand(str(source)), RemapRequest(rules=[parse("1.{x} => norm.{x}")]))
+    done = remap(open_operand(str(source)), RemapRequest(rule_steps=rules("1.{x} => norm.{x}")))
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
     source = saved_by("strip_layer", tmp_path)
@@ -199,7 +204,7 @@ def test_metadata_follows_wrappers_and_then_rules(tmp_path: Path) -> None:
     torch.save(wrapped, tmp_path / "wrapped.pt")
     done = remap(
         open_operand(str(tmp_path / "wrapped.pt")),
-        RemapRequest(to=form("serialized"), rules=[parse("1.{x} => norm.{x}")]),
+        RemapRequest(to=form("serialized"), rule_steps=rules("1.{x} => norm.{x}")),
     )
     (section,) = done.result.sections
     assert list(section.modules or ()) == ["", "0", "norm"]
@@ -215,10 +220,10 @@ def train_file(folder: Path) -> Path:
 
 PLANS: dict[str, dict[str, Any]] = {
     "a model": {"names": "strip_layer", "to": "runtime"},
-    "rules": {"rules": [parse("norm.{x} => ln.{x}")]},
+    "rules": {"rule_steps": rules("norm.{x} => ln.{x}")},
     "drops": {"drops": ["epoch", "ema", "norm.bias"]},
-    "a key of another section": {"rules": [parse("norm.{x} => ln.{x}")], "drops": ["ema.ema.norm.bias"]},
-    "all": {"names": "strip_layer", "to": "runtime", "rules": [parse("norm.{x} => ln.{x}")], "drops": ["args"]},
+    "a key of another section": {"rule_steps": rules("norm.{x} => ln.{x}"), "drops": ["ema.ema.norm.bias"]},
+    "all": {"names": "strip_layer", "to": "runtime", "rule_steps": rules("norm.{x} => ln.{x}"), "drops": ["args"]},
 }
 
 
@@ -349,11 +354,11 @@ def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_pa
     model = Versioned()
     torch.save(dict(model.named_parameters()), tmp_path / "runtime.pt")
     torch.save(model.state_dict(), tmp_path / "whole.pt")
-    asked = ("--model", f"{__file__}:Versioned", "-o", tmp_path / "out.pt", "--force", "--format", "json", "--to")
-    done = run("remap", tmp_path / "runtime.pt", *asked, "serialized")
-    assert done.data["notes"] == [
-        "2 keys that state_dict() makes of no tensor, and a strict load wants, not in the output: v, _extra_state"
-    ]
+    asked = ("--model", f"{__file__}:Versioned", "--torch-format", "legacy", "-o", tmp_path / "out.pt", "--force")
+    asked += ("--format", "json", "--to")
+    assert run("remap", tmp_path / "runtime.pt", *asked, "serialized").status == 1
+    done = run("remap", tmp_path / "runtime.pt", "--partial", *asked, "serialized")
+    assert done.data["missing"] == ["v", "_extra_state"]
     with pytest.raises((KeyError, RuntimeError)):
         Versioned().load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True))
     run("remap", tmp_path / "whole.pt", *asked, "runtime")
@@ -371,11 +376,11 @@ def test_what_another_section_alone_lacks_is_said_of_it(tmp_path: Path, run: Run
     )
     torch.save({"model": model.state_dict(), "ema": less}, tmp_path / "in.pt")
     asked = ("--model", f"{tmp_path / 'm.py'}:net", "--to", "ddp", "--sections", "model,ema")
-    words = (*asked, "-o", tmp_path / "out.pt", "--format", "json")
-    assert run("remap", tmp_path / "in.pt", *words).data["notes"] == ["ema: 1 name of the model not in the checkpoint"]
+    words = (*asked, "-o", tmp_path / "out.pt", "--format", "json", "--partial")
+    assert run("remap", tmp_path / "in.pt", *words).data["missing"] == ["ema.1.bias"]
     torch.save({"model": less, "ema": dict(less)}, tmp_path / "in.pt")
-    notes = run("remap", tmp_path / "in.pt", *words, "--force").data["notes"]
-    assert notes == ["1 name of the model not in the checkpoint"]
+    missing = run("remap", tmp_path / "in.pt", *words, "--force").data["missing"]
+    assert missing == ["model.1.bias", "ema.1.bias"]
 
 
 @pytest.mark.parametrize(
@@ -421,13 +426,13 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_renames_that_collide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        remap(open_operand(str(saved_by("plain", tmp_path))), RemapRequest(rules=[parse("{x}.weight => weight")]))
+        remap(open_operand(str(saved_by("plain", tmp_path))), RemapRequest(rule_steps=rules("{x}.weight => weight")))
     assert [p.key for p in caught.value.problems] == ["weight"]
 
 
 def test_rules_swap_two_keys_at_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "in.safetensors")
-    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rules=[parse("a => b"), parse("b => a")]))
+    done = remap(open_operand(str(tmp_path / "in.safetensors")), RemapRequest(rule_steps=rules("a => b", "b => a")))
     target = format_for("o.safetensors")
     write_file.write(target.layout(fit(done.result, target)), str(tmp_path / "o.safetensors"))
     assert {k: v.item() for k, v in load_file(tmp_path / "o.safetensors").items()} == {"a": 1.0, "b": 0.0}
@@ -441,9 +446,10 @@ def test_what_only_the_other_model_has_is_named(run: Run, tmp_path: Path) -> Non
     )
     torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "w.pt")
     line = ["remap", tmp_path / "w.pt", "--model", f"{tmp_path}/net.py:old", "--dry-run", "--format", "json"]
+    line += ["--partial", "-o", tmp_path / "o.safetensors"]
     grown, same = (run(*line, "--to-model", f"{tmp_path}/net.py:{model}") for model in ("new", "old"))
-    assert grown.data["notes"] == [f"new in {tmp_path}/net.py:new, and not in the checkpoint: 1.weight, 1.bias"]
-    assert same.data["notes"] == []
+    assert grown.data["missing"] == ["1.weight", "1.bias"]
+    assert same.data["missing"] == []
 
 
 def test_an_adapter_without_its_model_is_called_one(tmp_path: Path, run: Run) -> None:

@@ -432,9 +432,9 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
     "parts of other sizes": (
         '[[rule]]\njoin = ["v", "0.q.b"]\ninto = "x"\nsizes = [2, 4]',
         ["rule 1 (join): the parts have sizes [4, 2] in dimension 0, not [2, 4] @ x"]),
-    "a collision": ('[[rule]]\nrename = "w => v"', ["rule 1 (rename): written 2 times @ v"]),
+    "a collision": ('[[rule]]\nrename = "w => v"', ["rule 1 (rename): written 2 times, from w, v @ v"]),
     "parts that collide": (
-        '[[rule]]\nsplit = "w"\ninto = ["v", "x"]', ["rule 1 (split): written 2 times @ v"]),
+        '[[rule]]\nsplit = "w"\ninto = ["v", "x"]', ["rule 1 (split): written 2 times, from w, v @ v"]),
     "a vector transposed": ('[[rule]]\ntranspose = "v"', ["rule 1 (transpose): shape [4] has no dimension 1 @ v"]),
     "too few dimensions": (
         '[[rule]]\npermute = "w"\ndims = [2, 1, 0]', ["rule 1 (permute): shape [4, 6] has 2 dimensions, not 3 @ w"]),
@@ -513,7 +513,7 @@ MISFITS: dict[str, tuple[str, list[str]]] = {
         '[[rule]]\nreshape = "w"\nfrom_shape = ["{a}", "{b}"]\nshape = ["{a} / 0", -1]',
         ["rule 1 (reshape): {a} / 0 does not divide without a rest @ w"]),
     "a constant that is there": (
-        '[[rule]]\nconstant = "v"\nvalue = 1\nshape = []', ["rule 1 (constant): written 2 times @ v"]),
+        '[[rule]]\nconstant = "v"\nvalue = 1\nshape = []', ["rule 1 (constant): written 2 times, from v @ v"]),
     "half an integer": (
         '[[rule]]\nconstant = "x"\nbeside = "n"\nvalue = 0.5', ["rule 1 (constant): 0.5 is no int64 @ n"]),
     "true as an integer": (

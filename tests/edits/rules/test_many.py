@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from ckpttool.edits.mend.patterns import Keys, drops, ways
 from ckpttool.edits.rules import generalise
 from ckpttool.edits.rules.generalise import patterns, renames
-from ckpttool.edits.rules.patterns import InTurn, Naming, matches, parse, rename
+from ckpttool.edits.rules.patterns import InTurn, Naming, Rule, matches, parse
 from ckpttool.edits.rules.suggest import suggest
 from ckpttool.live.section import section_of
 from ckpttool.naming.inference import unpaired
@@ -20,6 +22,11 @@ from ckpttool.naming.inference.values import Pair, Side, Tensor, groups
 SEGMENT = st.sampled_from(["a", "b", "layers", "0", "1", "12", "*", "{n}", "re:a", "x[1]"])
 KEYS = st.lists(st.lists(SEGMENT, min_size=1, max_size=4).map(".".join), min_size=1, max_size=8, unique=True)
 TEXTS = ["a.b", "a.{x*}", "{x}.b", "0", "re:a.*", "*", "layers.{n}.{x*}", "{x*}.1", "a", "a.b.0"]
+
+
+def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
+    first = InTurn(rules).first
+    return {key: first(key)[1] or key for key in keys}
 
 
 @given(KEYS, KEYS)

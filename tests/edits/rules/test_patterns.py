@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool.edits.rules.patterns import matches, parse, rename
+import ckpttool
+from ckpttool.edits.rules.patterns import InTurn, Rule, matches, parse
 from ckpttool.errors import CkptError, Refused
 
 RENAMES = [
@@ -33,6 +37,11 @@ RENAMES = [
     (r"re:layer(\d+) => x\1", "layer12.w", None),  # a full match or none
     (r"re:(?P<a>.*)_old => \g<a>", "w_old", "w"),
 ]
+
+
+def rename(keys: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
+    first = InTurn(rules).first
+    return {key: first(key)[1] or key for key in keys}
 
 
 @pytest.mark.parametrize(("rule", "key", "name"), RENAMES)
@@ -100,7 +109,7 @@ def test_rules_swap_names_at_once() -> None:
 
 def test_rules_that_match_nothing_are_refused_by_name() -> None:
     with pytest.raises(Refused) as caught:
-        rename(["a"], [parse("a => b"), parse("c => d"), parse("a => e")])
+        ckpttool.remap({"a": torch.ones(1)}, rule=["a => b", "c => d", "a => e"])
     assert [problem.key for problem in caught.value.problems] == ["c => d", "a => e"]
 
 

@@ -1,0 +1,177 @@
+"""A command that changes nothing is refused: exit 1, nothing written, and the command that removes wrappers works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpttool
+from command import Run
+
+PLAIN = nn.Linear(2, 3).state_dict()
+WRAPPED = {f"module._orig_mod.{key}": value for key, value in PLAIN.items()}
+MODEL = ("--model", "torch.nn:Linear", "--model-kwargs", '{"in_features": 2, "out_features": 3}')
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    home = Path.cwd()
+    os.chdir(folder)
+    try:
+        _write()
+    finally:
+        os.chdir(home)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _files(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(files, tmp_path / "files")
+    monkeypatch.chdir(tmp_path / "files")
+
+
+def _write() -> None:
+    torch.save(PLAIN, "plain.pt")
+    save_file(PLAIN, "plain.safetensors")
+    torch.save(WRAPPED, "wrapped.pt")
+    save_file(WRAPPED, "wrapped.safetensors")
+    torch.save({"model": WRAPPED, "ema": WRAPPED, "epoch": 3}, "train.pt")
+    torch.save(
+        {"state_dict": {f"model.{k}": v for k, v in PLAIN.items()}, "pytorch-lightning_version": "2.5"}, "last.ckpt"
+    )
+    Path("optional.toml").write_text('[[rule]]\nrename = "nowhere => w"\noptional = true\n')
+    Path("hf").mkdir()
+    save_file(WRAPPED, "hf/model.safetensors")
+    Path("hf/config.json").write_text("{}")
+    dcp.save(dict(PLAIN), checkpoint_id="saved.dcp", no_dist=True)
+    linear = nn.Linear(2, 3)
+    linear.load_state_dict(PLAIN)
+    torch.export.save(torch.export.export(linear, (torch.ones(1, 2),)), "program.pt2")
+
+
+def snapshot() -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+NOTHING = [
+    "wrapped.pt -o out.pt",
+    "wrapped.pt -o out.pth",
+    "wrapped.pt --in-place",
+    "wrapped.pt --dry-run",
+    "wrapped.pt -o out.pt --dry-run",
+    "wrapped.pt --save-plan p.json",
+    "wrapped.pt -o out.pt --verify --no-fsync",
+    "wrapped.pt -o out.pt --torch-format zip",
+    "wrapped.safetensors -o out.safetensors",
+    "wrapped.pt -o out.pt --rules optional.toml",
+    "wrapped.pt -o out.pt --like wrapped.safetensors",
+    "wrapped.pt -o out.pt --to ddp(compile)",
+    "train.pt -o out.pt",
+    "train.pt -o out.pt --sections model,ema",
+    "last.ckpt -o out.ckpt",
+    "hf -o out/",
+    "hf --in-place",
+    "plain.pt -o out.pt",
+    "plain.pt -o out.pt --to serialized",
+    "plain.pt -o out.pt --to serialized MODEL",
+    "plain.pt -o out.pt --to runtime MODEL",
+    "plain.pt -o out.pt MODEL",
+    "plain.pt -o out.pt --plan identity.json",
+    "'plain.p*' -o out.pt",
+    "saved.dcp -o out.dcp",
+    "program.pt2 -o out.pt2",
+]
+
+
+def words_of(line: str) -> list[str]:
+    return [part for word in shlex.split(line) for part in (MODEL if word == "MODEL" else (word,))]
+
+
+@pytest.mark.parametrize("line", NOTHING)
+@pytest.mark.filterwarnings("ignore:.*TypedStorage")
+def test_a_remap_that_changes_nothing_is_refused(line: str, run: Run) -> None:
+    run("remap", "plain.pt", "-o", "x.safetensors", "--save-plan", "identity.json")
+    before = snapshot()
+    done = run("remap", *words_of(line))
+    assert done.status == 1, done.said
+    assert done.out == ""
+    assert "nothing to change" in done.err.splitlines()[0]
+    assert snapshot() == before
+    if " --to serialized" in line or " --to runtime" in line:
+        assert "already" in done.err
+    if line.startswith(("wrapped", "train", "hf")):
+        assert "ddp(compile)" in done.err
+    command = re.search(r"hint: remove the wrappers: (ckpttool .*)", done.err)
+    assert (command is None) == line.startswith(("plain", "'plain", "saved", "program")), done.err
+    if command is None:
+        return
+    words = shlex.split(command[1])[1:]
+    assert run(*words).status == 0
+    out = words[words.index("-o") + 1] if "-o" in words else words[1]
+    found = ckpttool.open_checkpoint(out)
+    assert found.state_dicts
+    assert all(set(section.keys) == set(PLAIN) for section in found.state_dicts)
+
+
+CHANGES = [
+    "wrapped.pt -o out.safetensors",
+    "wrapped.pt -o out/",
+    "wrapped.pt -o out.pt --torch-format legacy",
+    "wrapped.pt -o out.pt --to compile",
+    "train.pt -o out.pt --drop epoch",
+    "train.pt::model -o out.pt",
+    "last.ckpt -o out.ckpt --to serialized",
+    "hf -o out.pt",
+    "hf -o out/ --max-shard-size 10B",
+    "wrapped.pt --in-place --compact",
+    "saved.dcp -o out.pt",
+]
+
+
+@pytest.mark.parametrize("line", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*TypedStorage")
+def test_another_format_a_part_and_other_shards_are_changes(line: str, run: Run) -> None:
+    before = snapshot()
+    done = run("remap", *words_of(line))
+    assert done.status == 0, done.said
+    if "--compact" not in line:
+        assert snapshot() != before
+
+
+def test_from_python_too() -> None:
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ("wrapped.pt", {}),
+        ("wrapped.pt", {"out": "out.pt"}),
+        (ckpttool.open_checkpoint("plain.pt"), {"out": "out.pt", "to": "serialized"}),
+        (PLAIN, {}),
+        (PLAIN, {"to": "serialized"}),
+    ]
+    for ckpt, options in calls:
+        with pytest.raises(ckpttool.Refused, match="nothing to change"):
+            ckpttool.remap(ckpt, **options)
+    assert not Path("out.pt").exists()
+    ckpttool.write(ckpttool.open_checkpoint("plain.pt"), "copy.pt")
+    renamed = ckpttool.remap("plain.pt", rule="weight => w").result
+    ckpttool.remap(renamed, "renamed.pt")
+    assert set(torch.load("renamed.pt")) == {"w", "bias"}
+    ckpttool.remap(PLAIN, "memory.pt")
+
+
+def test_a_plan_without_its_checkpoint(run: Run) -> None:
+    run("remap", "plain.pt", "--rule", "weight => w", "--dry-run", "--save-plan", "p.json")
+    done = run("remap", "--plan", "p.json", "-o", "out.pt")
+    assert done.status == 2
+    command = done.err.splitlines()[-1].partition("for: ")[2]
+    assert run(*shlex.split(command.replace("CKPT", "plain.pt"))[1:]).status == 0
+    assert set(torch.load("out.pt")) == {"w", "bias"}
