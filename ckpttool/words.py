@@ -46,6 +46,12 @@ def plural(n: int, word: str) -> str:
     return f"{number(n)} {word}s"
 
 
+class Info(str):
+    """A note that informs and needs no action; any other note is a warning."""
+
+    __slots__ = ()
+
+
 def some(words: Sequence[str], most: int = 5) -> str:
     """The first of them, and how many more there are: ``a, b and 1,000 more``."""
     more = f" and {number(len(words) - most)} more" if len(words) > most else ""

@@ -42,7 +42,7 @@ from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.operands.sections import of_one_model, read_for_model
 from ckpttool.plan import Plan
-from ckpttool.words import plural, shell, some
+from ckpttool.words import Info, plural, shell, some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -337,7 +337,8 @@ def _write(
     if options.verify:
         done = replace(done, verified=writer.prove(target.path, expected))
     if written is not None and written.way == "edited" and done.plan.dropped:
-        notes = (*notes, "the file still holds the bytes of what was left out, until --in-place --compact --no-undo")
+        kept = "the file still holds the bytes of what was left out, until --in-place --compact --no-undo"
+        notes = (*notes, Info(kept))
     return replace(done, notes=notes)
 
 
@@ -440,7 +441,7 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
     if options.out is not None and not options.dry_run:
         done = replace(done, verified=writer.ranks(ranks, options.out, _of_values(done)))
     alike = [section.title for section in done.result.state_dicts if section.path not in models]
-    notes = [f"not cut: every rank's file holds all of {', '.join(alike)}"] if alike else []
+    notes = [Info(f"not cut: every rank's file holds all of {', '.join(alike)}")] if alike else []
     notes += ["the module versions in _metadata are left out: FSDP1 has others, by what it wraps"] if versions else []
     return replace(done, form=options.to, notes=(*done.notes, *notes))
 

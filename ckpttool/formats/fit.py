@@ -14,6 +14,7 @@ from ckpttool.formats.form_mark import write_form
 from ckpttool.formats.safetensors import torchao
 from ckpttool.formats.table import FORMATS, Format
 from ckpttool.keys import dotted
+from ckpttool.words import Info
 
 _WRITTEN_BY = "format"  # in ``__metadata__``: whose tensors these are, as in ``pt``
 
@@ -37,7 +38,7 @@ def fit(checkpoint: Checkpoint, target: Format, *, keep_aliases: bool = False) -
     if lost:
         raise Refused(
             f"storages of no tensor that is understood would be lost: {target.title} has no place for them",
-            hint=f"leave them out: {' '.join('--drop ' + quote(problem.key) for problem in lost[:3])}",
+            hint=f"keep the format ({FORMATS[checkpoint.format].title}): choose an OUT that ends as CKPT does",
             problems=lost,
         )
     apart = [] if target.name in ("safetensors", "sharded") else torchao.come_apart(checkpoint)
@@ -120,8 +121,8 @@ def _narrower(checkpoint: Checkpoint) -> str:
     main = [s for s in checkpoint.state_dicts if s.path]
     others = [s.path for s in checkpoint.sections if s not in main] + list(checkpoint.others)
     if main and others and "::" not in checkpoint.source:
-        return f"take the section alone: {checkpoint.source}::{main[0].path}, or leave the rest out with --drop PATTERN"
-    return "leave them out with --drop PATTERN, or choose an output that ends in .pt"
+        return f"take the section alone: {checkpoint.source}::{main[0].path}, or choose an output that ends in .pt"
+    return "choose an output that ends in .pt"
 
 
 _NAMED = "import torch, sys; torch.save({'tensor': torch.load(sys.argv[1])}, sys.argv[2])"
@@ -145,7 +146,7 @@ def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
     notes = []
     if checkpoint.format == "torch_legacy" and target.name == "torch_zip":
-        notes.append("written in the format of torch 1.6 and later")
+        notes.append(Info("written in the format of torch 1.6 and later"))
     if checkpoint.format == "torchscript":
         notes.append("the state dict alone: the code of the TorchScript archive is left out")
     if loses_versions(checkpoint, target):

@@ -23,6 +23,8 @@ from ckpttool.values import dataclass
 
 T = TypeVar("T")
 
+MADE_AGAIN = "a hook makes it again from other tensors when the model is saved"  # a reason to drop a key
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -175,7 +177,7 @@ def _to_runtime(tables: NameTables, made: _Made, tie: bool) -> None:
         if kept.keys() >= set(ex.refs(source)):
             same = kept[source.key] if isinstance(source, Ref) else None
             twin = same.key if isinstance(same, Ref) else None
-            made.drop(key, "a hook makes it again from other tensors when the model is saved", twin)
+            made.drop(key, MADE_AGAIN, twin)
         else:
             made.problems.append(Problem("the model writes this key and does not read it back", key))
     made.keep(key for key, source in tables.saved.items() if source is None)

@@ -6,12 +6,13 @@ around them ASCII, so that the plain rendering can be read on any terminal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, Union, get_args
 
 from ckpttool.errors import Problem
 from ckpttool.values import dataclass
+from ckpttool.words import Info
 
 Role = Literal["plain", "key", "number", "dtype", "shape", "ok", "bad", "warn", "dim"]
 Severity = Literal["error", "warning", "notice"]
@@ -145,6 +146,11 @@ class Document:
     ok: bool
     blocks: tuple[Block, ...] = ()
     listing: Listing | None = None
+
+
+def noted(notes: Iterable[str], *, quiet: bool = False) -> Iterator[Note]:
+    """Yield a paragraph for each note: a warning, unless it is `Info`, or the document is `quiet`."""
+    return (Note(note, "notice" if quiet or isinstance(note, Info) else "warning") for note in notes)
 
 
 def warnings_apart(document: Document) -> tuple[Document, tuple[Note | Problems, ...]]:

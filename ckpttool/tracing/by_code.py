@@ -136,7 +136,8 @@ def _dense(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Te
         if not isinstance(value := found.get(name), torch.Tensor) or layout_of(value) != "strided"
     ]
     if problems:
-        raise Refused("not all of it can be written", hint="--drop PATTERN leaves keys out", problems=problems)
+        hint = "`ckpttool trace` says what the model's own code makes of them"
+        raise Refused("not all of it can be written", hint=hint, problems=problems)
     return {name: found[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
 
 

@@ -105,8 +105,7 @@ def undecided(model: LoadedModel, unknown: Sequence[Problem]) -> CkptError:
     """The error for objects of the file that are not made here."""
     return CkptError(
         f"whether {model.operand} loads it depends on {plural(len(unknown), 'object')} that no safe loader makes",
-        hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made; "
-        "ckpttool remap CKPT --drop KEY -o OUT leaves them out",
+        hint="torch.serialization.add_safe_globals([CLASS]) where the model is defined says that they may be made",
         problems=unknown,
     )
 

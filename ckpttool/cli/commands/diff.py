@@ -17,6 +17,7 @@ from ckpttool.operands.names_file import is_names_file
 from ckpttool.options import Argument, option
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
+from ckpttool.words import Info
 
 if TYPE_CHECKING:
     from ckpttool.queries.diff.since import Since
@@ -161,9 +162,9 @@ def _updated(result: Diff, path: str, options: DiffOptions) -> Diff:
 
     names = json.render(reading.trace_by(options).to_json())
     if Path(path).read_text(encoding="utf-8") == names:
-        return replace(result, notes=(*result.notes, f"{path} is as it was"))
+        return replace(result, notes=(*result.notes, Info(f"{path} is as it was")))
     write_text(path, names, force=True, in_place=True)
-    return replace(result, notes=(*result.notes, f"{path} has the names of {options.model} now"))
+    return replace(result, notes=(*result.notes, Info(f"{path} has the names of {options.model} now")))
 
 
 def _written(result: Diff, path: str, is_contract: bool) -> Diff:

@@ -7,8 +7,13 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits import run as remap
 from ckpttool.edits.mend.command import command
+from ckpttool.edits.remap.by_model import NO_COUNTER
 from ckpttool.edits.remap.options import RemapOptions
+from ckpttool.edits.remap.result import Remap
 from ckpttool.errors import CkptError
+from ckpttool.expression import refs
+from ckpttool.naming.call_variants import aliases
+from ckpttool.naming.forms import MADE_AGAIN
 from ckpttool.operands.model import ModelOperand, operand_of
 from ckpttool.operands.output import target_for
 from ckpttool.operands.printed import operand, outputs
@@ -93,6 +98,8 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
         done = remap.made(source, read, model)
     except CkptError:
         return None
+    if _loses(source, done, question.model):
+        return None
     named = operand(source.source, source.format)
     for out in outputs(named, word):
         try:
@@ -107,6 +114,29 @@ def try_remap(question: Question, options: RemapOptions, word: str, most: int | 
         line = command("remap", (named,), replace(options, out=out, partial=bool(done.missing)))
         return Attempt(line, after, drops=bool(options.drop), infers=bool(options.rule))
     return None
+
+
+def _loses(source: Checkpoint, done: Remap, model: ModelOperand | None) -> bool:
+    """Return whether the output lacks the values of a tensor of the source, under any name.
+
+    A counter of AveragedModel counts as kept, and so do a buffer that is not persistent and a key that the model's own
+    saving computes from other tensors: its code makes them again.
+    """
+    if any(one.dropped for one in done.optimizers):
+        return True
+    made_again = () if model is None else tuple(t.fqn for t in model.names().runtime if not t.persistent)
+    kept = {(output.section, key) for output in done.plan.outputs for key in refs(output.source)}
+    gone = [one for one in done.plan.dropped if one.reason not in (NO_COUNTER, MADE_AGAIN)]
+    paths = {section.path: section for section in source.sections}
+    twins = {path: aliases(paths[path]) for path in {one.section for one in gone} if path in paths}
+    for one in gone:
+        first = twins.get(one.section, {})
+        own = first.get(one.key, one.key)
+        same = (key for key in (own, *(key for key, other in first.items() if other == own)) if key != one.key)
+        again = any(one.key == fqn or one.key.endswith(f".{fqn}") for fqn in made_again)
+        if not again and not any((one.section, key) in kept for key in same):
+            return True
+    return False
 
 
 def _helps(question: Question, options: RemapOptions, after: Diff, most: int) -> bool:

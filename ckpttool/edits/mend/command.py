@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 from ckpttool.options import Option, OutputOptions
-from ckpttool.words import shell
+from ckpttool.words import Info, shell
 
+PLACEHOLDERS = ("MODEL", "OLD", "OPTIMIZER", "OLD_OPTIMIZER", "PROGRAM.pt2", "CKPT")  # for what only the user knows
 _OUTPUT = frozenset(field.name for field in fields(OutputOptions))
 
 
@@ -39,3 +41,10 @@ def _text(value: Any, mark: Option) -> str:
     if isinstance(value, Mapping):
         return json.dumps(dict(value))
     return str(value) if isinstance(value, (str, int)) else str(mark.metavar)
+
+
+def untried(fix: Iterable[str]) -> list[Info]:
+    """Return a note on the commands that name what only the user knows: they were not tried."""
+    words = [word for line in fix for word in shlex.split(line)]
+    names = [name for name in PLACEHOLDERS if name in words]
+    return [Info(f"not tried, since it depends on what {' and '.join(names)} stands for")] if names else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ckpttool.edits.mend.command import untried
 from ckpttool.edits.rules.mend import INFERRED, Suggested, by_file, needs_file
 from ckpttool.errors import CkptError
 from ckpttool.operands.model import ModelOperand
@@ -50,7 +51,7 @@ def run(path: str, model: ModelOperand | None, options: DiffOptions) -> Diff:
     elif shifted:
         asked = shell("ckpttool", "diff", free(CKPT, "renamed", ".pt"), *model.words, *optimizer)
         notes = (*notes, f"{_BOTH}: {asked}")
-    return replace(diff, rules=ruled.rules, fix=fix, notes=notes)
+    return replace(diff, rules=ruled.rules, fix=fix, notes=(*notes, *untried(fix)))
 
 
 def migrates(diff: Diff, rules: str) -> Diff:

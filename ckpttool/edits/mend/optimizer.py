@@ -6,45 +6,38 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.mend.attempt import Question, try_remap
-from ckpttool.edits.mend.command import command
+from ckpttool.edits.mend.command import PLACEHOLDERS, command
 from ckpttool.edits.mend.ways import Way
 from ckpttool.edits.remap.options import RemapOptions
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.printed import operand, outputs
 from ckpttool.queries.diff.result import Diff, Remedy
+from ckpttool.words import some
 
-_PLACEHOLDERS = frozenset({"OLD", "OLD_OPTIMIZER", "MODEL", "OPTIMIZER"})
-UNMENDED = "no remap makes of this state one that fits: the optimizer can only start afresh, without it"
+FOREIGN = "no fix is suggested, since the new model has no place for these keys, and their values would be lost"
+UNMENDED = (
+    "no remap makes this state fit: load the model alone, and start the optimizer afresh; the file is left as it is"
+)
 
 
 def mended(question: Question, diff: Diff, remedy: Remedy) -> Diff:
-    """`diff` with the command that mends it: tried, unless it names what only the user knows; else it starts afresh."""
+    """`diff` with the command that fixes it: tried, unless it names what only the user knows; else a note."""
     assert question.left is not None
     path, picked = split(question.left.source)
     whole = question.left if picked is None else open_operand(path)
+    if remedy.foreign_keys:
+        lost = f"{FOREIGN}: {some(remedy.foreign_keys)}"
+        return replace(diff, notes=(*diff.notes, lost))
     if remedy.way != "afresh":
         word, options = _way(question, remedy)
-        if _PLACEHOLDERS.intersection(v for v in vars(options).values() if isinstance(v, str)):
+        if set(PLACEHOLDERS).intersection(v for v in vars(options).values() if isinstance(v, str)):
             named = operand(path, whole.format)
             return replace(diff, fix=(command("remap", (named,), replace(options, out=next(outputs(named, word)))),))
         found = try_remap(replace(question, left=whole, picked=picked), options, word, question.remaining(diff))
         if found is not None:
             return replace(diff, fix=(found.command,))
-    fresh = _without(question, whole, picked) if question.right is None else ()
-    return replace(diff, fix=fresh, notes=diff.notes if fresh else (*diff.notes, UNMENDED))
-
-
-def _without(question: Question, whole: Checkpoint, picked: str | None) -> tuple[str, ...]:
-    """The command that leaves the optimizer out, where a model is left that can be asked about."""
-    path = picked or whole.optimizers[0].path
-    if not path:
-        return ()
-    of_model = replace(question.options, optimizer=None)
-    asked = replace(question, left=whole, options=of_model, model=question.model_with(None))
-    found = try_remap(asked, RemapOptions(drop=(path,)), "afresh")
-    return () if found is None else (found.command,)
+    return replace(diff, notes=(*diff.notes, UNMENDED))
 
 
 def _way(question: Question, remedy: Remedy) -> Way:
@@ -66,7 +59,6 @@ def _way(question: Question, remedy: Remedy) -> Way:
                 "to_model_kwargs": asked.model_kwargs,
                 "materialize": asked.materialize,
                 "to_optimizer": made,
-                "drop": remedy.foreign_keys or None,
             },
         ),
         "like_right": (form or "ordered", {**model, "to_optimizer": made or "OPTIMIZER", "optimizer_keys": form}),

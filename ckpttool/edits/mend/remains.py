@@ -42,7 +42,8 @@ _SAID: dict[str, tuple[str, str, str]] = {
     "unexpected": (
         "key",
         "without a place on the right",
-        "--drop PATTERN leaves out what is not needed there, --rule 'FROM => TO' gives the others their names",
+        "no fix is suggested, since it would have to lose values; --rule 'FROM => TO' renames what is there under "
+        "another name",
     ),
     "renamed": ("key", "under another name", "--rule 'FROM => TO' gives it the name that it has on the right"),
     "transformed": (
@@ -53,7 +54,7 @@ _SAID: dict[str, tuple[str, str, str]] = {
     "alias": (
         "second name",
         "of a tensor, on one side only",
-        "remap --model MODEL writes all names that the model ties, remap --drop takes one out",
+        "remap --model MODEL writes all names that the model ties",
     ),
     COMPUTED: ("key", *MENDED),
     OBJECT: ("object", "with another content, which no rename mends", "it is carried whole: take it from the right"),

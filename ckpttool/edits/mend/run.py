@@ -7,20 +7,28 @@ from dataclasses import replace
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.edits.mend import ways
 from ckpttool.edits.mend.attempt import Attempt, Question, try_remap
+from ckpttool.edits.mend.command import untried
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
 from ckpttool.edits.rules.mend import INFERRED, PART, Suggested, needs_file
 from ckpttool.formats.ranks.files import one_rank
 from ckpttool.queries.diff.result import Diff
+from ckpttool.words import Info
 
 _NOT_BY_NAMES = {"shape", "dtype", "value"}
-DROPPED = "what --drop leaves out is not in the output: the right has no place for it, or another name's value there"
+DROPPED = Info("--drop leaves out second names only: their values are in the output, under another name")
 UNREAD = "values of tensors without a partner by name were not compared: diff --values of the output does"
 _UNPAIRED = ("missing", "transformed")
-OWN_NAMES = "swap-weights gives the program all of the weights, and leaves it the names that it has"
+OWN_NAMES = Info("swap-weights gives the program all of the weights, and leaves it the names that it has")
 
 
 def answered(question: Question, diff: Diff) -> Diff:
+    """Return the diff with fixes, and a note on those that could not be tried."""
+    found = _answered(question, diff)
+    return replace(found, notes=(*found.notes, *untried(found.fix)))
+
+
+def _answered(question: Question, diff: Diff) -> Diff:
     """`diff`, the answer, with commands that mend it. Suggested rules in a file mend what nothing else mends whole."""
     if question.left is None or question.right is None:
         return mended(question, diff)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpttool.checkpoint import Checkpoint
@@ -33,12 +33,11 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     names, by_model = question.model.names(), _by_model(question, "serialized")
     yield "serialized", by_model
     yield "serialized", replace(by_model, from_="runtime")
+    yield "serialized", RemapOptions(to="serialized")
     tables = NameTables(names)
-    lost = [key for entry in diff.entries if entry.status == "value" for key in entry.left[:1]]
-    yield from _dropping(question.left, lost, by_model)  # tied names of different values: only one of these can be kept
     yield from _without(question.left, diff, by_model, RemapOptions())
     for own in (tables.serialized_names, tables.runtime_names):
-        yield from _part(question.left, set(own.values()), by_model, RemapOptions(to="serialized"))
+        yield from _part(question.left, set(own.values()), RemapOptions(to="serialized"))
     right = saved_by(names)
     yield from _by_inference(Suggested(run(question.left, right, DiffOptions()), question.left, right))
 
@@ -91,17 +90,8 @@ def _by_model(question: Question, to: str) -> RemapOptions:
 
 
 def _without(source: Checkpoint, diff: Diff, *rest: RemapOptions) -> Iterator[Way]:
-    """Without the keys that only the left has."""
-    gone = [
-        key
-        for entry in diff.entries
-        if entry.status in ("unexpected", "alias") and not entry.right
-        for key in entry.left
-    ]
-    yield from _dropping(source, gone, *rest)
-
-
-def _dropping(source: Checkpoint, gone: Sequence[str], *rest: RemapOptions) -> Iterator[Way]:
+    """Without second names that only the left has: their values stay, under another name."""
+    gone = [key for entry in diff.entries if entry.status == "alias" and not entry.right for key in entry.left]
     kept = {key for section in source.sections for key in section.by_key()} - set(gone)
     places = {dotted(s.path, key) for s in source.sections for key in s.by_key()} - set(gone)
     own = {dotted(model_section(source).path, key) for key in gone}
@@ -112,7 +102,7 @@ def _dropping(source: Checkpoint, gone: Sequence[str], *rest: RemapOptions) -> I
 
 
 def _part(source: Checkpoint, wanted: set[str], *rest: RemapOptions) -> Iterator[Way]:
-    """The part of the checkpoint that has the wanted names below one way (``net.``), beside others or not."""
+    """The wanted names, which the checkpoint has below one way (``net.``), with or without others next to it."""
     keys = canonical_keys(model_section(source).by_key())
     names = canonical_keys(wanted)
     way = common_way(set(keys.values()), set(names.values()))
@@ -120,11 +110,8 @@ def _part(source: Checkpoint, wanted: set[str], *rest: RemapOptions) -> Iterator
         return
     yield way.rpartition(".")[2], RemapOptions(select=way)
     for options in rest:
-        if options.model is None:
-            yield way.rpartition(".")[2], replace(options, select=way)
+        yield way.rpartition(".")[2], replace(options, select=way)
     below = {key: name.removeprefix(way + ".") for key, name in keys.items() if name.startswith(way + ".")}
-    others = [key for key in keys if key not in below]
-    known = set(names.values())
-    strange = [key for key, name in below.items() if name not in known]
-    for gone in (others, others + strange):
-        yield from _dropping(source, gone, *(options for options in rest if options.model is not None))
+    prefixes = {key.removesuffix("." + below[key].removeprefix(way + ".")) for key in below}
+    if len(prefixes) == 1:  # which keeps what is not below it
+        yield way.rpartition(".")[2], RemapOptions(rule=(f"{prefixes.pop()}.{{x*}} => {{x*}}",))

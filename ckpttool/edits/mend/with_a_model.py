@@ -27,8 +27,9 @@ def with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
     assert left is not None
     assert right is not None
     source = operand(left.source, left.format)
+    tied = bool(model_section(left).aliases() or model_section(right).aliases())
     if left.format == "rank_files" or _lacks_second_names(diff):
-        return (_remap(source, "serialized"),)
+        return (_remap(source, "serialized", tied),)
     hidden = _hidden_on(model_section(left), model_section(right), diff)
     if hidden is None:
         return ()
@@ -36,7 +37,7 @@ def with_a_model(question: Question, diff: Diff) -> tuple[str, ...]:
         program, weights = (right, left) if right.format == "pt2" else (left, right)
         options = SwapOptions(model=_MODEL, out=next(outputs(program.source, "swapped")))
         return (command("swap-weights", (program.source, operand(weights.source, weights.format)), options),)
-    return (_remap(source, "exported" if hidden == "left" else "serialized"),)
+    return (_remap(source, "exported" if hidden == "left" else "serialized", tied),)
 
 
 def _lacks_second_names(diff: Diff) -> bool:
@@ -45,8 +46,10 @@ def _lacks_second_names(diff: Diff) -> bool:
     return lacking and {entry.status for entry in diff.entries} <= {"same", "alias", "extra_state"}
 
 
-def _remap(source: str, to: str) -> str:
-    return command("remap", (source,), RemapOptions(model=_MODEL, to=to, out=next(outputs(source, to))))
+def _remap(source: str, to: str, tied: bool) -> str:
+    """The command; where tensors are `tied`, into a torch file, which holds each of their names."""
+    *_, out = outputs(source, to) if tied else (next(outputs(source, to)),)
+    return command("remap", (source,), RemapOptions(model=_MODEL, to=to, out=out))
 
 
 def _hidden_on(left: Section, right: Section, diff: Diff) -> str | None:

@@ -150,7 +150,7 @@ def _optimizer(section: Section, ranks: FlatCut) -> list[Section]:
     if problems:
         raise Refused(
             f"{where}: FSDP1 with use_orig_params=False has one state for each flat parameter",
-            hint="leave it out with --drop SECTION, and start the optimizer anew",
+            hint="convert the model alone (CKPT::SECTION), and start the optimizer afresh",
             problems=problems,
         )
     made = []

@@ -155,7 +155,7 @@ def _remarks(made: Checkpoint) -> list[str]:
     if unknown:
         raise Refused(
             f"{plural(len(unknown), 'tensor')} of no place in the model: the ranks hold parts, or copies that differ",
-            hint="leave them out with --drop PATTERN; each model's section alone is PATTERN::SECTION",
+            hint="convert the section of each model alone: PATTERN::SECTION",
             problems=[Problem(DIFFERS, key) for key in unknown],
         )
     return [f"{dotted(section.path, entry.key)} {DIFFERS}: rank 0's is taken" for section, entry in other]

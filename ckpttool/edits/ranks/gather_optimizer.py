@@ -23,7 +23,7 @@ from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.optimizer_state import FQN, ID, PARAM_NAMES, OptimizerState, Param, ParamGroup, renamed
 from ckpttool.words import plural
 
-_LEAVE_OUT = "leave it out with --drop SECTION"
+_LEAVE_OUT = "convert the model alone: PATTERN::SECTION"
 
 
 def with_gathered_optimizers(done: Remap, gathered: Gathered, names: Names) -> Remap:

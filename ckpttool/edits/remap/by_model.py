@@ -89,7 +89,7 @@ class ByModel:
         if problems:
             raise Refused(
                 f"the checkpoint does not fit {names.model}: {plural(len(problems), 'problem')}",
-                hint="--drop PATTERN leaves keys out; `ckpttool diff --model MODEL CKPT` says more",
+                hint=f"compare them: ckpttool diff --model {names.model} CKPT; --rule 'FROM => TO' renames keys",
                 problems=problems,
             )
         return moved
@@ -136,7 +136,7 @@ class ToModel:
         if problems:
             raise Refused(
                 f"the tensors do not fit {names.model}: {plural(len(problems), 'problem')}",
-                hint="--drop PATTERN leaves out what that model has no place for",
+                hint="rename keys with --rule 'FROM => TO', or name the model that has a place for them",
                 problems=problems,
             )
         return replace(

@@ -10,7 +10,7 @@ from ckpttool.edits.rules.patterns import matches
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.keys import dotted
 from ckpttool.plan import Dropped
-from ckpttool.words import number, plural
+from ckpttool.words import Info, number, plural
 
 
 def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
@@ -67,7 +67,7 @@ def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:
     if not found:
         hint = f"`ckpttool inspect {checkpoint.source}` lists what is there"
         raise CkptError(f"{pattern!r} names none of {plural(count, 'tensor')}", hint=hint)
-    note = f"only what {pattern!r} names: {number(found)} of {plural(count, 'tensor')}"
+    note = Info(f"only what {pattern!r} names: {number(found)} of {plural(count, 'tensor')}")
     return replace(checkpoint, sections=sections, notes=(*checkpoint.notes, note))
 
 

@@ -14,7 +14,6 @@ from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref
-from ckpttool.keys import dotted
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import class_of, lacking
@@ -32,13 +31,13 @@ from ckpttool.naming.optimizers.moves import (
     to_serialized,
 )
 from ckpttool.naming.optimizers.parameters import Parameters
-from ckpttool.operands.checkpoint import saved_state_dicts, split
+from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, renamed
 from ckpttool.plan import OptimizerMove
 from ckpttool.values import dataclass
-from ckpttool.words import plural, shell, some
+from ckpttool.words import plural, some
 
-_MOST_DROPS = 20  # parameters that a hint names
+AFRESH = "convert the model alone (CKPT::SECTION), and start the optimizer afresh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
     sections: list[Section] = []
     done: list[OptimizerRemap] = []
     for section in source.sections:
-        changed = _remapped(section, wanted, source.source) if section.kind == "optimizer" else None
+        changed = _remapped(section, wanted) if section.kind == "optimizer" else None
         sections.append(section if changed is None else changed[0])
         if changed is not None:
             done.append(changed[1])
@@ -106,7 +105,7 @@ def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Chec
     return (replace(source, sections=tuple(sections)) if done else source), tuple(done)
 
 
-def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[Section, OptimizerRemap] | None:
+def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, OptimizerRemap] | None:
     """The section as wanted; None where it is so already."""
     where = section.title
     state = forms.read(section)
@@ -126,14 +125,10 @@ def _remapped(section: Section, wanted: OptimizerRequest, source: str) -> tuple[
     held = {str(param): sources[str(param)] for group in groups for param in group.params if param in sources}
     shapes = _shapes(named, wanted)
     move = move_of(section, state, to, groups, held, shapes)
-    try:
-        moved = moved_by(move, named, where)
-    except Refused as error:
-        hint = _without(section.path, [ref for one in error.problems for ref in _refs_of(held.get(one.key), own)])
-        raise Refused(error.message, hint=hint or error.hint, problems=error.problems) from None
+    moved = moved_by(move, named, where)
     over = {name: ex.substitute(made, own.__getitem__) for name, made in held.items()}
     move = move_of(section, state, to, groups, over, _shapes_in_file(shapes, own, wanted))
-    _check_loads(moved, placed_by, where, _leave_out(source, section.path))
+    _check_loads(moved, placed_by, where)
     made = in_form(moved, to)
     if made == state and not asked:
         return None
@@ -204,7 +199,7 @@ def _by_rules_file(
     if found is None and not wanted.ruled.keeps_places and len(wanted.beside or ()) == 1:
         raise Refused(
             f"{where}: none of its parameters is a tensor of the model, so that nothing follows the rules",
-            hint=f"--drop {where} leaves it out",
+            hint=AFRESH,
             problems=[Problem("no tensor of the model", str(param)) for param in named.params],
         )
     if found is not None and to == ID and wanted.to_names is None and not wanted.ruled.keeps_places:
@@ -230,7 +225,7 @@ def _shapes_in_file(
     return {ref: shapes.get(name) for name, source in own.items() for ref in ex.refs(source)}
 
 
-def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, leave_out: str) -> None:
+def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str) -> None:
     """Raises `Refused` where the optimizer that is to load the state could take no step with it."""
     target = wanted.to_names or wanted.names
     if wanted.to_names is not None:
@@ -245,28 +240,9 @@ def _check_loads(moved: OptimizerState, wanted: OptimizerRequest, where: str, le
         own_class = class_of(moved) or "another optimizer"
         raise Refused(
             f"{where}: the state is that of {own_class}; {target.optimizer_class} loads it, and fails at the next step",
-            hint=f"the optimizer can only start afresh: {leave_out}",
+            hint=AFRESH,
             problems=[Problem("the optimizer needs it, and the file's state has none", name) for name in lacks],
         )
-
-
-def _refs_of(source: Expression | None, own: Mapping[str, Expression]) -> list[str]:
-    """What the file calls the parameters that a new one is made of."""
-    return [] if source is None else [ref for name in ex.refs(source) for ref in ex.refs(own[name])]
-
-
-def _without(section: str, refs: Sequence[str]) -> str | None:
-    """The options that leave out the state of these parameters; None for none, and for very many."""
-    params = list(dict.fromkeys(refs))
-    drops = [word for ref in params for word in ("--drop", dotted(section, "state", ref, "*"))]
-    return f"these parameters start anew with {shell(*drops)}" if 0 < len(params) <= _MOST_DROPS else None
-
-
-def _leave_out(source: str, section: str) -> str:
-    """The command that leaves the optimizer `section` of `source` out."""
-    path, picked = split(source)
-    name = section or picked
-    return f"do not load {path}" if name is None else shell("ckpttool", "remap", path, "--drop", name, "-o", "OUT")
 
 
 def _sources(named: OptimizerState, wanted: OptimizerRequest, to: str) -> dict[str, Expression]:

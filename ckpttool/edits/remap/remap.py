@@ -149,7 +149,7 @@ def _not_narrowed(source: Checkpoint, asked: RemapRequest) -> list[str]:
     if asked.select is None:
         return []
     paths = (section.path for section in source.optimizers)
-    return [f"{path} still holds the state of all parameters (--drop {path} leaves it out)" for path in paths]
+    return [f"{path} still holds the state of all parameters" for path in paths]
 
 
 def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:

@@ -46,7 +46,7 @@ class Select:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """The keys of another checkpoint; what that one has not keeps its name, and is noted."""
+    """The keys of another checkpoint; what that one has not keeps its name."""
 
     other: Section
 
@@ -59,16 +59,27 @@ class TakeOver:
                 hint="what save_pretrained writes has names of its own: --model hf:FOLDER --to pretrained instead; "
                 "between two definitions `ckpttool diff CKPT LIKE --suggest rules.toml` looks for rules",
             )
-        taken = set(names.values())
-        own = [key for key in draft.keys if key not in names]
-        rest = [key for key in self.other.by_key() if key not in taken]
+        return replace(draft, plan=draft.renamed(names))
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Notes on what the output and the other checkpoint do not have in common, once all renames are done."""
+
+    other: Section
+
+    def apply(self, draft: Draft) -> Draft:
+        """The draft with the notes."""
+        made, wanted = set(draft.keys), self.other.by_key()
+        own = [key for key in draft.keys if key not in wanted]
+        rest = [key for key in wanted if key not in made]
         notes = list(draft.notes)
         if own:
             notes.append(f"the other checkpoint has no name for {plural(len(own), 'key')}: {_first(own)}")
         if rest:
             left_out = f"not in the output are {plural(len(rest), 'key')} of the other checkpoint: {_first(rest)}"
             notes.append(left_out + _twins(rest, self.other))
-        return replace(draft, plan=draft.renamed(names), notes=tuple(notes))
+        return replace(draft, notes=tuple(notes))
 
 
 def _first(keys: Sequence[str]) -> str:

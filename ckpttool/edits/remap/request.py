@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
 from ckpttool.edits.remap.draft import Step
-from ckpttool.edits.remap.renaming import ByRuleSteps, Rewrap, Select, TakeOver
+from ckpttool.edits.remap.renaming import ByRuleSteps, Rewrap, Select, TakenOver, TakeOver
 from ckpttool.names import Names
 from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import Form, ModelForm
@@ -71,6 +71,8 @@ class RemapRequest:
             yield Rewrap(Chain(()))
         if self.rule_steps:
             yield ByRuleSteps(self.rule_steps)
+        if self.like is not None:
+            yield TakenOver(self.like)
 
     def _through_models(self, tables: NameTables) -> Iterator[Step]:
         form = self.source_form if isinstance(self.source_form, ModelForm) else None

@@ -74,7 +74,7 @@ class Ruled:
         if problems:
             raise Refused(
                 f"{where}: the rules do not fit its parameters",
-                hint="leave it out with --drop SECTION, and start the optimizer anew",
+                hint="convert the model alone (CKPT::SECTION), and start the optimizer afresh",
                 problems=problems,
             )
         return {name: source for source, name in made.items()}

@@ -43,7 +43,7 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Suggestion:
     """`tables` are the rules, `plain` the renames where there is nothing else. `remaining` are keys of the right that
-    they do not make, `dropped` those of the left that they leave out, since the right has all it needs without them.
+    they do not make, `dropped` second names of the left that they leave out, `left_over` keys that stay as they are.
     """
 
     tables: tuple[Table, ...]
@@ -108,7 +108,10 @@ def _found(
     aliases = right.aliases()
     remaining = tuple(key for key in want if key not in made and key not in aliases)
     spare = [key for key in have if key not in used]
-    dropped, kept = ([], spare) if remaining else (spare, [])
+    first = left.aliases()
+    held = {first.get(key, key) for key in used}
+    dropped = [] if remaining else [key for key in spare if first.get(key, key) in held]  # only second names
+    kept = [key for key in spare if key not in dropped]
     turned = {way: [pair for pair in pairs if pair.transposed == way] for way in ("left", "right")}
     tables = [
         *_dropping(dropped, have),
@@ -134,7 +137,7 @@ def _dropping(keys: Sequence[str], have: Iterable[str]) -> Iterator[Table]:
     if keys:
         gone = set(keys)
         texts = patterns(keys, [key for key in have if key not in gone])
-        yield Table({"drop": list(texts)}, ("the right has no tensor for these",))
+        yield Table({"drop": list(texts)}, ("second names of tensors that are kept; the right has no such names",))
 
 
 def _transposing(keys: Sequence[str], names: Iterable[str]) -> Iterator[Table]:

@@ -93,7 +93,7 @@ def flattened(root: Any) -> dict[str, tuple[Path, Any]]:
     if problems:
         raise Refused(
             "torch.distributed.checkpoint cannot hold this",
-            hint="rename the keys with --rule 'FROM => TO', or leave them out with --drop PATTERN",
+            hint="rename the keys with --rule 'FROM => TO', or write a torch file (OUT ending in .pt)",
             problems=problems,
         )
     return found

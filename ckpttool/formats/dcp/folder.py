@@ -250,7 +250,7 @@ def layout_files(
     if writer.problems:
         raise Refused(
             "torch.distributed.checkpoint cannot hold these entries",
-            hint="leave them out with --drop PATTERN",
+            hint="write a torch file (OUT ending in .pt)",
             problems=writer.problems,
         )
     used = dict.fromkeys(place.name for item in items.values() for place in _places(item))

@@ -28,8 +28,7 @@ OUTSIDE = (
     "'aot_inductor.package_constants_on_disk_format': 'pickle_weights'})"
 )
 INSIDE = (
-    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it again for new ones; "
-    "leave out weights that it does not use: ckpttool remap NEW --drop KEY -o OUT"
+    "small weights (up to 8 elements in one dimension) are in the compiled code itself: compile it again for new ones"
 )
 
 MOST_INLINED = 8  # elements

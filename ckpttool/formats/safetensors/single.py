@@ -68,8 +68,7 @@ def layout(checkpoint: Checkpoint) -> list[Piece]:
     if found:
         raise Refused(
             "safetensors cannot hold this checkpoint",
-            hint="write a torch file (OUT ending in .pt), or drop these entries with --drop PATTERN"
-            + torchao.way(checkpoint),
+            hint="write a torch file (OUT ending in .pt)" + torchao.way(checkpoint),
             problems=found,
         )
     checkpoint = torchao.settled(checkpoint)

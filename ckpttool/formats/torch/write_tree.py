@@ -17,7 +17,7 @@ from ckpttool.keys import dotted
 from ckpttool.optimizer_state import kept
 from ckpttool.values import dataclass
 
-_HINT = "leave it out with --drop PATTERN"
+_HINT = "keep the format of the source; `ckpttool inspect` shows what the entry is"
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _REMOVE = object()  # an edit that takes a node out of its container
 _PLAIN = (type(None), bool, int, float, str, list, dict)

@@ -56,7 +56,7 @@ def read(section: Section) -> OptimizerState:
     if problems:
         raise CkptError(
             f"{where} is not an optimizer's state dict as torch writes it",
-            hint="`ckpttool inspect` shows what is in it; --drop leaves it out",
+            hint="`ckpttool inspect` shows what is in it",
             problems=problems,
         )
     return found

@@ -116,7 +116,7 @@ def carry(state: OptimizerState, sources: Sources, shapes: Shapes, where: str) -
     if problems:
         raise Refused(
             f"{where}: the state of {len(problems)} parameters cannot follow them",
-            hint="leave it out with --drop SECTION, and start the optimizer anew",
+            hint="convert the model alone (CKPT::SECTION), and start the optimizer afresh",
             problems=problems,
         )
     return found

@@ -84,7 +84,7 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     if not identical:
         notes += adapter_notes(section.by_key(), [key.key for key in names.serialized], ("the checkpoint", "the model"))
         notes += [note for note in names.notes if note.startswith(AS_A_PART)]
-        notes += [FROM_PRETRAINED] if as_read(model, section, checkpoint.source).pretrained else []
+        notes += [FROM_PRETRAINED] if not model.pretrained and _is_pretrained(model, checkpoint, section) else []
     notes += [*_of_other_order(names, checkpoint), *_more_of_it(model, names, checkpoint, section)]
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)"
@@ -110,6 +110,12 @@ def _compared(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str, bool]:
         "metadata": False,
         **{aspect: False for aspect, there in others.items() if there},
     }
+
+
+def _is_pretrained(model: ModelOperand, checkpoint: Checkpoint, section: Section) -> bool:
+    """Return whether every key is one that save_pretrained writes."""
+    other = as_read(model, section, checkpoint.source)
+    return other.pretrained and set(section.by_key()) <= {key.key for key in other.names().serialized}
 
 
 def _is_beyond(verdict: Verdict | None, entries: Sequence[Entry]) -> bool:

@@ -17,7 +17,7 @@ from ckpttool.optimizer_state import GROUPS
 from ckpttool.queries.diff.keys import compare
 from ckpttool.queries.diff.result import EITHER_WAY, NO_VALUES, Diff, Entry, only_left, only_right
 from ckpttool.queries.diff.suggestions import suggestions
-from ckpttool.words import shell
+from ckpttool.words import Info, shell
 
 _NOTHING = Inference()
 _SHIFTED = "the optimizer's id of a parameter: torch gives state to parameters by it"
@@ -127,7 +127,7 @@ def _notes(old: Names, new: Names, entries: tuple[Entry, ...], model: ModelOpera
         yield f"whether the new code loads the old keys was not tried: {error.message}"
         return
     yield (
-        "load_state_dict(strict=True) of the new code takes the old keys"
+        Info("load_state_dict(strict=True) of the new code takes the old keys")
         if ok
         else "load_state_dict(strict=True) of the new code refuses checkpoints with the old keys"
     )

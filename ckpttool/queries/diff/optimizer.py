@@ -22,6 +22,7 @@ from ckpttool.queries.diff.keys import Values
 from ckpttool.queries.diff.optimizer_entries import Astray, group_entries, state_entries, tensors_of
 from ckpttool.queries.diff.result import HARMLESS, Entry, Outlines
 from ckpttool.values import dataclass
+from ckpttool.words import Info
 
 
 class Found(NamedTuple):
@@ -84,7 +85,7 @@ def compare_optimizers(
         mine, theirs = (replace(one, state=one.saved, owners=None) for one in (mine, theirs))
         astray = _by_key_order(left, right, mine.state)
         if astray is None:
-            notes.append("parameters are compared by their ids: pass --model MODEL to compare them by name")
+            notes.append(Info("parameters are compared by their ids: pass --model MODEL to compare them by name"))
     elif forms == (ID, ID):
         by_file = all(one.owners is None or one.owners.evidence == "param_names" for one in (mine, theirs))
         astray = (None if by_file else _by_key_order(left, right, mine.state)) or _elsewhere(mine, theirs)
@@ -92,7 +93,7 @@ def compare_optimizers(
         astray = None
     if mine.known != theirs.known:
         mine, theirs = (replace(one, state=numbered(one.state)) for one in (mine, theirs))
-        notes.append("parameters are compared by their places in the param groups")
+        notes.append(Info("parameters are compared by their places in the param groups"))
     doubted = [_doubted(one, notes, side) for one, side in ((mine, "left"), (theirs, "right"))]
     if forms != (ID, ID) or not same_key_order(
         left.beside, right.beside
@@ -104,7 +105,7 @@ def compare_optimizers(
         *state_entries(mine.state, theirs.state, values),
     ]
     if {entry.status for entry in entries} - HARMLESS == {"order"} and mine.known:
-        notes.append("by the names of the parameters nothing differs but their places")
+        notes.append(Info("by the names of the parameters nothing differs but their places"))
     notes += _classes(class_of(mine.state), class_of(theirs.state))
     return Found(tuple(entries), tuple(notes), (tensors_of(mine.state), tensors_of(theirs.state)))
 

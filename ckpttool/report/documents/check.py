@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpttool.checks import Checks
 from ckpttool.errors import Problem
-from ckpttool.report.document import Block, Cell, Column, Document, Note, Problems, Table
+from ckpttool.report.document import Block, Cell, Column, Document, Note, Problems, Table, noted
 from ckpttool.words import number, plural
 
 
@@ -23,7 +25,8 @@ def document(checks: Checks) -> Document:
     blocks: list[Block] = [Table("Files", columns, rows)]
     blocks += [Problems(problems)] if problems else []
     blocks += [Note(f"hint: {file.path}: {file.hint}") for file in checks.files if file.hint]
-    blocks += [Note(f"{file.path}: {note}", "warning") for file in checks.files for note in file.notes]
+    for file in checks.files:
+        blocks += (replace(note, text=f"{file.path}: {note.text}") for note in noted(file.notes))
     wrong = sum(bool(file.problems) for file in checks.files)
     of = plural(len(rows), "file")
     verdict = f"{number(wrong)} of {of} with problems" if wrong else f"{of}, nothing wrong"

@@ -21,6 +21,7 @@ from ckpttool.report.document import (
     Role,
     Table,
     filled,
+    noted,
     shortened,
 )
 from ckpttool.report.documents.coverage import coverage, with_values
@@ -67,11 +68,12 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     ]
     if diff.inferred is not None:
         blocks += [shortened(_suggested(diff.inferred, all), None if all else _ROWS), _ambiguous(diff.inferred, all)]
-    blocks += [Note(note, "notice" if diff.identical else "warning") for note in diff.notes]
+    blocks += noted(diff.notes, quiet=diff.identical)
     blocks.append(_ignored(diff, all))
     blocks += [Note(f"ignores nothing: {line}", "warning") for line in diff.unused_ignores]
-    if diff.exchangeable:
-        blocks.append(Note(_exchangeable(diff), "notice" if diff.identical else "warning"))
+    exchangeable = () if diff.identical else _exchangeable_names(diff)
+    if exchangeable:
+        blocks.append(Note(_exchangeable(exchangeable), "warning"))
     if diff.fix:
         blocks.append(Commands("what mends it", diff.fix))
     verdict = with_values(_verdict(diff), diff.compared, diff.scope, diff.identical)
@@ -198,10 +200,16 @@ def _ambiguous(inferred: Inference, all: bool) -> Table:
     return Table("Ambiguous matches", columns, rows)
 
 
-def _exchangeable(diff: Diff) -> str:
+def _exchangeable_names(diff: Diff) -> tuple[tuple[str, ...], ...]:
+    """Return the groups in which some key has no counterpart, or has it under another name: it could be any of them."""
+    unsure = {key for e in diff.entries if e.status in ("missing", "renamed") for key in e.right}
+    return tuple(group for group in diff.exchangeable if not unsure.isdisjoint(group))
+
+
+def _exchangeable(names: tuple[tuple[str, ...], ...]) -> str:
     """Which tensors only their names tell apart, those of one shape as an example."""
-    count = sum(map(len, diff.exchangeable))
-    groups = collapse((key, None) for key in diff.exchangeable[0])
+    count = sum(map(len, names))
+    groups = collapse((key, None) for key in names[0])
     example = ", ".join(group.pattern for group in groups)
     return (
         f"{plural(count, 'tensor')} could be exchanged with others of their layer without any shape error, "

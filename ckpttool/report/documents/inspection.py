@@ -12,7 +12,7 @@ from ckpttool.keys import dotted
 from ckpttool.naming.flat_param import flat_params
 from ckpttool.queries.inspection import Inspection, names_in_file
 from ckpttool.report.collapse import Group, collapse
-from ckpttool.report.document import Cell, Column, Document, Inline, Listing, Note, Role, Table, shortened
+from ckpttool.report.document import Cell, Column, Document, Inline, Listing, Role, Table, noted, shortened
 from ckpttool.report.documents.listing import of_inspection
 from ckpttool.report.documents.tree import tree
 from ckpttool.words import human_bytes, number, plural, shape_text
@@ -49,7 +49,7 @@ def document(
         *([] if dangerous else [shortened(_imports(inspection), limit)]),
         shortened(_metadata(inspection, all), limit),
     )
-    notes = [Note(note, "warning") for note in inspection.notes]
+    notes = tuple(noted(inspection.notes))
     shown = [table for table in tables if table.rows]
     listing = Listing((checkpoint.source,), {"tensor": "plain"}, partial(of_inspection, inspection))
     return Document(f"inspect {checkpoint.source}", verdict, True, (*notes, *shown), listing)

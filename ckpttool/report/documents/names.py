@@ -6,7 +6,7 @@ from ckpttool.names import Names
 from ckpttool.queries.diff.names import compare_names
 from ckpttool.queries.diff.result import Diff, names_outlines
 from ckpttool.queries.explanation import Explanation
-from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table, facts
+from ckpttool.report.document import Block, Cell, Document, Facts, Note, Problems, Table, facts, noted
 from ckpttool.report.documents import diff as diff_report
 from ckpttool.words import number, plural, shape_text
 
@@ -23,7 +23,7 @@ def document(names: Names, *, all: bool = False, written: str | None = None) -> 
     else:
         blocks.append(Note("load_state_dict() does not read back what state_dict() writes:", "warning"))
         blocks.append(Problems(names.roundtrip_problems, "warning"))
-    blocks += [Note(note, "warning") for note in names.notes]
+    blocks += noted(names.notes)
     if written is not None:
         blocks.append(Note(f"names file: {written}"))
     renamed = sum(entry.status in ("renamed", "transformed") for entry in entries)

@@ -11,7 +11,7 @@ from ckpttool.keys import dotted
 from ckpttool.operands.checkpoint import split
 from ckpttool.plan import Plan
 from ckpttool.report.collapse import collapse, first_pattern
-from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, shortened
+from ckpttool.report.document import Block, Cell, Column, Document, Note, Table, facts, filled, noted, shortened
 from ckpttool.words import number, plural
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def document(done: Remap) -> Document:
         blocks.append(shortened(_changes(done.plan), _ROWS, "--format json"))
         blocks.append(Note("dry run: nothing was written"))
     blocks.append(shortened(_dropped(done.plan), _ROWS, "--format json"))
-    blocks += [Note(note, "warning") for note in done.notes]
+    blocks += noted(done.notes)
     return Document("remap", verdict, True, filled(blocks))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpttool.queries.diff.since import BY, Change, Point, Since
 from ckpttool.report.collapse import first_pattern
-from ckpttool.report.document import Block, Cell, Column, Document, Facts, Note, Role, Table, filled
+from ckpttool.report.document import Block, Cell, Column, Document, Facts, Role, Table, filled, noted
 from ckpttool.report.documents.coverage import coverage, with_values
 from ckpttool.words import number, plural
 
@@ -28,7 +28,7 @@ def document(found: Since, *, all: bool = False) -> Document:
         Facts((*((side, Cell(source, "key")) for side, source in sides), *coverage(found.compared, found.scope))),
         Table("Summary", (Column("by"), Column("changes", "number"), Column("meaning")), rows),
         _changes(found, all),
-        *(Note(note, "notice" if found.passes else "warning") for note in found.notes),
+        *noted(found.notes, quiet=found.passes),
     ]
     return Document("diff", verdict, found.passes, filled(blocks))
 
