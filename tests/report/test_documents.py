@@ -206,7 +206,8 @@ def test_the_verdict_counts_what_weighs(diff: Diff, verdict: str) -> None:
 
 def test_what_only_names_tell_apart_is_counted() -> None:
     alike = ("layers.0.wq", "layers.1.wq", "x"), ("e", "f", "g")
-    said = text(of_diff.document(Diff("a", "b", False, (), exchangeable=alike)))
+    entries = tuple(Entry("missing", (), (key,)) for key in ("x", "f"))
+    said = text(of_diff.document(Diff("a", "b", False, entries, exchangeable=alike)))
     assert "\nwarning: 6 tensors could be exchanged with others of their layer" in said
     assert ", as layers.{0-1}.wq, x: only their names tell them apart\n" in said
 

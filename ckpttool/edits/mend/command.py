@@ -47,4 +47,5 @@ def untried(fix: Iterable[str]) -> list[Info]:
     """Return a note on the commands that name what only the user knows: they were not tried."""
     words = [word for line in fix for word in shlex.split(line)]
     names = [name for name in PLACEHOLDERS if name in words]
-    return [Info(f"not tried, since it depends on what {' and '.join(names)} stands for")] if names else []
+    stand = "stands" if len(names) == 1 else "stand"
+    return [Info(f"not tried, since it depends on what {' and '.join(names)} {stand} for")] if names else []

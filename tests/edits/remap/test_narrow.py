@@ -97,7 +97,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["remap", path, "--select", "first", "-o", str(tmp_path / "out.pt"), "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["dropped"][:2] == ["model.embed.weight", "model.embed.bias"]
-    assert told["notes"] == ["optimizer still holds the state of all parameters (--drop optimizer leaves it out)"]
+    assert told["notes"] == ["optimizer still holds the state of all parameters"]
 
 
 @pytest.mark.parametrize("to", ["serialized", "runtime", "ddp"])

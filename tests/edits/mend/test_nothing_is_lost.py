@@ -1,0 +1,217 @@
+"""Every command that a diff prints runs as printed, and its output holds the values of all tensors of its input.
+
+``CKPTTOOL_FIXES=2000`` tries as many random pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpttool.cli.app import main
+
+SEEDS = int(os.environ.get("CKPTTOOL_FIXES", "40"))
+State = dict[str, torch.Tensor]
+
+MODULE = """
+import torch
+from torch import nn
+
+
+class Hidden(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self._register_state_dict_hook(self.save)
+        self.register_load_state_dict_pre_hook(self.load)
+
+    @staticmethod
+    def save(module, state, prefix, _):
+        for key in [key for key in state if key.startswith(prefix + "layer.")]:
+            state[prefix + key[len(prefix) + 6:]] = state.pop(key)
+
+    @staticmethod
+    def load(module, state, prefix, *_):
+        for key in [key for key in state if key.startswith(prefix) and not key.startswith(prefix + "layer.")]:
+            state[prefix + "layer." + key[len(prefix):]] = state.pop(key)
+
+
+class Net(nn.Module):
+    def __init__(self, layers=2, tied=False, hidden=False):
+        super().__init__()
+        self.emb = nn.Embedding(6, 3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(layers))
+        if hidden:
+            self.layers[0] = Hidden(self.layers[0])
+        self.head = nn.Linear(3, 6, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+"""
+
+
+def values(state: State) -> list[tuple[Any, ...]]:
+    return [(value.dtype, tuple(value.shape), value.numpy().tobytes()) for value in state.values()]
+
+
+def written(state: State, path: Path, rng: random.Random) -> str:
+    aliases = len({value.data_ptr() for value in state.values()}) < len(state)
+    if rng.random() < 0.5:
+        torch.save(state, f"{path}.pt")
+        return f"{path}.pt"
+    if aliases:  # as save_pretrained writes it: one of the names
+        state = {key: value for key, value in state.items() if not key.endswith("head.weight")}
+    save_file({key: value.contiguous() for key, value in state.items()}, f"{path}.safetensors")
+    return f"{path}.safetensors"
+
+
+def read(path: str) -> State:
+    return load_file(path) if path.endswith(".safetensors") else torch.load(path)
+
+
+def damaged(state: State, rng: random.Random) -> State:
+    prefix = rng.choice(["", "", "module.", "_orig_mod.", "net.", "module._orig_mod."])
+    made = {prefix + key: value for key, value in state.items()}
+    if rng.random() < 0.5:
+        extra = rng.choice([prefix, ""]) + rng.choice(["score", "layers.7", "layers.1.lora_A"])
+        made |= {f"{extra}.weight": torch.randn(2, 3), f"{extra}.bias": torch.randn(2)}
+    if rng.random() < 0.3:
+        gone = rng.choice([key.rpartition(".")[0] for key in made])
+        made = {key: value for key, value in made.items() if not key.startswith(f"{gone}.")} or made
+    if rng.random() < 0.3:  # names that the model ties, with other values
+        made = {key: value.clone() + key.count("head") for key, value in made.items()}
+    return made
+
+
+def drawn(namespace: dict[str, Any], rng: random.Random) -> tuple[dict[str, Any], nn.Module]:
+    kwargs = {"layers": rng.choice([1, 2, 3]), "tied": rng.random() < 0.5, "hidden": rng.random() < 0.3}
+    return kwargs, namespace["Net"](**kwargs)
+
+
+def state_of(model: nn.Module, rng: random.Random) -> State:
+    if rng.random() < 0.3:
+        return {key: value.detach() for key, value in model.named_parameters(remove_duplicate=False)}
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def namespace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    exec(MODULE, made)  # the model of this test
+    return made
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_printed_command_runs_and_loses_no_value(
+    seed: int,
+    namespace: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text(MODULE)
+    kwargs, model = drawn(namespace, rng)
+    by_model = ["--model", "m.py:Net", "--model-kwargs", json.dumps(kwargs)]
+    left = written(damaged(state_of(model, rng), rng), Path("left"), rng)
+    if rng.random() < 0.6:
+        words = [*by_model, left]
+    else:
+        other = model if rng.random() < 0.6 else drawn(namespace, rng)[1]
+        words = [left, written(damaged(state_of(other, rng), rng), Path("right"), rng)]
+    status = main(["diff", *words, "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    assert status in (0, 1)
+    text = " ".join([*found["fix"], *found["notes"]])
+    have = values(read(left))
+    for line in found["fix"]:
+        parts = shlex.split(line)[1:]
+        if "MODEL" in parts:
+            assert any("what MODEL stands for" in note for note in found["notes"])
+            continue
+        assert main(parts) == (1 if parts[0] == "diff" else 0), (words, line, capsys.readouterr().err)
+        if parts[0] == "remap":
+            kept = values(read(parts[parts.index("-o") + 1]))
+            assert all(value in kept for value in have), (words, line)
+    if status == 1 and any(entry["status"] == "unexpected" for entry in found["entries"]):
+        assert "--drop PATTERN" not in text
+
+
+def test_what_has_no_counterpart_is_left_without_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).state_dict(), "two.pt")
+    torch.save(nn.Sequential(nn.Linear(4, 4)).state_dict(), "one.pt")
+    for words in (("two.pt", "one.pt"), ("two.pt", "one.pt", "--values")):
+        assert main(["diff", *words, "--format", "json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert found["summary"]["unexpected"] == 2
+        assert not any("1.weight" in line or "--drop" in line for line in found["fix"])
+        assert any("1.weight, 1.bias" in note and "no fix is suggested" in note for note in found["notes"])
+
+
+def test_a_command_for_tied_names_writes_a_file_that_can_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text(MODULE)
+    state = nn.Module.state_dict(_tied())
+    torch.save(state, "tied.pt")
+    save_file({key: value for key, value in state.items() if key != "head.weight"}, "tied.safetensors")
+    for left, right in (("tied.safetensors", "tied.pt"), ("tied.pt", "tied.safetensors")):
+        assert main(["diff", left, right, "--format", "json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        (line,) = found["fix"]
+        parts = [{"MODEL": "m.py:Net"}.get(word, word) for word in shlex.split(line)[1:]]
+        if "m.py:Net" in parts:
+            parts += ["--model-kwargs", '{"tied": true}']
+        assert main(parts) == 0, capsys.readouterr().err
+        capsys.readouterr()
+        assert main(["diff", parts[parts.index("-o") + 1], right]) == 0
+        capsys.readouterr()
+
+
+def _tied() -> nn.Module:
+    made: dict[str, Any] = {}
+    exec(MODULE, made)
+    model: nn.Module = made["Net"](tied=True)
+    return model
+
+
+REFUSED = {
+    "not this model's": (("remap", "two.pt", "--model", "torch.nn:Linear", "--model-kwargs", '{"in_features":4,'
+                          '"out_features":4}', "-o", "out.pt"), "no name of this model"),
+    "another model's": (("remap", "two.pt", "--model", "m.py:two", "--to-model", "m.py:one", "-o", "out.pt"), "do not"),
+    "tensors alone": (("remap", "run.pt", "-o", "out.safetensors"), "holds tensors only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_no_hint_of_a_refusal_tells_to_drop(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text(
+        "from torch import nn\ntwo = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))\n"
+        "one = lambda: nn.Sequential(nn.Linear(4, 4))\n"
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    torch.save(model.state_dict(), "two.pt")
+    torch.save({"model": model.state_dict(), "ema": model.state_dict(), "epoch": 3}, "run.pt")
+    words, said = REFUSED[name]
+    assert main(list(words)) == 1
+    err = capsys.readouterr().err
+    assert said in err
+    assert "hint:" in err
+    assert "--drop" not in err
