@@ -21,13 +21,13 @@ from ckpttool.plan import SCHEMA as PLAN_SCHEMA
 from ckpttool.plan import Plan
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.values import dataclass, public
-from ckpttool.words import Info, shell, visible
+from ckpttool.words import shell, visible
 
 _SAYS = {
     DANGEROUS: "a dangerous import: it runs code when the pickle is loaded",
     UNKNOWN: "an unknown import: it runs code of its module when the pickle is loaded",
 }
-_NOT_COMPARED = Info(
+_NOT_COMPARED = (
     "the names were not compared with a model's code: none is named (--model, or [tool.ckpttool] in pyproject.toml)"
 )
 
