@@ -41,6 +41,7 @@ from ckpttool.operands.checkpoint import model_section, open_operand, saved_stat
 from ckpttool.operands.model import ModelOperand, as_read, operand_of
 from ckpttool.operands.output import Target, target_for
 from ckpttool.operands.sections import of_one_model, read_for_model
+from ckpttool.optimizer_state import ID
 from ckpttool.plan import Plan
 from ckpttool.words import Info, plural, shell, some
 
@@ -130,10 +131,12 @@ def made(source: Checkpoint, options: RemapOptions, model: ModelOperand | None) 
     whole = source if gathered is None else gathered.checkpoint
     read_as = None
     if gathered is None and _is_about_optimizers(source, options, wanted):
-        asked = replace(asked, names=None, to_names=None, code=None, to_code=None)
+        by_names = options.optimizer_keys not in (None, ID) and source.state_dicts
+        unwrapped = asked.names if by_names else None  # as the names of torch.distributed.checkpoint are
+        asked = replace(asked, names=None, to_names=None, code=None, to_code=None, unwrapped=unwrapped)
     elif model is not None:
-        by_names = options.to_model is not None and not asked.rule_steps  # else the rules are the way there
-        read_as, leads_to = _named_by(whole, model, _to_operand(options, model) if by_names else None, options)
+        loads = None if options.to_model is None or options.has_rules else _to_operand(options, model)
+        read_as, leads_to = _named_by(whole, model, loads, options)  # with rules, these are the way to the new model
         asked = replace(asked, names=read_as.names(), to_names=None if leads_to is None else leads_to.names())
         asked = replace(asked, code=_code(read_as), to_code=_code(leads_to))
     done = remap(whole, asked, options.drop or ())
@@ -253,8 +256,9 @@ def _request(
     called = form.names if isinstance(form, ModelForm) and not options.to_ranks else None
     called = None if form is ModelForm.PRETRAINED else called
     beside, old_model = saved_state_dicts(source), _by_old_model(source, options)
+    out = options.target(source.source)
     return asked, OptimizerRequest(
-        options.optimizer_keys, names, to_names, renaming, called, beside=beside, old_model=old_model
+        options.optimizer_keys, names, to_names, renaming, called, beside=beside, old_model=old_model, output=out
     )
 
 
@@ -272,8 +276,12 @@ def _by_old_model(source: Checkpoint, options: RemapOptions) -> str | None:
     new = ModelOperand(model, options.model_kwargs, options.materialize).words_of("--to-model")
     optimizers = ["--optimizer", str(made), "--to-optimizer", str(made)] if made is not None else []
     keys = [] if options.optimizer_keys is None else ["--optimizer-keys", options.optimizer_keys]
+    rules = [word for rule in options.rule or () for word in ("--rule", rule)]
+    rules += [] if options.rules is None else ["--rules", options.rules]
+    rules += [word for size in options.size or () for word in ("--size", size)]
+    rules += ["--reverse"] if options.reverse else []
     out = ["--in-place"] if options.in_place else ["-o", options.out or "OUT"]
-    return shell("ckpttool", "remap", source.source, "--model", "OLD", *new, *optimizers, *keys, *out)
+    return shell("ckpttool", "remap", source.source, "--model", "OLD", *new, *optimizers, *keys, *rules, *out)
 
 
 def _rule_steps(options: RemapOptions) -> tuple[RuleStep, ...]:

@@ -22,7 +22,7 @@ class Draft:
     `wrappers` is what the section's keys show of wrappers; `canonical` maps the keys that the plan writes to canonical
     names, `form` says which form the section's keys are in. `counters` are keys of AveragedModels' counters that stand
     aside while a model's names, which have none, are gone through. `runners` run models' code for the plan. `ruled` is
-    what a file of rules did. `missing` are the keys of the target model that the plan does not write.
+    what the rules did. `missing` are the keys of the target model that the plan does not write.
     """
 
     section: Section

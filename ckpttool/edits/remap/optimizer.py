@@ -10,14 +10,14 @@ from typing import Any
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.groups import new_groups, renamed_groups
-from ckpttool.edits.remap.ruled import Ruled
+from ckpttool.edits.remap.ruled import Ruled, is_whole
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref
 from ckpttool.names import SERIALIZED, Names
 from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.classes import class_of, lacking
-from ckpttool.naming.optimizers.ids import Owners, check, own_names, owners
+from ckpttool.naming.optimizers.ids import Owners, check, in_file, in_model, own_names, owners
 from ckpttool.naming.optimizers.moves import (
     between,
     carry,
@@ -31,6 +31,9 @@ from ckpttool.naming.optimizers.moves import (
     to_serialized,
 )
 from ckpttool.naming.optimizers.parameters import Parameters
+from ckpttool.naming.optimizers.saved_order import saved_order
+from ckpttool.naming.wrappers import chain
+from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.checkpoint import saved_state_dicts
 from ckpttool.optimizer_state import FLAT, ID, OptimizerState, Param, renamed
 from ckpttool.plan import OptimizerMove
@@ -46,9 +49,10 @@ class OptimizerRequest:
 
     `names` are those of the model (and the optimizer) that saved the checkpoint, `to_names` those of the one that is to
     load it. `form` says whose names parameters get: with ``serialized`` those of the model's keys, else canonical ones.
-    `ruled` is what the rules of a file make of the model. `beside` are the state dicts of the file as it was saved
-    (`operands.checkpoint.saved_state_dicts`): the order of their keys speaks for or against ids. `old_model` is the
-    same command with the model named that saved the file.
+    `ruled` is what rules make of the model, `model` what becomes of its keys in all, `keys_beside` its keys in the end.
+    `beside` are the state dicts of the file as it was saved (`operands.checkpoint.saved_state_dicts`): the order of
+    their keys speaks for or against ids. `old_model` is the same command with the model named that saved the file,
+    `output` the file that it writes.
     """
 
     keys: str | None = None
@@ -57,8 +61,11 @@ class OptimizerRequest:
     rules: Sequence[Renaming] = ()
     form: str | None = None
     ruled: Ruled | None = None
+    model: Ruled | None = None
+    keys_beside: Sequence[str] = ()
     beside: Sequence[Section] | None = None
     old_model: str | None = None
+    output: str | None = None
 
     @property
     def changes(self) -> bool:
@@ -70,6 +77,7 @@ class OptimizerRequest:
 class OptimizerRemap:
     """What became of one optimizer. `evidence` says what its ids are known from; `new` are parameters that have no
     state yet, `dropped` those whose state has no place in the new optimizer. `move` is the change as a plan holds it.
+    `loaded_by` are the names of the model that is to load it, if that is known.
     """
 
     section: str
@@ -81,6 +89,7 @@ class OptimizerRemap:
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     move: OptimizerMove | None = field(default=None, compare=False)
+    loaded_by: Names | None = field(default=None, compare=False)
 
 
 def remap_optimizers(source: Checkpoint, wanted: OptimizerRequest) -> tuple[Checkpoint, tuple[OptimizerRemap, ...]]:
@@ -113,11 +122,14 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     asked = wanted.to_names is not None or (wanted.keys is not None and wanted.names is not None)
     if not state.params or not (asked or to != state.form or _is_renamed(state, wanted, to)):
         return None
-    if wanted.to_names is not None and wanted.names is None and wanted.ruled is None:
+    wanted = _rules_first(state, wanted, where)
+    if wanted.to_names is not None and wanted.names is None and wanted.ruled is None and in_file(state)[0] is None:
         raise Refused("the names of the model that saved the checkpoint are needed", hint="pass --model MODEL too")
     named, known, own = _named(state, wanted, where)
     ruled = _by_rules_file(named, wanted, to, where)
     sources = _sources(named, wanted, to) if ruled is None else ruled
+    if wanted.to_names is not None:
+        sources = _of_new_model(sources, wanted.to_names, where)
     placed_by = wanted if ruled is None else replace(wanted, names=None)
     alone = to == ID and wanted.to_names is None
     groups = renamed_groups(named, sources, wanted.names, where) if alone else None
@@ -129,6 +141,9 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     over = {name: ex.substitute(made, own.__getitem__) for name, made in held.items()}
     move = move_of(section, state, to, groups, over, _shapes_in_file(shapes, own, wanted))
     _check_loads(moved, placed_by, where)
+    spelled = _as_the_keys(state, moved, wanted, to, where)
+    if spelled:
+        moved, move, sources = _spelled(moved, move, sources, spelled)
     made = in_form(moved, to)
     if made == state and not asked:
         return None
@@ -139,17 +154,21 @@ def _remapped(section: Section, wanted: OptimizerRequest) -> tuple[Section, Opti
     if known is not None and known.assumed:
         notes = (*notes, known.rests_on(where))
     evidence = None if known is None else known.evidence
-    report = OptimizerRemap(section.path, state.form, to, len(moved.params), evidence, new, dropped, notes, move)
+    params, loads = len(moved.params), wanted.to_names
+    report = OptimizerRemap(section.path, state.form, to, params, evidence, new, dropped, notes, move, loads)
     return forms.write(made, section), report
 
 
 def _is_renamed(state: OptimizerState, wanted: OptimizerRequest, to: str) -> bool:
     """Whether parameters change, or the names that the file has for them."""
-    if to != ID:
-        return bool(wanted.rules) or wanted.form is not None
-    if wanted.ruled is not None and not wanted.ruled.keeps_places:
+    if to != ID and (wanted.rules or wanted.form is not None):
         return True
-    return bool(wanted.rules) and all(group.param_names for group in state.nonempty_groups)
+    if wanted.rules and wanted.ruled is not None and not wanted.ruled.keeps_places:
+        return True
+    listed = in_file(state)[0]
+    if listed is None:
+        return False
+    return bool(wanted.rules) or (wanted.model is not None and wanted.model.renames(list(listed.values())))
 
 
 def _named(
@@ -162,6 +181,8 @@ def _named(
         if found.doubt is not None and found.doubt.by_another and wanted.old_model is not None:
             found = replace(found, doubt=replace(found.doubt, hint=wanted.old_model))
         known = found.settled(where)
+        if names is None and in_file(state)[0] is not None:
+            known = replace(known, names=_unwrapped(known.names, wanted))
         return known.state, known, _refs(known.names)
     called = {param: str(param) for param in state.params}
     if names is not None:
@@ -171,7 +192,85 @@ def _named(
             named = renamed(state, called)
             return in_groups(named, placed(named, sources), carry(named, sources, shapes, where)), None, sources
         called = dict(owners(state, names, where).names)
+    else:
+        called = _unwrapped(called, wanted)
     return renamed(state, called), None, _refs(called)
+
+
+def _unwrapped(names: Mapping[Param, str], wanted: OptimizerRequest) -> dict[Param, str]:
+    """The names without the segments of the wrappers that are taken out of the model's keys, or replaced."""
+    if wanted.ruled is not None or wanted.model is None or not wanted.model.renames(list(names.values())):
+        return dict(names)
+    paths = chain.recognise(wanted.model.section.keys)
+    return {param: strip(name, paths) for param, name in names.items()}
+
+
+def _rules_first(state: OptimizerState, wanted: OptimizerRequest, where: str) -> OptimizerRequest:
+    """With the named model as the one that is to load the state, if the file's names are its only after the rules."""
+    listed, names = in_file(state)[0], wanted.names
+    if listed is None or names is None or wanted.to_names is not None or not wanted.rules:
+        return wanted
+    if not in_model(listed.values(), names)[1]:
+        return wanted
+    after = replace(wanted, names=None, to_names=names)
+    own = renamed(state, listed)
+    ruled = _by_rules_file(own, after, wanted.keys or state.form, where)
+    made = _sources(own, after, wanted.keys or state.form) if ruled is None else ruled
+    return wanted if in_model(made, names)[1] else after
+
+
+def _of_new_model(sources: Mapping[str, Expression], names: Names, where: str) -> dict[str, Expression]:
+    """`sources` under the canonical names of the model that is to load them, without those that it has not."""
+    canonical, problems = in_model(sources, names)
+    if not canonical:
+        raise Refused(
+            f"{where}: none of its parameters has a name of {names.model}",
+            hint="--rule 'FROM => TO' says which parameter is which",
+            problems=problems,
+        )
+    return {canonical[name]: source for name, source in sources.items() if name in canonical}
+
+
+def _as_the_keys(
+    state: OptimizerState, moved: OptimizerState, wanted: OptimizerRequest, to: str, where: str
+) -> dict[Param, str]:
+    """The parameters that the model's keys have in wrappers, under these keys; none of them for names that have none.
+
+    Raises `Refused` where keys of torch.distributed.checkpoint would stand beside a wrapped model.
+    """
+    keys = set(wanted.keys_beside)
+    wrappers = chain.infer(wanted.keys_beside)
+    prefix = f"{wrappers.root[-1]}." if wrappers.root else ""
+    by_name = {strip(key, wrappers.paths): key for key in wanted.keys_beside}
+    found = {
+        param: by_name.get(str(param)) or prefix + str(param)
+        for param in moved.params
+        if param not in keys and not str(param).startswith(prefix or ".")
+    }
+    found = {param: name for param, name in found.items() if name != param}
+    if to == ID:
+        return found if all(group.param_names for group in moved.nonempty_groups) else {}
+    was = set() if wanted.model is None else set(wanted.model.section.keys)
+    apart = state.form != ID and was.isdisjoint(map(str, state.params))  # as torch names them beside a wrapped model
+    if found and not apart:
+        param, name = next(iter(found.items()))
+        raise Refused(
+            f"{where}: the names of its parameters have no wrappers, and the model's keys would have some",
+            hint="--to serialized takes wrappers out of the keys, --optimizer-keys id the names out of the optimizer",
+            problems=[Problem(f"the key is {name}", str(param))],
+        )
+    return {}
+
+
+def _spelled(
+    moved: OptimizerState, move: OptimizerMove, sources: Mapping[str, Expression], names: Mapping[Param, str]
+) -> tuple[OptimizerState, OptimizerMove, dict[str, Expression]]:
+    """All three with the parameters under other names."""
+    called = {param: names.get(param, str(param)) for param in moved.params}
+    groups = tuple(replace(group, params=tuple(called[p] for p in group.params)) for group in move.groups)
+    held = {called[name]: source for name, source in move.sources.items()}
+    new = {called.get(name, name): source for name, source in sources.items()}
+    return renamed(moved, called), replace(move, groups=groups, sources=held), new
 
 
 def _refs(names: Mapping[Param, str]) -> dict[str, Expression]:
@@ -182,13 +281,19 @@ def _owners(state: OptimizerState, wanted: OptimizerRequest, where: str) -> Owne
     """Whose state the ids are: for rules alone the file's own keys say it too, where they can be these parameters."""
     beside = wanted.beside or ()
     by_keys = own_names(state, beside) if wanted.names is None and wanted.ruled is not None else None
-    return owners(state, wanted.names, where, beside) if by_keys is None else by_keys
+    if by_keys is not None:
+        return by_keys
+    if wanted.names is not None and wanted.ruled is not None:
+        params = set(Parameters(wanted.names).shapes)
+        if saved_order(beside, wanted.names, params) is None:  # it may be the model after the rules
+            beside = (wanted.ruled.after,)
+    return owners(state, wanted.names, where, beside)
 
 
 def _by_rules_file(
     named: OptimizerState, wanted: OptimizerRequest, to: str, where: str
 ) -> dict[str, Expression] | None:
-    """What the parameters are after the rules of a file; None without one, or where they are none of its tensors."""
+    """What the parameters are after the rules; None without any, or where they are none of the model's tensors."""
     if wanted.ruled is None:
         return None
     ways = [identity(named.params)]
@@ -196,13 +301,14 @@ def _by_rules_file(
         ways.append(to_serialized(wanted.names, named.params))
     known = [len(wanted.ruled.shapes(list(way))) for way in ways]
     found = wanted.ruled.sources(ways[known.index(max(known))], where)
+    keeps = found is not None and len(found) == len(named.params) and all(map(is_whole, found.values()))
     if found is None and not wanted.ruled.keeps_places and len(wanted.beside or ()) == 1:
         raise Refused(
             f"{where}: none of its parameters is a tensor of the model, so that nothing follows the rules",
             hint=AFRESH,
             problems=[Problem("no tensor of the model", str(param)) for param in named.params],
         )
-    if found is not None and to == ID and wanted.to_names is None and not wanted.ruled.keeps_places:
+    if found is not None and to == ID and wanted.to_names is None and not keeps:
         raise Refused(
             f"{where}: the rules make other parameters, and nothing says in which order the new model registers them",
             hint="pass --to-model NEW, the model that is to load it; or --optimizer-keys fqn, which names them",

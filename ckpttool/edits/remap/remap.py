@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain as in_turn
@@ -12,19 +12,20 @@ from ckpttool.edits.remap.adapter import of_adapter
 from ckpttool.edits.remap.by_model import recorded
 from ckpttool.edits.remap.draft import Draft, Step, carried
 from ckpttool.edits.remap.drop import drop, without
-from ckpttool.edits.remap.optimizer import OptimizerRequest, by_rules, remap_optimizers
+from ckpttool.edits.remap.optimizer import OptimizerRemap, OptimizerRequest, by_rules, remap_optimizers
 from ckpttool.edits.remap.renaming import ByRuleSteps, Prefixed
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.edits.rules.patterns import Renaming
-from ckpttool.errors import Problem, Refused
+from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.evaluate.apply import NO_CODE, Runner, apply
 from ckpttool.keys import dotted
 from ckpttool.names import SERIALIZED
 from ckpttool.naming.match import match
 from ckpttool.naming.model_form import Form
 from ckpttool.naming.name_tables import NameTables
+from ckpttool.naming.optimizers import forms
 from ckpttool.naming.optimizers.moves import carried_out
 from ckpttool.naming.optimizers.saved_order import in_order_of
 from ckpttool.naming.wrappers import chain
@@ -33,6 +34,7 @@ from ckpttool.naming.wrappers.table import strip
 from ckpttool.operands.sections import is_lightning, left_as_they_are, of_one_model
 from ckpttool.optimizer_state import ID
 from ckpttool.plan import Dropped, OptimizerMove, Output, Plan
+from ckpttool.words import shell
 
 _NOTHING = RemapRequest()
 
@@ -43,7 +45,7 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
     if not asked.changes:
         if asked.sections is not None:
             of_one_model(source, asked.sections)  # raises where one of them is none
-        return Remap(source, replace(carried(source.sections), dropped=tuple(dropped)))
+        return Remap(source, replace(carried(source.sections), dropped=tuple(dropped)), model=_as_it_is(source))
     sections = of_one_model(source, asked.sections, asked.names)
     drafts = _drafts(sections, asked, is_lightning(source))
     made = Plan(
@@ -66,7 +68,9 @@ def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[st
         for draft in drafts
         for key in _not_left_out(draft, asked, [gone.key for gone in dropped if gone.section == draft.section.path])
     ]
-    done = Remap(result, plan, drafts[0].form, form, notes, ruled=drafts[0].ruled, sections=together)
+    model = None if asked.select is not None else Ruled(drafts[0].section, drafts[0].plan)
+    ruled = drafts[0].ruled
+    done = Remap(result, plan, drafts[0].form, form, notes, ruled=ruled, model=model, sections=together)
     return replace(done, missing=tuple(missing))
 
 
@@ -80,6 +84,17 @@ def _not_left_out(draft: Draft, asked: RemapRequest, dropped: Sequence[str]) -> 
     left_out = {*dropped, *match(dropped, own).names.values(), *match(dropped, tables.serialized_names).names.values()}
     below = "" if asked.select is None else f"{asked.select}."
     return [key for key in draft.missing if key not in left_out and key.startswith(below)]
+
+
+def _as_it_is(source: Checkpoint) -> Ruled | None:
+    """The model of a file that keeps it; None if it is not known which of several it is."""
+    if not source.state_dicts:
+        return None
+    try:
+        section = of_one_model(source)[0]
+    except CkptError:
+        return None
+    return Ruled(section, carried([section]))
 
 
 def _drafts(sections: Sequence[Section], asked: RemapRequest, lightning: bool) -> list[Draft]:
@@ -157,19 +172,37 @@ def with_optimizers(done: Remap, wanted: OptimizerRequest) -> Remap:
 
     A model beside ids gets the order of the model that these are now those of: else its keys would speak against them.
     """
-    wanted = replace(wanted, ruled=done.ruled)
+    model = done.model
+    ruled = done.ruled
+    if ruled is not None and wanted.names is None and model is not None:
+        ruled = model  # the file's names are all that there is: they go the way of its keys
+    keys = () if model is None else done.result.section(model.section.path).keys
+    wanted = replace(wanted, ruled=ruled, model=model, keys_beside=keys)
     result, optimizers = remap_optimizers(done.result, wanted)
+    if wanted.rules and (ruled is None or ruled.renames(ruled.section.keys)):
+        done = replace(done, notes=(*done.notes, *_left_in_order(result, optimizers, wanted)))
     if not optimizers:
         return done
-    keeps = done.ruled is None or done.ruled.keeps_places
-    target = wanted.to_names or (wanted.names if keeps else None)
+    keeps = ruled is None or ruled.keeps_places
+    loads = next((one.loaded_by for one in optimizers if one.loaded_by is not None), None)
+    target = loads or (wanted.names if keeps else None)
     if target is not None and any(one.to == ID for one in optimizers):
-        called = None if wanted.to_names is not None else _called(done.ruled, wanted.rules)
+        called = None if loads is not None else _called(done.ruled, wanted.rules)
         ordered = (in_order_of(one, target, called) if one.kind == "state_dict" else one for one in result.sections)
         result = replace(result, sections=tuple(ordered))
     notes = [note for one in optimizers for note in one.notes]
     plan = _with_moves(done.plan, result, [one.move for one in optimizers if one.move is not None])
     return replace(done, result=result, plan=plan, optimizers=optimizers, notes=(*done.notes, *notes))
+
+
+def _left_in_order(result: Checkpoint, optimizers: Sequence[OptimizerRemap], wanted: OptimizerRequest) -> Iterator[str]:
+    """A note on each optimizer with ids, which rules do not bring into the order of the model that they lead to."""
+    known = {one.section for one in optimizers if one.loaded_by is not None}
+    for section in result.optimizers:
+        state = forms.read(section)
+        if state.form == ID and section.path not in known and not (state.is_stateless and len(state.groups) < 2):
+            ask = shell("ckpttool", "diff", "--model", "NEW", "--optimizer", "O", wanted.output or "OUT")
+            yield f"{section.title}: ids keep the order of the model that saved them; check with {ask}"
 
 
 def _called(ruled: Ruled | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:

@@ -14,6 +14,8 @@ from ckpttool.edits.remap.ruled import Ruled
 from ckpttool.errors import Refused
 from ckpttool.naming.alignment import align
 from ckpttool.naming.call_variants import aliases
+from ckpttool.naming.forms import read
+from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain
 from ckpttool.naming.wrappers.table import strip
@@ -110,6 +112,20 @@ class Rewrap:
         plan = renamed(plan, draft.section, names)
         made = tuple(Output(path, key, source) for key, source in chain.new_counter(self.wanted, counted).items())
         return replace(draft, plan=replace(plan, outputs=(*made, *plan.outputs)))
+
+
+@dataclass(frozen=True, slots=True)
+class Unwrap:
+    """Wrappers' segments taken out of the keys, if the model named has none there."""
+
+    tables: NameTables
+
+    def apply(self, draft: Draft) -> Draft:
+        """Return the draft with the keys of the model itself; AveragedModel's counter is dropped."""
+        if not any(read(self.tables, keys).match.wrapped for keys in (draft.section, draft.evaluated())):
+            return draft
+        names = chain.canonical_keys(draft.keys, lightning="lightning" in draft.wrappers.words)
+        return Rewrap(Chain(())).apply(replace(draft, canonical=names))
 
 
 @dataclass(frozen=True, slots=True)

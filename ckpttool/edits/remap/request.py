@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.checkpoint import Section
 from ckpttool.edits.remap.by_model import ByModel, Counters, ToModel
 from ckpttool.edits.remap.draft import Step
-from ckpttool.edits.remap.renaming import ByRuleSteps, Rewrap, Select, TakenOver, TakeOver
+from ckpttool.edits.remap.renaming import ByRuleSteps, Rewrap, Select, TakenOver, TakeOver, Unwrap
 from ckpttool.names import Names
 from ckpttool.naming.forms import read
 from ckpttool.naming.model_form import Form, ModelForm
@@ -31,6 +31,7 @@ class RemapRequest:
     dict whose naming is taken over. `rule_steps`, of the command line or of a file, come last. `select` narrows to one
     submodule, under its own names unless `keep_prefix`, and `trainable_only` to what `names` say is trained. `sections`
     are the paths of the state dicts that are changed, with commas between them; None for all that hold the model.
+    `unwrapped` is a model whose own keys get no wrappers in the end, though nothing else is asked of its names.
     `code` and `to_code` are the two models themselves, where they are code.
     """
 
@@ -46,6 +47,7 @@ class RemapRequest:
     sections: str | None = None
     code: ModelOperand | None = None
     to_code: ModelOperand | None = None
+    unwrapped: Names | None = None
 
     @property
     def changes(self) -> bool:
@@ -73,6 +75,8 @@ class RemapRequest:
             yield ByRuleSteps(self.rule_steps)
         if self.like is not None:
             yield TakenOver(self.like)
+        if self.unwrapped is not None:
+            yield Unwrap(NameTables(self.unwrapped))
 
     def _through_models(self, tables: NameTables) -> Iterator[Step]:
         form = self.source_form if isinstance(self.source_form, ModelForm) else None

@@ -25,11 +25,12 @@ from ckpttool.values import dataclass, public
 class Remap:
     """What a remap makes of its source. `result` is the checkpoint to be written.
 
-    `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what a file
-    of rules did to the model. `sections` are the state dicts that were changed together, where these are several.
-    `written` says how a file that was to be changed in place was written, or would be, and `undo` how that is taken
-    back, `verified` how the output is known to be right, `cost` what a `dry_run` found it to take. `companions`
-    says what became of the other files of a folder. `source` and `output` are the operands CKPT and OUT.
+    `source_form` and `form` are the forms that the keys were in and are in, as words, or None. `ruled` is what the
+    rules did to the model, `model` what the whole remap did to it, if that is not narrowed. `sections` are the state
+    dicts that were changed together, where these are several. `written` says how a file that was to be changed in place
+    was written, or would be, and `undo` how that is taken back, `verified` how the output is known to be right, `cost`
+    what a `dry_run` found it to take. `companions` says what became of the other files of a folder. `source` and
+    `output` are the operands CKPT and OUT.
     `changes_content` is False if the result has the names, values and order of the source: only its format may differ.
     `missing` are the keys of the model, below the paths of their sections, that the result lacks.
     """
@@ -41,6 +42,7 @@ class Remap:
     notes: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRemap, ...] = ()
     ruled: Ruled | None = None
+    model: Ruled | None = None
     sections: tuple[str, ...] = ()
     written: Written | None = None
     undo: Undo | None = None

@@ -1,8 +1,9 @@
-"""What a file of rules makes of an optimizer's parameters: as of the model's tensors, of which they are some."""
+"""What becomes of an optimizer's parameters when rules or a new form change the model's tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from ckpttool import expression as ex
@@ -19,7 +20,7 @@ _CAST = "aten._to_copy.default"
 
 @dataclass(frozen=True)
 class Ruled:
-    """The model's section before the rules, and their plan for it."""
+    """The model's section before a change (by rules, or all of it), and the plan of the change."""
 
     section: Section
     plan: Plan
@@ -27,7 +28,21 @@ class Ruled:
     @cached_property
     def keeps_places(self) -> bool:
         """Whether every tensor stays one, of the same elements in the same order: ids stay what they are."""
-        return not self.plan.dropped and all(_is_whole(output.source) for output in self.plan.outputs)
+        gone = [one for one in self.plan.dropped if not _is_counter(one.key)]
+        return not gone and all(is_whole(one.source) for one in self.plan.outputs if not _is_counter(one.key))
+
+    def renames(self, names: Sequence[str]) -> bool:
+        """Whether one of the names is that of a tensor whose key changes."""
+        keys = set(self._keys(names).values())
+        return any(ref in keys and ref != output.key for output in self.plan.outputs for ref in ex.refs(output.source))
+
+    @cached_property
+    def after(self) -> Section:
+        """The tensors that stay whole, under their new keys."""
+        entries = self.section.by_key()
+        outputs = [(output.key, entries[ref]) for output in self.plan.outputs for ref in _whole(output.source)]
+        tensors = (replace(entry, key=key) for key, entry in outputs if isinstance(entry, TensorEntry))
+        return replace(self.section, tensors=tuple(tensors))
 
     @cached_property
     def called(self) -> dict[str, str]:
@@ -74,7 +89,7 @@ class Ruled:
         if problems:
             raise Refused(
                 f"{where}: the rules do not fit its parameters",
-                hint="convert the model alone (CKPT::SECTION), and start the optimizer afresh",
+                hint="--model MODEL says which key each parameter has",
                 problems=problems,
             )
         return {name: source for source, name in made.items()}
@@ -88,7 +103,16 @@ class Ruled:
         return {name: name if name in there else stripped[name] for name in names if name in there or name in stripped}
 
 
-def _is_whole(source: Expression) -> bool:
+def _is_counter(key: str) -> bool:
+    """Whether it is the counter of an AveragedModel, which wrappers bring and take along."""
+    return key.rpartition(".")[2] == chain.COUNTER
+
+
+def _whole(source: Expression) -> Iterable[str]:
+    return ex.refs(source) if is_whole(source) else ()
+
+
+def is_whole(source: Expression) -> bool:
     """Whether it is one tensor as it is, but perhaps for a cast."""
     return isinstance(source, Ref) or (
         isinstance(source, Op) and source.op == _CAST and isinstance(source.args[0], Ref)

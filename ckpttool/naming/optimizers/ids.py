@@ -6,7 +6,7 @@ Whatever says so is checked against the shapes in the state. What cannot be told
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -81,7 +81,7 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
 
     Raises `Refused` where nothing says it, and where the names in the keys cannot be the model's.
     """
-    listed, evidence = _in_file(state)
+    listed, evidence = in_file(state)
     if listed is not None:
         if names is None:
             return Owners(state, _distinct(listed, where), evidence)
@@ -95,7 +95,7 @@ def owners(state: OptimizerState, names: Names | None, where: str, beside: Seque
     return _by_saved_order(check(_by_position(state, names, where, beside), names), names, beside)
 
 
-def _in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
+def in_file(state: OptimizerState) -> tuple[dict[Param, str] | None, str]:
     """What the file calls every parameter, in its keys or in the ``param_names`` of its groups, and which of these."""
     if state.form != ID:
         return {param: str(param) for param in state.params}, "names"
@@ -156,7 +156,7 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
 
     Of ids in one group it does by a state dict of as many tensors, each of the shape that the state in its place has.
     """
-    if _in_file(state)[0] is not None:
+    if in_file(state)[0] is not None:
         return owners(state, None, "the optimizer")
     if len(state.nonempty_groups) != 1:
         return None
@@ -172,20 +172,24 @@ def own_names(state: OptimizerState, beside: Sequence[Section]) -> Owners | None
     return None
 
 
-def _of_model(listed: Mapping[Param, str], names: Names, where: str) -> dict[Param, str]:
-    """The canonical names of what the file calls runtime, serialized, or wrapped names."""
+def in_model(listed: Iterable[str], names: Names) -> tuple[dict[str, str], list[Problem]]:
+    """The canonical name of each parameter under its runtime, serialized or wrapped name, and those that have none."""
     known = Parameters(names).canonical
     keys = {key: known[fqn] for key, fqn in NameTables(names).fqn_of.items() if fqn in known and key not in known}
-    found = match(list(dict.fromkeys(listed.values())), {name: name for name in (*known, *keys)})
+    found = match(list(dict.fromkeys(listed)), {name: name for name in (*known, *keys)})
     problems = [Problem(f"no parameter of {names.model}", name) for name in found.unmatched] + list(found.problems)
+    return {name: known.get(own) or keys[own] for name, own in found.names.items()}, problems
+
+
+def _of_model(listed: Mapping[Param, str], names: Names, where: str) -> dict[Param, str]:
+    canonical, problems = in_model(listed.values(), names)
     if problems:
         raise Refused(
             f"{where} holds {len(problems)} parameters that the model has not",
             hint="is it another model? ckpttool trace MODEL lists its names; --to-model leads to another model's names",
             problems=problems,
         )
-    reached = {param: found.names[name] for param, name in listed.items()}
-    return _distinct({param: known.get(name) or keys[name] for param, name in reached.items()}, where)
+    return _distinct({param: canonical[name] for param, name in listed.items()}, where)
 
 
 def _distinct(listed: dict[Param, str], where: str) -> dict[Param, str]:

@@ -1,0 +1,269 @@
+"""Model and optimizer are renamed together, and state follows its parameter into another order: torch resumes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shlex
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import ckpttool
+from command import Run
+
+OLD, NEW = ("a", "b", "c"), ("cc", "a", "bb")
+RULES = ("--rule", "b.{x*} => bb.{x*}", "--rule", "c.{x*} => cc.{x*}")
+
+
+class Net(nn.Module):
+    """Layers of one shape: nothing but order and names tells them apart. They are called in the old order."""
+
+    def __init__(self, layers: Sequence[str], hooked: bool = False) -> None:
+        super().__init__()
+        for name in layers:
+            self.add_module(name, nn.Linear(2, 2))
+        if hooked:
+            self.register_state_dict_post_hook(_shown)
+            self.register_load_state_dict_pre_hook(_hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in sorted(self._modules):
+            x = torch.tanh(self._modules[name](x))  # type: ignore[misc]
+        return x
+
+
+def _shown(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}a.")]:
+        state[f"{prefix}shown.{key.removeprefix(f'{prefix}a.')}"] = state.pop(key)
+
+
+def _hidden(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}shown.")]:
+        state[f"{prefix}a.{key.removeprefix(f'{prefix}shown.')}"] = state.pop(key)
+
+
+class Wrapped(nn.Module):
+    """What DistributedDataParallel makes of the names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def make(model: nn.Module, kind: str, groups: int, named: bool = False) -> torch.optim.Optimizer:
+    """In two groups biases stand alone."""
+    pairs = list(model.named_parameters())
+    parts = [[p for p in pairs if (groups == 2 and p[1].dim() < 2) == which] for which in (False, True)]
+    chosen = [part if named else [own for _, own in part] for part in parts if part]
+    options: list[dict[str, Any]] = [{"params": part, "weight_decay": 0.1 * at} for at, part in enumerate(chosen)]
+    return torch.optim.SGD(options, 0.1, 0.9) if kind == "SGD" else torch.optim.AdamW(options, 0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    optimizer.step()
+
+
+def code(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
+    """Modules of this name are operands on the command line."""
+    made = types.ModuleType("renamed_net")
+    vars(made).update(attributes)
+    monkeypatch.setitem(sys.modules, "renamed_net", made)
+
+
+# Names in wrappers
+
+WRAPS = {
+    "serialized": lambda model: model,
+    "ddp": Wrapped,
+    "compile": torch.compile,
+    "ddp(compile)": lambda model: Wrapped(torch.compile(model)),
+}
+
+
+def names_in(optimizer: Mapping[str, Any]) -> list[str]:
+    """What a saved optimizer calls its parameters; nothing for ids."""
+    if "param_groups" not in optimizer:
+        return [key.removeprefix("param_groups.")[: -len(".lr")] for key in optimizer if key.endswith(".lr")]
+    groups = optimizer["param_groups"]
+    return [name for group in groups for name in group.get("param_names", group["params"]) if isinstance(name, str)]
+
+
+@pytest.mark.parametrize("form", ["id", "param_names", "fqn", "flat"])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_names_of_parameters_are_names_of_the_model(
+    wrap: str, form: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every remap that is not refused; a few combinations of options for each kind of file."""
+    chance = random.Random(f"{wrap} {form}")
+    code(monkeypatch, net=lambda: Net(OLD), hooked=lambda: Net(OLD, hooked=True), make=lambda m: make(m, "SGD", 1))
+    refused, known = 0, ("--model", "renamed_net:{}", "--optimizer", "renamed_net:make")
+    options = list(itertools.product((0, 2, 4), (None, "id", "fqn", "flat"), (None, *WRAPS), (False, True)))
+    for at, (count, keys, to, hooked) in enumerate([(4, "fqn", None, False), *chance.sample(options, 7)]):
+        own = Net(OLD, hooked)
+        model: Any = WRAPS[wrap](own)
+        optimizer = make(model, "SGD", 1, form == "param_names")
+        step(own, optimizer, 0)
+        state: Any = optimizer.state_dict()
+        if form in ("fqn", "flat"):
+            state = get_optimizer_state_dict(own, optimizer, options=flat(form))
+        source, out = tmp_path / "in.pt", tmp_path / f"{at}.pt"
+        torch.save({"model": model.state_dict(), "optimizer": state}, source)
+        args = [word.format("hooked" if hooked else "net") for word in known[:count]]
+        args += [] if keys is None else ["--optimizer-keys", keys]
+        args += [] if to is None else ["--to", to]
+        done = run("remap", source, *args, "-o", out)
+        assert done.status in (0, 1), done.err
+        if done.status == 1:
+            refused += 1
+            continue
+        found = torch.load(out)
+        names, stored = names_in(found["optimizer"]), list(found["model"])
+        prefix = next(stored[0][: stored[0].index(layer)] for layer in ("shown.", "a.", "b.") if layer in stored[0])
+        apart = form in ("fqn", "flat") and wrap != "serialized"  # as torch names them beside a wrapped model
+        allowed = {*stored, *(prefix + name for name, _ in own.named_parameters())}
+        assert set(names) <= allowed or (apart and set(names) <= {n for n, _ in own.named_parameters()}), args
+        if keys in ("fqn", "flat") and to is None:
+            assert prefix == "" or not count
+    assert refused < 7
+
+
+def flat(form: str) -> StateDictOptions:
+    return StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+
+
+def test_the_names_of_an_optimizer_take_the_wrappers_out_of_the_model(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code(monkeypatch, net=lambda: Net(OLD), make=lambda model: make(model, "AdamW", 1))
+    own = Net(OLD)
+    model = Wrapped(torch.compile(own))  # type: ignore[arg-type]
+    optimizer = make(model, "AdamW", 1)
+    step(own, optimizer, 0)
+    path, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    operands = ("--model", "renamed_net:net", "--optimizer", "renamed_net:make")
+    assert run("remap", path, *operands, "--optimizer-keys", "fqn", "-o", out).status == 0
+    found, fresh = torch.load(out), Net(OLD)
+    assert set(found["model"]) == set(names_in(found["optimizer"]))
+    fresh.load_state_dict(found["model"])
+    set_optimizer_state_dict(fresh, make(fresh, "AdamW", 1), found["optimizer"])
+    assert run("diff", *operands, out).status == 0
+    done = run("remap", path, *operands, "--optimizer-keys", "fqn", "--to", "ddp", "-o", tmp_path / "no.pt")
+    assert done.status == 1
+    assert "have no wrappers" in done.err
+
+
+# Another order
+
+
+def saved(path: Path, form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names = form in ("fqn", "dcp")
+    state = get_optimizer_state_dict(model, optimizer) if names else optimizer.state_dict()
+    whole = {"model": model.state_dict(), "optimizer": state}
+    if form == "dcp":
+        save(whole, storage_writer=FileSystemWriter(path), no_dist=True)
+    else:
+        torch.save(whole, path)
+
+
+def resumed(path: Path, form: str, kind: str, groups: int) -> dict[str, torch.Tensor]:
+    """The parameters of the new model after it has loaded the file and taken two steps."""
+    model = Net(NEW)
+    optimizer = make(model, kind, groups)
+    if form == "dcp":
+        whole = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        load(whole, storage_reader=FileSystemReader(path), no_dist=True)
+    else:
+        whole = torch.load(path)
+    model.load_state_dict(whole["model"])
+    if form in ("fqn", "dcp"):
+        set_optimizer_state_dict(model, optimizer, whole["optimizer"])
+    else:
+        optimizer.load_state_dict(whole["optimizer"])
+    for seed in (7, 8):
+        step(model, optimizer, seed)
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("form", ["id", "param_names", "fqn", "dcp"])
+def test_a_renamed_and_reordered_run_goes_on_as_it_would_have(
+    form: str, kind: str, groups: int, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, kind, groups))
+    torch.manual_seed(0)
+    model = Net(OLD)
+    optimizer = make(model, kind, groups, form == "param_names")
+    for seed in (1, 2):
+        step(model, optimizer, seed)
+    path = tmp_path / ("run.dcp" if form == "dcp" else "run.pt")
+    saved(path, form, model, optimizer)
+    for seed in (7, 8):
+        step(model, optimizer, seed)
+    called = {"b": "bb", "c": "cc"}
+    expected = {f"{called.get(n[0], n[0])}{n[1:]}": parameter for n, parameter in model.named_parameters()}
+    old = ("--model", "renamed_net:old", "--optimizer", "renamed_net:make")
+    new = ("--to-model", "renamed_net:new", "--to-optimizer", "renamed_net:make")
+    ways = [(*old, *new)]
+    if form != "id":  # the file names its parameters: the old model is not needed
+        keys = "id" if form == "param_names" else "fqn"
+        ways += [new, ("--model", "renamed_net:new", "--optimizer", "renamed_net:make", "--optimizer-keys", keys)]
+    for at, way in enumerate(ways):
+        out = tmp_path / f"{at}{path.suffix}"
+        done = run("remap", path, *way, *RULES, "-o", out, "--no-fsync")
+        assert done.status == 0, (way, done.err)
+        assert "ids keep the order" not in done.out + done.err
+        found = resumed(out, form, kind, groups)
+        assert all(torch.equal(found[name], expected[name]) for name in expected), way
+
+
+def test_ids_that_rules_do_not_reorder_are_said(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that finds out whether they have to be; not so if there is nothing to mix up."""
+    code(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
+    model = Net(OLD)
+    optimizer = make(model, "AdamW", 1)
+    step(model, optimizer, 0)
+    path, out = tmp_path / "run.pt", tmp_path / "out.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    done = ckpttool.remap(str(path), str(out), rule=[*RULES[1::2]])
+    (note,) = (note for note in done.notes if "ids keep the order of the model that saved them" in note)
+    command = note.partition("check with ")[2].replace("NEW", "renamed_net:new").replace(" O ", " renamed_net:make ")
+    assert run(*shlex.split(command)[1:]).status == 1
+    assert run("diff", "--model", "renamed_net:new", out).status == 0
+    assert not ckpttool.remap(str(path), to="ddp").notes
+    torch.save({"model": model.state_dict(), "optimizer": make(model, "AdamW", 1).state_dict()}, path)
+    assert not ckpttool.remap(str(path), rule=[*RULES[1::2]]).notes
+
+
+def test_ids_are_not_taken_for_those_of_the_model_that_rules_lead_to(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code(monkeypatch, old=lambda: Net(OLD), new=lambda: Net(NEW), make=lambda model: make(model, "AdamW", 1))
+    model = Net(OLD)
+    optimizer = make(model, "AdamW", 1)
+    step(model, optimizer, 0)
+    path, out = tmp_path / "run.pt", tmp_path / "out.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    new = ("--model", "renamed_net:new", "--optimizer", "renamed_net:make")
+    done = run("remap", path, *new, "--optimizer-keys", "id", *RULES, "-o", out)
+    assert done.status == 1
+    assert "in another order" in done.err
+    hint = done.err.partition("hint: ")[2].strip().replace("OLD", "renamed_net:old")
+    assert run(*shlex.split(hint)[1:]).status == 0
+    assert run("diff", *new, out).status == 0
