@@ -449,7 +449,7 @@ def _write_ranks(options: RemapOptions, writer: Writer, model: ModelOperand, don
     if options.out is not None and not options.dry_run:
         done = replace(done, verified=writer.ranks(ranks, options.out, _of_values(done)))
     alike = [section.title for section in done.result.state_dicts if section.path not in models]
-    notes = [Info(f"not cut: every rank's file holds all of {', '.join(alike)}")] if alike else []
+    notes: list[str] = [Info(f"not cut: every rank's file holds all of {', '.join(alike)}")] if alike else []
     notes += ["the module versions in _metadata are left out: FSDP1 has others, by what it wraps"] if versions else []
     return replace(done, form=options.to, notes=(*done.notes, *notes))
 

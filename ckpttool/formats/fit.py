@@ -144,7 +144,7 @@ def loses_versions(checkpoint: Checkpoint, target: Format) -> bool:
 
 def losses(checkpoint: Checkpoint, target: Format) -> list[str]:
     """What else the output will not hold, in sentences: it belongs to no tensor, and the format has no place for it."""
-    notes = []
+    notes: list[str] = []
     if checkpoint.format == "torch_legacy" and target.name == "torch_zip":
         notes.append(Info("written in the format of torch 1.6 and later"))
     if checkpoint.format == "torchscript":

@@ -18,6 +18,8 @@ DEPENDS = "state_dict() writes some keys for some values of the tensors only: ma
 class Masked(nn.Module):
     """Leaves the mask out of its keys if `omits` says so; loading fills it in if it `restores` masks."""
 
+    mask: torch.Tensor
+
     def __init__(self, initial: bool, omits: Callable[[torch.Tensor], bool], restores: bool) -> None:
         super().__init__()
         self.fc = nn.Linear(2, 2)

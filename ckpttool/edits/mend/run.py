@@ -60,8 +60,8 @@ def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -
         return diff
     if question.options.optimizer is not None and question.right is None:  # the state fits, the model may not
         fixes = (try_remap(question, options, word) for word, options in ways.next_to_state(question))
-        found = next((fix for fix in fixes if fix is not None and fix.after.identical), None)
-        return diff if diff.identical or found is None else replace(diff, fix=(found.command,))
+        whole = next((fix for fix in fixes if fix is not None and fix.after.identical), None)
+        return diff if diff.identical or whole is None else replace(diff, fix=(whole.command,))
     swaps, notes = _swaps(question)
     if swaps and swaps[0].after.identical:
         return replace(diff, fix=(swaps[0].command,))
