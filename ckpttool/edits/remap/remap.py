@@ -202,7 +202,8 @@ def _left_in_order(result: Checkpoint, optimizers: Sequence[OptimizerRemap], wan
         state = forms.read(section)
         if state.form == ID and section.path not in known and not (state.is_stateless and len(state.groups) < 2):
             ask = shell("ckpttool", "diff", "--model", "NEW", "--optimizer", "O", wanted.output or "OUT")
-            yield f"{section.title}: ids keep the order of the model that saved them; check with {ask}"
+            which = "" if section.title == "optimizer" else f"{section.title}: "
+            yield f"{which}optimizer ids keep the order of the model that saved them; check with {ask}"
 
 
 def _called(ruled: Ruled | None, rules: Sequence[Renaming]) -> Callable[[str], str] | None:
