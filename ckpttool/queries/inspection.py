@@ -73,7 +73,8 @@ class Inspection:
     def notes(self) -> tuple[str, ...]:
         """What the reader found odd, and what the values show."""
         odd = _odd(list(self.tensors())) if self.statistics else ()
-        return (*_code(self.checkpoint), *self.checkpoint.notes, *_of_one_rank(self.checkpoint), *odd)
+        own = self.checkpoint
+        return (*_code(own), *own.notes, *_of_loading(own), *_of_one_rank(own), *odd)
 
     def tensors(self) -> Iterator[Found]:
         """Every tensor, section by section, those inside of extras behind the others.
@@ -256,6 +257,14 @@ def _asked(entry: TensorEntry) -> dict[str, Any]:
 def _is_zero(own: Statistics) -> bool:
     """Whether all of several elements are 0; a counter at its start is nothing odd."""
     return own.minimum == own.maximum == 0 and not own.nan and not own.inf and own.zeros != 1
+
+
+def _of_loading(checkpoint: Checkpoint) -> tuple[str, ...]:
+    if checkpoint.format != "torch_legacy":
+        return ()
+    from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch  # its reader has loaded it
+
+    return (UNREADABLE,) if refused_by_torch(checkpoint) else ()
 
 
 def _of_one_rank(checkpoint: Checkpoint) -> tuple[str, ...]:

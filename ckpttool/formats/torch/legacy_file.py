@@ -18,7 +18,7 @@ from ckpttool.formats.containers.pickle_tree import Call, Global, Origin, Persis
 from ckpttool.formats.recognise_file import LEGACY_START
 from ckpttool.formats.torch.read_tree import read_tree
 from ckpttool.formats.torch.rebuild import Rebuilder, with_references
-from ckpttool.formats.torch.tensors import HOLDS, Storages, is_tensor, typed_storage
+from ckpttool.formats.torch.tensors import HOLDS, Carried, Storages, is_tensor, typed_storage
 from ckpttool.formats.torch.tree import Tree
 from ckpttool.formats.torch.unreached import unreached, ways
 from ckpttool.formats.torch.zip_file import Container, tree_to_write
@@ -30,6 +30,11 @@ from ckpttool.limits import Memory, limits
 from ckpttool.many import many_objects
 from ckpttool.values import dataclass
 
+FORMAT = "torch_legacy"  # in the table of formats
+UNREADABLE = (
+    "torch.load raises for this file: a storage has no dtype, as those of float8 and of other new dtypes in the format "
+    "before torch 1.6; `ckpttool remap` writes a file that it loads"
+)
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle
 _PROTOCOL = 1001  # of the format, the second pickle
 _TYPE_SIZES = {"short": 2, "int": 4, "long": 4}
@@ -47,6 +52,7 @@ def read(path: str) -> Checkpoint:
         found, end = _find_storages(path, file, pickles, nbytes)
     memory = pickles.tree.memory or Memory(nbytes)
     storages = Storages(lambda key, size: _storage(path, found, key, size), memory=memory, pickled=pickles.end)
+    storages.untyped = pickles.references.untyped
     for key, size in pickles.references.sizes.items():
         storages.get(key, size)  # those of bare storages too: the writer needs them all
     _shift_views(path, pickles.tree.root, pickles.references.views)
@@ -56,7 +62,7 @@ def read(path: str) -> Checkpoint:
         tree.unreached = unreached(pickles.tree.root, storages, found, storages.found.__getitem__)
         return Checkpoint(
             source=path,
-            format="torch_legacy",
+            format=FORMAT,
             nbytes=nbytes,
             sections=tuple(place.section for place in tree.places.values()),
             others=tuple(tree.others),
@@ -66,6 +72,19 @@ def read(path: str) -> Checkpoint:
         )
 
     return read_tree(pickles.tree.root, storages, made)
+
+
+def refused_by_torch(checkpoint: Checkpoint) -> bool:
+    """Return whether torch.load raises for the file: in this format it asks every storage for its dtype.
+
+    torch.save writes storages without one all the same, for each dtype newer than bfloat16 (float8, uint16, complex32).
+    """
+    if checkpoint.format != FORMAT:
+        return False
+    if isinstance(checkpoint.container, Container):
+        return checkpoint.container.tree.storages.untyped
+    tensors = (entry.payload for section in checkpoint.sections for entry in section.all_tensors())
+    return any(isinstance(payload, Carried) and payload.storages.untyped for payload in tensors)  # a picked section
 
 
 # The pickles
@@ -85,6 +104,7 @@ class _References:
     sizes: dict[str, int] = field(default_factory=dict)
     views: dict[int, int] = field(default_factory=dict)
     kept: list[Persistent] = field(default_factory=list)  # so that the ids in `views` stay theirs
+    untyped: bool = False  # a storage has no dtype
 
     def __call__(self, found: Any) -> Any:
         if found[0] == "module":  # a class with its source text, which torch compares and does not need
@@ -95,6 +115,7 @@ class _References:
         row = dtypes.BY_STORAGE.get(kind.name)
         if numel < 0 or (row is None and kind.name != "UntypedStorage"):
             raise ValueError(f"a storage of {numel} elements, {kind}")
+        self.untyped |= row is None
         number = self.keys.setdefault(key, str(len(self.keys)))
         width = row.itemsize if row else 1
         self.widths.setdefault(number, width)

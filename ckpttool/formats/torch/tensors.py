@@ -32,7 +32,7 @@ class Storages:
     `carried` are the tensors that were read from them by the id of their node: one node is one tensor, one payload.
     `reached` are the keys of the storages that these tensors are made of. `dtypes` are those of the references to a
     storage, and ``uint8`` of one without: torch takes the first one's for all, and so writes no others. `memory` is
-    what the index of the file may take, `pickled` are the bytes of its pickle.
+    what the index of the file may take, `pickled` are the bytes of its pickle. `untyped`: a reference names no dtype.
     """
 
     find: Callable[[str, int], Storage]
@@ -43,6 +43,7 @@ class Storages:
     dtypes: dict[str, str] = field(default_factory=dict)
     memory: Memory = field(default_factory=lambda: Memory(0))
     pickled: int = 0
+    untyped: bool = False
 
     def get(self, key: str, nbytes: int) -> Storage:
         """The storage under `key`, of which the pickle says that it holds `nbytes`."""

@@ -10,6 +10,7 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.errors import CkptError, Problem
 from ckpttool.expression import is_opaque, refs
 from ckpttool.formats.ranks.files import one_rank
+from ckpttool.formats.torch.legacy_file import UNREADABLE, refused_by_torch
 from ckpttool.formats.torch.tensors import is_dense, kind
 from ckpttool.names import AS_A_PART, SERIALIZED, Names
 from ckpttool.naming.forms import read
@@ -20,8 +21,9 @@ from ckpttool.naming.optimizers.forms import read as read_optimizer
 from ckpttool.naming.optimizers.parameters import Parameters
 from ckpttool.naming.optimizers.saved_order import saved_order
 from ckpttool.naming.versions import other_versions
-from ckpttool.operands.checkpoint import model_section, saved_state_dicts
+from ckpttool.operands.checkpoint import model_section, saved_state_dicts, split
 from ckpttool.operands.model import ModelOperand, as_read
+from ckpttool.operands.printed import outputs
 from ckpttool.operands.sections import same_model
 from ckpttool.queries.diff import computed
 from ckpttool.queries.diff.adapters import adapter_notes
@@ -72,12 +74,13 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     if verdict is None and loads(entries):
         _of_known_kinds(model, checkpoint, section)
         _of_known_versions(model, names, section)
-    fits = loads(entries) if verdict is None else verdict.ok
+    unread = _unread(checkpoint)
+    fits = not unread and (loads(entries) if verdict is None else verdict.ok)
     converts = any(e.status == "dtype" for e in entries) if verdict is None else bool(verdict.dtype_changes)
     lost = any(entry.status == "value" for entry in entries)
     identical = fits and not lost and (ignore_dtype or not converts)
     converted = [] if verdict is None or ignore_dtype else _converted(verdict, entries)
-    notes = [*_said(verdict, entries), *converted, *one_rank(checkpoint)]
+    notes = [*unread, *_said(verdict, entries), *converted, *one_rank(checkpoint)]
     found = sum(entry.status in ("same", "renamed", "dtype", "shape") and bool(entry.left) for entry in entries)
     if not found:
         notes.insert(0, f"0 of {len(section.tensors)} tensors matched: loading with strict=False would load nothing")
@@ -89,12 +92,21 @@ def load(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -> Dif
     alike = exchangeable(_distinct(names))
     right = f"{model.title} (what {'from_pretrained' if model.pretrained else 'it'} loads)"
     harmless = HARMLESS | ({"dtype"} if ignore_dtype else set())
-    beyond = not identical and (bool(converted) or _is_beyond(verdict, entries))
+    beyond = not identical and (bool(unread or converted) or _is_beyond(verdict, entries))
     says = "loads, and converts" if fits else "does not load"
     sides = outlines(section), names_outlines(names)[0]
     shown = Diff(checkpoint.source, right, identical, entries, notes=tuple(notes), exchangeable=alike, outlines=sides)
     compared = _compared(checkpoint, ignore_dtype) | ({"optimizers": False} if checkpoint.optimizers else {})
     return replace(shown, harmless=harmless, beyond=says if beyond else "", compared=compared)
+
+
+def _unread(checkpoint: Checkpoint) -> list[str]:
+    """A note where torch.load raises for the file, with the command that writes one that it loads."""
+    if not refused_by_torch(checkpoint):
+        return []
+    whole = split(checkpoint.source)[0]
+    command = shell("ckpttool", "remap", whole, "-o", next(outputs(whole, "zip")))
+    return [f"{UNREADABLE}: {command}"]
 
 
 def _compared(checkpoint: Checkpoint, ignore_dtype: bool) -> dict[str, bool]:
@@ -222,6 +234,8 @@ def optimizer(model: ModelOperand, checkpoint: Checkpoint, ignore_dtype: bool) -
         names = in_model_order(names, section)
     fit = compare_with_optimizer(SavedOptimizer.of(checkpoint, section), names, _tried(model, section))
     notes, loads = _beside(model, checkpoint, ignore_dtype)
+    unread = () if checkpoint.state_dicts else tuple(_unread(checkpoint))
+    notes, loads = (*unread, *notes), loads and not unread
     state = read_optimizer(section)
     without = [str(param) for param in state.params if not state.state.get(param)]
     if 0 < len(without) < len(state.params):
