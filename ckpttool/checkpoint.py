@@ -242,7 +242,8 @@ class Section:
     has none; a path that is no string (a hostile file's) means nothing to torch, and is carried. `mapping` is an
     optimizer's whole state dict: Python's own dicts, lists, tuples and scalars, with a `TensorEntry` for each of
     `tensors` and an `ExtraEntry` for what is neither; None for other kinds. `form` is the form of a model's names that
-    is recorded in the file, because the names alone do not tell it (`formats.form_mark`).
+    is recorded in the file, because the names alone do not tell it (`formats.form_mark`). `in_lightning`: the section
+    was picked from a Lightning checkpoint, so a common prefix of its keys is the LightningModule's attribute.
     """
 
     path: str
@@ -252,6 +253,7 @@ class Section:
     modules: Mapping[str, object] | None = None
     mapping: Mapping[Any, Any] | None = field(default=None, compare=False)
     form: str | None = None
+    in_lightning: bool = field(default=False, compare=False)
 
     @property
     def title(self) -> str:

@@ -15,11 +15,10 @@ from ckpttool.io.files import is_dir, size
 from ckpttool.io.paths import join, parent
 from ckpttool.io.pieces import Link, nbytes_of
 from ckpttool.naming.model_form import ModelForm
-from ckpttool.naming.wrappers.chain import Evidence, infer
+from ckpttool.naming.wrappers.chain import Evidence, infer, is_lightning
 from ckpttool.operands.checkpoint import open_operand, split
 from ckpttool.operands.output import Target
 from ckpttool.operands.printed import operand, outputs
-from ckpttool.operands.sections import is_lightning
 from ckpttool.words import shell
 
 _WAYS = "--rule, --to FORM, --like CKPT, --drop PATTERN; another ending of OUT converts the format"

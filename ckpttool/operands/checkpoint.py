@@ -12,6 +12,7 @@ from ckpttool.formats.form_mark import read_form
 from ckpttool.formats.open import open_checkpoint
 from ckpttool.formats.table import FORMATS, MEMORY
 from ckpttool.io import work
+from ckpttool.naming.wrappers.chain import is_lightning
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")  # as MODEL operands are written
 MODEL_SECTIONS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network")
@@ -41,7 +42,7 @@ def open_operand(operand: str) -> Checkpoint:
     return replace(
         checkpoint,
         source=operand,
-        sections=(replace(section, path=""),),
+        sections=(replace(section, path="", in_lightning=is_lightning(checkpoint)),),
         others=(),
         container=None,
         unreached=unreached,

@@ -71,7 +71,7 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
     others = [other for other in checkpoint.state_dicts if other.path != section.path]
     if not others:
         return ()
-    lightning, tables = is_lightning(checkpoint), None if names is None else NameTables(names)
+    lightning, tables = chain.is_lightning(checkpoint), None if names is None else NameTables(names)
     own = _likeness(section, lightning)
 
     def same(other: Section) -> bool:
@@ -82,7 +82,7 @@ def same_model(checkpoint: Checkpoint, section: Section, names: Names | None = N
 
 def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list[str]:
     """Sentences on state dicts that are not among the `changed` ones, and have half of the names of one of them."""
-    lightning, paths = is_lightning(checkpoint), [section.path for section in changed]
+    lightning, paths = chain.is_lightning(checkpoint), [section.path for section in changed]
     others = [section for section in checkpoint.state_dicts if section.path not in paths]
     own = set(_likeness(changed[0], lightning)) if others else set()
     notes = []
@@ -96,11 +96,6 @@ def left_as_they_are(checkpoint: Checkpoint, changed: Sequence[Section]) -> list
             f"{changed[0].title} and stays as it is (--sections '{both}' takes it too)"
         )
     return notes
-
-
-def is_lightning(checkpoint: Checkpoint) -> bool:
-    """Whether a Lightning Trainer wrote the file, with the module's state dict where it always is."""
-    return any(chain.is_lightning(checkpoint.others, section.path) for section in checkpoint.sections)
 
 
 def _named(checkpoint: Checkpoint, paths: Sequence[str]) -> tuple[Section, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -236,7 +236,7 @@ def inspect(checkpoint: Checkpoint, *, stats: bool = False) -> Inspection:
     """
     return Inspection(
         checkpoint,
-        {section.path: _wrappers(section, checkpoint.others) for section in checkpoint.sections},
+        {section.path: _wrappers(section, is_lightning(checkpoint)) for section in checkpoint.sections},
         {section.path: aliases(section) for section in checkpoint.sections},
         _all_statistics(checkpoint) if stats else None,
     )
@@ -295,7 +295,7 @@ def _odd(found: Sequence[Found]) -> Iterator[str]:
             yield f"{plural(len(hits), 'tensor')} with {what}: {some(hits)}"
 
 
-def _wrappers(section: Section, others: Collection[str]) -> tuple[str, ...]:
+def _wrappers(section: Section, lightning: bool) -> tuple[str, ...]:
     if section.kind != "state_dict":
         return ()
-    return tuple(segments(infer(section.keys, lightning=is_lightning(others, section.path)).paths))
+    return tuple(segments(infer(section.keys, lightning=lightning).paths))

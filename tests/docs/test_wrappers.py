@@ -89,7 +89,7 @@ def peft_row(folder: Path) -> str:
 def lightning_row(folder: Path) -> str:
     source = open_operand(str(LIGHTNING))
     section = model_section(source)
-    lightning = is_lightning(source.others, section.path)
+    lightning = is_lightning(source)
     names = canonical_keys(section.by_key(), lightning=lightning)
     (key,) = [key for key, name in names.items() if name == TENSOR]
     form = infer(section.by_key(), lightning=lightning).form

@@ -31,7 +31,7 @@ from ckpttool.naming.optimizers.saved_order import in_order_of
 from ckpttool.naming.wrappers import chain
 from ckpttool.naming.wrappers.chain import Chain, Evidence
 from ckpttool.naming.wrappers.table import strip
-from ckpttool.operands.sections import is_lightning, left_as_they_are, of_one_model
+from ckpttool.operands.sections import left_as_they_are, of_one_model
 from ckpttool.optimizer_state import ID
 from ckpttool.plan import Dropped, OptimizerMove, Output, Plan
 from ckpttool.words import shell
@@ -41,13 +41,14 @@ _NOTHING = RemapRequest()
 
 def remap(source: Checkpoint, asked: RemapRequest = _NOTHING, drops: Sequence[str] = ()) -> Remap:
     """Makes and carries out the plan. Raises `Refused`, all problems at once, where it would lose, collide or guess."""
+    lightning = chain.is_lightning(source)  # also if the key that says so is left out
     source, dropped = drop(source, drops) if drops else (source, [])
     if not asked.changes:
         if asked.sections is not None:
             of_one_model(source, asked.sections)  # raises where one of them is none
         return Remap(source, replace(carried(source.sections), dropped=tuple(dropped)), model=_as_it_is(source))
     sections = of_one_model(source, asked.sections, asked.names)
-    drafts = _drafts(sections, asked, is_lightning(source))
+    drafts = _drafts(sections, asked, lightning)
     made = Plan(
         tuple(output for draft in drafts for output in draft.plan.outputs),
         tuple(gone for draft in drafts for gone in draft.plan.dropped),

@@ -30,7 +30,7 @@ class Regex:
             raise re.error("Python has no classes such as [[:alpha:]]")
         re.compile(text)
         self.text = text
-        self.pattern = regex.compile(_BRACE.sub(lambda found: found[0].replace("{", r"\{", 1), text), regex.V0)
+        self.pattern = regex.compile(_BRACE.sub(lambda found: r"\{" if found[0] == "{" else found[0], text), regex.V0)
 
     def fullmatch(self, key: str) -> Any:
         """Return the match, or None. Raise `CkptError` if all matches of this call take longer than the limit."""

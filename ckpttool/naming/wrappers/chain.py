@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.expression import Op, Special
 from ckpttool.keys import dotted
@@ -174,9 +175,11 @@ def _inside(below: Collection[str], peft: bool) -> Iterable[str]:
     return ("original_module",) if {"original_module", "modules_to_save"} <= set(below) else ()
 
 
-def is_lightning(others: Collection[str], section: str) -> bool:
-    """Whether the section is a Lightning checkpoint's model; `others` is what the file holds beside tensors."""
-    return section == "state_dict" and LIGHTNING_MARK in others
+def is_lightning(checkpoint: Checkpoint) -> bool:
+    """Return whether a Lightning Trainer wrote the file, or the file that a section was picked from."""
+    if any(section.in_lightning for section in checkpoint.sections):
+        return True
+    return LIGHTNING_MARK in checkpoint.others and any(own.path == "state_dict" for own in checkpoint.sections)
 
 
 def recognise(keys: Iterable[str]) -> frozenset[str]:
