@@ -274,12 +274,17 @@ def compose(first: Plan, second: Plan) -> Plan:
     made: dict[str, dict[str, Expression]] = {}
     for output in first.outputs:
         made.setdefault(output.section, {})[output.key] = output.source
-    outputs = tuple(replace(o, source=ex.substitute(o.source, made[o.section].__getitem__)) for o in second.outputs)
+    outputs = tuple(_composed(output, made[output.section]) for output in second.outputs)
     runs = tuple(_after(run, made.get(run.section, {})) for run in second.runs)
     used = {(output.section, key) for output in outputs for key in ex.refs(output.source)}
     dropped = {(d.section, key): d.reason for d in second.dropped for key in ex.refs(made[d.section][d.key])}
     late = tuple(Dropped(*place, reason) for place, reason in dropped.items() if place not in used)
     return Plan(outputs, (*first.dropped, *late), in_turn(first.modules, second.modules), (*first.runs, *runs))
+
+
+def _composed(output: Output, made: Mapping[str, Expression]) -> Output:
+    source = ex.substitute(output.source, made.__getitem__)
+    return output if source == output.source else replace(output, source=source)  # a million keys share their outputs
 
 
 def _after(run: ModelRun, made: Mapping[str, Expression]) -> ModelRun:

@@ -63,7 +63,7 @@ def write(name: str, folder: Path) -> tuple[str, str]:
 
 def model_keys(path: Path, section: str) -> list[str]:
     value = torch.load(path, weights_only=False)
-    return list(value[section] if section in value else value)
+    return list(value.get(section, value))
 
 
 @pytest.mark.filterwarnings("ignore:.*TypedStorage")
@@ -94,7 +94,9 @@ def test_diff_of_a_section_gives_the_keys_of_the_file(name: str, run: Run, tmp_p
     torch.save(PLAIN, tmp_path / "right.pt")
     same = run("diff", whole, section, "--format", "json")
     assert json.loads(same.out)["identical"], same.said
-    first, second = (json.loads(run("diff", one, tmp_path / "right.pt", "--format", "json").out) for one in (whole, section))
+    first, second = (
+        json.loads(run("diff", one, tmp_path / "right.pt", "--format", "json").out) for one in (whole, section)
+    )
     assert first["entries"] == second["entries"]
     assert first["entries"]
 
