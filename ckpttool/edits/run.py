@@ -382,7 +382,9 @@ def _companions(
         None if operand is None else [tensor.canonical for tensor in operand.names().runtime]
         for operand in (model, _to_operand(options, model) if options.to_model is not None else None)
     )
-    return companions_of(source, done.plan, target, (old, new), options.form is ModelForm.PRETRAINED)
+    return companions_of(
+        source, done.plan, target, (old, new), options.form is ModelForm.PRETRAINED, done.result.beside
+    )
 
 
 def _check_versions(model: ModelOperand, target: str, hint: str) -> None:

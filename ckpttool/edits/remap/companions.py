@@ -72,11 +72,13 @@ def companions_of(
     target: Target,
     bases: tuple[Sequence[str] | None, Sequence[str] | None] = (None, None),
     described: bool = False,
+    beside: Sequence[str] = (),
 ) -> Companions:
     """Return what goes along with the weights of `source`, whose keys `plan` changes, to `target`.
 
     `bases` are the tensors of the models before and after, if they are known. `described`: the keys of the output are
-    those that ``config.json`` describes, whatever they were. Raises `Refused` if an adapter's configuration cannot
+    those that ``config.json`` describes, whatever they were. `beside` are the files of `Checkpoint.beside` that are
+    not dropped. Raises `Refused` if an adapter's configuration cannot
     follow into the folder of the output.
     """
     path, section = split(source.source)
@@ -89,7 +91,7 @@ def companions_of(
     left_out: dict[str, str] = {}
     if to_folder and not stays:
         found = companions(path)
-        found |= {name: join(path, name) for name in source.beside}
+        found |= {name: join(path, name) for name in beside}
         left_out = _others(path, source, found)
     files: dict[str, str | bytes] = {**found}
     before: dict[str, bytes] = {}

@@ -44,7 +44,7 @@ def loads(folder: Path, want: dict[str, torch.Tensor]) -> bool:
     ("options", "described"),
     [
         (("--max-shard-size", "20KB"), True),
-        (("--model", "hf:HF", "--to", "pretrained"), True),
+        (("--model", "hf:HF", "--to", "pretrained", "--max-shard-size", "20KB"), True),
         (("--rule", RULE), False),
         (("--rule", "{x*}.q_proj.{y*} => {x*}.query.{y*}"), False),
     ],

@@ -99,8 +99,8 @@ def test_a_rename_stays_in_the_shards_and_its_inverse_gives_the_same_bytes(llama
 
 def test_in_place(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "m")
-    remap(tmp_path / "m", "--in-place", "--rule", RULE, "--verify")
-    remap(tmp_path / "m" / INDEX, "--in-place", "--rule", RULE, "--reverse", "--verify")
+    remap(tmp_path / "m", "--in-place", "--rule", RULE, "--verify", "--no-undo")
+    remap(tmp_path / "m" / INDEX, "--in-place", "--rule", RULE, "--reverse", "--verify", "--no-undo")
     assert same(llama, tmp_path / "m")
 
 
@@ -372,12 +372,13 @@ def test_shards_say_the_form_that_they_are_in(tmp_path: Path, ending: str, way: 
     at = tmp_path / "m"
     for number, form in enumerate(("runtime", "serialized", "runtime", "runtime", "serialized")):
         words = ("--model", f"{__file__}:Doubled", "--to", form)
+        status = 1 if number == 3 and way != "afresh" else 0  # it is in this form: nothing to change
         if way == "in place":
-            remap(at, *words, "--in-place")
+            remap(at, *words, "--in-place", status=status)
         else:
             sizes = ("--max-shard-size", "36") if way == "afresh" else ()
-            remap(at, *words, *sizes, "-o", tmp_path / str(number) / name)
-            at = tmp_path / str(number)
+            remap(at, *words, *sizes, "-o", tmp_path / str(number) / name, status=status)
+            at = at if status else tmp_path / str(number)
         remap(at, "-o", tmp_path / f"{number}.safetensors")
         have = load_file(tmp_path / f"{number}.safetensors")
         want = runtime if form == "runtime" else state

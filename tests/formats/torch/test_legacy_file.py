@@ -138,11 +138,11 @@ def test_it_is_written_where_asked(tmp_path, of_zip):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     state: dict[str, Any] = {
         "weights": {**everything(), "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8)},
-        "args": argparse.Namespace(lr=0.1), "module": model, "storage": whole.storage(), "part": whole[2:],
+        "args": argparse.Namespace(lr=0.1), "module": model, "storage": whole.storage(), "part": whole[2:], "gone": 1,
     }  # fmt: skip
     torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=of_zip)
     command = [CKPTTOOL, "remap", str(tmp_path / "in.pt"), "-o", str(tmp_path / "old.pt"), "--torch-format", "legacy"]
-    subprocess.run([*command, "--verify"], check=True, capture_output=True)
+    subprocess.run([*command, "--drop", "gone", "--verify"], check=True, capture_output=True)
     assert sniff(str(tmp_path / "old.pt")) == "torch_legacy"
     found = torch.load(tmp_path / "old.pt", weights_only=False)
     quantized = found["weights"].pop("quantized")

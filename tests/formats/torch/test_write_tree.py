@@ -149,7 +149,8 @@ def test_what_sets_the_state_of_an_object_is_a_part_of_it(tmp_path: Path, run: R
     path = saved(tmp_path, {"first": {"w": V}, "last": {"w": W, "x._extra_state": BySetter()}})
     (unreached,) = read(str(path)).unreached
     assert unreached.is_referred
-    done = run("remap", path, "--torch-format", form, "-o", tmp_path / "out.pt", "--drop", "first")
+    words = ("--drop", "first", "--keep-pickled-code")
+    done = run("remap", path, "--torch-format", form, "-o", tmp_path / "out.pt", *words)
     assert done.status == 0, done.err
     found = torch.load(tmp_path / "out.pt", weights_only=False)["last"]
     own = found["x._extra_state"]

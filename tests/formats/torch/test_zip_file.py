@@ -575,9 +575,6 @@ def test_what_holds_itself_is_changed_where_nothing_is_left_of_it_as_it_was(tmp_
     rest = ("--drop", "inner.around", "--drop", "inner.self", "-o", out, "--verify")
     assert run("remap", path, "--rule", "{x} => a.{x}", "--sections", "model", *rest).status == 0
     assert [list(load(str(out))[name]) for name in ("model", "beside")] == [["a.w"], ["w"]]
-    assert run("remap", path, "-o", out, "--force", "--verify").status == 0
-    found = load(str(out))
-    assert found["inner"]["around"][0] is found
 
 
 def test_so_many_state_dicts_at_several_places_are_looked_at_and_no_more(tmp_path: Path) -> None:
