@@ -43,8 +43,8 @@ def diff(left: Ckpt | None = None, right: Ckpt | None = None, **options: Unpack[
     return diff_by(left, right, DiffOptions(**options))
 
 
-def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff:
-    """`diff`, with its options as a value."""
+def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions, suggests: bool = False) -> Diff:
+    """`diff`, with its options as a value; `suggests`: with the rules that lead from a checkpoint to a model too."""
     from ckpttool.operands.model import ModelOperand, operand_of
     from ckpttool.operands.sections import read_for_model
     from ckpttool.queries.diff.run import run
@@ -71,7 +71,7 @@ def diff_by(left: Ckpt | None, right: Ckpt | None, options: DiffOptions) -> Diff
     from ckpttool.edits.mend.attempt import Question
     from ckpttool.edits.mend.run import answered
 
-    return _judged(answered(Question(first, second, options, model), found), options)
+    return _judged(answered(Question(first, second, options, model), found, suggests), options)
 
 
 @takes(DiffOptions)

@@ -9,6 +9,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 from ckpttool.values import dataclass
+from ckpttool.words import number
 
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")  # as ModuleList and Sequential number their children
 _MOST_VARYING = 6  # indices on one way; models have up to three, hostile files would make the search slow and deep
@@ -47,7 +48,7 @@ def collapse(items: Iterable[tuple[str, L]]) -> list[Group[L]]:
 
 
 def first_pattern(keys: Iterable[str], all: bool = False) -> str:
-    """The first pattern of the keys, and how many more there are: ``layers.{0-3}.wq (+2 more)``; ``-`` for none.
+    """The first pattern of the keys, and how many keys it leaves out: ``layers.{0-3}.wq (+8 more)``; ``-`` for none.
 
     With `all` every key by itself.
     """
@@ -56,7 +57,8 @@ def first_pattern(keys: Iterable[str], all: bool = False) -> str:
     groups = collapse((key, None) for key in dict.fromkeys(keys))
     if not groups:
         return "-"
-    return groups[0].pattern + (f" (+{len(groups) - 1} more)" if len(groups) > 1 else "")
+    more = sum(len(group.keys) for group in groups[1:])
+    return groups[0].pattern + (f" (+{number(more)} more)" if more else "")
 
 
 def _exact(template: Template, likeness: L, rows: Sequence[Row]) -> list[Group[L]]:

@@ -87,7 +87,7 @@ REFUSED = {
     "diff names.json lin.pt --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
     "diff lin.pt names.json --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
     "diff --base lin.pt": ("--base is what two checkpoints came from", "--base BASE"),
-    "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints and no model", "LEFT RIGHT"),
+    "diff lin.pt lin.pt --model m.py:build --suggest x": ("--suggest needs two checkpoints, or a model", "LEFT RIGHT"),
     "diff lin.pt two.pt::a --base lin.pt --fail-on shape": ("--base asks what two sides changed", "--fail-on"),
     "diff lin.pt lin.pt two.pt --suggest x.toml": ("these are the steps of a run", "leave --suggest"),
 }

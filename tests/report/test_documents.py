@@ -65,7 +65,7 @@ def text(document: Document) -> str:
 
 CAUSES = """\
 diff
-15 differences
+15 differences (6 pairs may be the same tensors)
 
 left   a.pt
 right  b.pt
@@ -75,13 +75,11 @@ Summary
   same               1  same key, dtype and shape
   renamed            3  one tensor under two names
   transformed        1  computed from other tensors
-  alias              1  a second name of one tensor
   shape              8  another shape, or another kind of tensor
   value              3  other values
 
 Differences, one line for each cause (--all lists every key)
   status       entries  why                                                           left            right
-  alias              1  a second name: same as w                                      tied            tied
   renamed            2  state_dict hook: rename (model.py:7)                          layers.{0-1}.a  layers.{0-1}.b
   renamed            1  state_dict hook: rename (model.py:9)                          layers.2.a      layers.2.b
   shape              2  another shape of one: [1] instead of [2]                      one.{0-1}       one.{0-1}
@@ -90,12 +88,16 @@ Differences, one line for each cause (--all lists every key)
   value              3  other values                                                  v.{0-2}         v.{0-2}
   transformed        1  computed: cat                                                 q (+1 more)     qk
 
+Not counted as differences
+  status  entries  why                       left  right
+  alias         1  a second name: same as w  tied  tied
+
 Suggested: likely one tensor under two names; nothing above rests on it
-  left           right          evidence
-  a.{0-1}.w      b.{0-1}.w      the only one of its shape
-  a.2.w          b.2.w          the only one of its shape; stored transposed in right
-  q.0 + k.0      qk.0           end to end
-  x.y (+1 more)  z.y (+1 more)  the same name but for a prefix
+  pairs  left           right          evidence
+      2  a.{0-1}.w      b.{0-1}.w      the only one of its shape
+      1  a.2.w          b.2.w          the only one of its shape; stored transposed in right
+      1  q.0 + k.0      qk.0           end to end
+      2  x.y (+1 more)  z.y (+1 more)  the same name but for a prefix
 
 Ambiguous matches
   left         right        why
@@ -114,7 +116,7 @@ def test_the_causes_of_a_diff() -> None:
 
 EVERY_KEY = """\
 diff
-15 differences
+15 differences (6 pairs may be the same tensors)
 
 left   a.pt
 right  b.pt
@@ -124,14 +126,12 @@ Summary
   same               1  same key, dtype and shape
   renamed            3  one tensor under two names
   transformed        1  computed from other tensors
-  alias              1  a second name of one tensor
   shape              8  another shape, or another kind of tensor
   value              3  other values
 
 Every key
   status       left        right       why
   same         w           w
-  alias        tied        tied        a second name: same as w
   renamed      layers.0.a  layers.0.b  state_dict hook: rename (model.py:7) on module layers.0
   renamed      layers.1.a  layers.1.b  state_dict hook: rename (model.py:7) on module layers.0
   renamed      layers.2.a  layers.2.b  state_dict hook: rename (model.py:9) on module layers.2
@@ -148,14 +148,18 @@ Every key
   value        v.2         v.2         other values: by 2
   transformed  q + k       qk          computed: cat
 
+Not counted as differences
+  status  left  right  why
+  alias   tied  tied   a second name: same as w
+
 Suggested: likely one tensor under two names; nothing above rests on it
-  left       right  evidence
-  a.0.w      b.0.w  the only one of its shape
-  a.1.w      b.1.w  the only one of its shape
-  a.2.w      b.2.w  the only one of its shape; stored transposed in right
-  q.0 + k.0  qk.0   end to end
-  x.y        z.y    the same name but for a prefix
-  x.u        z.u    the same name but for a prefix
+  pairs  left       right  evidence
+      1  a.0.w      b.0.w  the only one of its shape
+      1  a.1.w      b.1.w  the only one of its shape
+      1  a.2.w      b.2.w  the only one of its shape; stored transposed in right
+      1  q.0 + k.0  qk.0   end to end
+      1  x.y        z.y    the same name but for a prefix
+      1  x.u        z.u    the same name but for a prefix
 
 Ambiguous matches
   left   right  why

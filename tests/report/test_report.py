@@ -477,9 +477,9 @@ def test_collapse_names_exactly_the_keys_of_a_grid() -> None:
     assert patterns(*(f"l.{i}.w" for i in (5, 0, 1, 2, 9, 10))) == ["l.{0-2,5,9-10}.w"]
 
 
-def test_the_first_pattern_says_how_many_follow() -> None:
-    keys = ["l.0.w", "l.1.w", "l.0.w", "b", "c"]
-    more = {0: "-", 3: "l.{0-1}.w", 4: "l.{0-1}.w (+1 more)", 5: "l.{0-1}.w (+2 more)"}
+def test_the_first_pattern_says_how_many_keys_follow() -> None:
+    keys = ["l.0.w", "l.1.w", "l.0.w", "b", "c", "m.0", "m.1"]
+    more = {0: "-", 3: "l.{0-1}.w", 4: "l.{0-1}.w (+1 more)", 5: "l.{0-1}.w (+2 more)", 7: "l.{0-1}.w (+4 more)"}
     assert {n: first_pattern(keys[:n]) for n in more} == more
 
 

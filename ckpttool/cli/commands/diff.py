@@ -88,9 +88,10 @@ def _check(options: DiffOptions, left: str | None, right: str | None, suggest: s
     if update and (not is_names_file(left) or options.model is None):
         hint = "ckpttool diff names.json --model MODEL --update; ckpttool trace MODEL -o names.json writes the first"
         raise CkptError("--update rewrites a names file, and none is compared with a model", hint=hint)
-    if suggest is not None and not is_names_file(left) and (right is None or options.model is not None):
-        hint = "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff names.json --model MODEL --suggest FILE"
-        raise CkptError("--suggest needs two checkpoints and no model, or a names file and a model", hint=hint)
+    one_other = (right is None) != (options.model is None)
+    if suggest is not None and not is_names_file(left) and not (left is not None and one_other):
+        hint = "ckpttool diff LEFT RIGHT --suggest FILE, or ckpttool diff LEFT --model MODEL --suggest FILE"
+        raise CkptError("--suggest needs two checkpoints, or a model and one checkpoint or names file", hint=hint)
 
 
 def _answered(
@@ -103,7 +104,7 @@ def _answered(
     from ckpttool.report.documents.diff import document
 
     _check(options, left, right, suggest, update)
-    result = comparing.diff_by(left, right, options)
+    result = comparing.diff_by(left, right, options, suggest is not None)
     if suggest is not None:
         result = _written(result, suggest, is_names_file(left))
     return _updated(result, str(left), options) if update else result, document

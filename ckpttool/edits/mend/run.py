@@ -10,8 +10,9 @@ from ckpttool.edits.mend.attempt import Attempt, Question, try_remap
 from ckpttool.edits.mend.command import untried
 from ckpttool.edits.mend.remains import sentences
 from ckpttool.edits.mend.with_a_model import with_a_model
-from ckpttool.edits.rules.mend import INFERRED, PART, Suggested, needs_file
+from ckpttool.edits.rules.mend import INFERRED, OF_RULES, PART, Suggested, needs_file
 from ckpttool.formats.ranks.files import one_rank
+from ckpttool.operands.model import ModelOperand
 from ckpttool.queries.diff.result import Diff
 from ckpttool.words import Info
 
@@ -22,16 +23,20 @@ _UNPAIRED = ("missing", "transformed")
 OWN_NAMES = Info("swap-weights gives the program all of the weights, and leaves it the names that it has")
 
 
-def answered(question: Question, diff: Diff) -> Diff:
-    """Return the diff with fixes, and a note on those that could not be tried."""
-    found = _answered(question, diff)
+def answered(question: Question, diff: Diff, suggests: bool = False) -> Diff:
+    """Return the diff with fixes, and a note on those that could not be tried.
+
+    `suggests`: give the rules that lead to a model's keys too, even if a command needs no file for them.
+    """
+    found = _answered(question, diff, suggests)
     return replace(found, notes=(*found.notes, *untried(found.fix)))
 
 
-def _answered(question: Question, diff: Diff) -> Diff:
+def _answered(question: Question, diff: Diff, suggests: bool) -> Diff:
     """`diff`, the answer, with commands that mend it. Suggested rules in a file mend what nothing else mends whole."""
     if question.left is None or question.right is None:
-        return mended(question, diff)
+        done = mended(question, diff)
+        return _with_rules(done, diff, question.left, question.model) if suggests else done
     suggested = Suggested(diff, question.left, question.right)
     done = mended(question, diff, suggested)
     if diff.inferred is None:
@@ -41,6 +46,18 @@ def _answered(question: Question, diff: Diff) -> Diff:
         return replace(ruled, notes=(*ruled.notes, *([INFERRED] if diff.inferred.pairs else [])))
     more = tuple(note for note in ruled.notes if note not in (*done.notes, PART))  # not of the rules' command
     return replace(done, rules=ruled.rules, notes=(*done.notes, *more))
+
+
+def _with_rules(done: Diff, diff: Diff, left: Checkpoint | None, model: ModelOperand | None) -> Diff:
+    """`done`, made of `diff`, with the rules that lead from the checkpoint's keys to the model's."""
+    if left is None or model is None or not left.state_dicts or left.format == "pt2":
+        return done
+    ruled = ways.suggested_for(left, model).told()
+    if ruled.rules is None:
+        return done
+    undone = [note for note in ruled.notes if note == PART or note.startswith(OF_RULES)]
+    notes = [note for note in (done if undone else diff).notes if note not in (PART, INFERRED)]
+    return replace(done, rules=ruled.rules, notes=(*notes, *undone, INFERRED))
 
 
 def mended(question: Question, diff: Diff, suggested: Suggested | None = None) -> Diff:

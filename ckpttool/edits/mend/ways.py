@@ -16,7 +16,7 @@ from ckpttool.naming.model_form import ModelForm
 from ckpttool.naming.name_tables import NameTables
 from ckpttool.naming.wrappers.chain import canonical_keys
 from ckpttool.operands.checkpoint import model_section
-from ckpttool.operands.model import as_read
+from ckpttool.operands.model import ModelOperand, as_read
 from ckpttool.operands.names_file import saved_by
 from ckpttool.queries.diff.options import DiffOptions
 from ckpttool.queries.diff.result import Diff
@@ -38,8 +38,13 @@ def to_load(question: Question, diff: Diff) -> Iterator[Way]:
     yield from _without(question.left, diff, by_model, RemapOptions())
     for own in (tables.serialized_names, tables.runtime_names):
         yield from _part(question.left, set(own.values()), RemapOptions(to="serialized"))
-    right = saved_by(names)
-    yield from _by_inference(Suggested(run(question.left, right, DiffOptions()), question.left, right))
+    yield from _by_inference(suggested_for(question.left, question.model))
+
+
+def suggested_for(left: Checkpoint, model: ModelOperand) -> Suggested:
+    """The rules that lead from the checkpoint's keys to those that the model saves."""
+    right = saved_by(model.names())
+    return Suggested(run(left, right, DiffOptions()), left, right)
 
 
 def next_to_state(question: Question) -> Iterator[Way]:

@@ -20,6 +20,7 @@ from ckpttool.queries.diff.suggestions import known
 from ckpttool.words import plural, shell, some
 
 PART = "the command mends a part"
+OF_RULES = "the suggested rules "  # how what they leave undone is told
 INFERRED = (
     "the rules are inferred from names and shapes: whether the values are meant for these names, they do not tell"
 )
@@ -139,11 +140,11 @@ def _other_dtypes(diff: Diff, left: Checkpoint, right: Checkpoint, orders: Mappi
 
 
 def _undone(found: Suggestion, dtypes: bool) -> list[str]:
-    notes = ["the suggested rules leave dtypes and values as they are, and some differ"] if dtypes else []
+    notes = [f"{OF_RULES}leave dtypes and values as they are, and some differ"] if dtypes else []
     if found.remaining:
         keys = some(found.remaining)
-        notes.append(f"the suggested rules do not make {plural(len(found.remaining), 'key')} of the right: {keys}")
+        notes.append(f"{OF_RULES}do not make {plural(len(found.remaining), 'key')} of the right: {keys}")
     if found.left_over:
         keys = some(found.left_over)
-        notes.append(f"the suggested rules leave {plural(len(found.left_over), 'key')} of the left as they are: {keys}")
+        notes.append(f"{OF_RULES}leave {plural(len(found.left_over), 'key')} of the left as they are: {keys}")
     return [PART, *notes] if notes else []

@@ -254,7 +254,7 @@ DIFF = record(
         "unused_ignores": lambda diff: LEFT_OUT if diff.accepted is None else diff.unused_ignores,
         "suggested": lambda diff: diff.inferred and diff.inferred.pairs,
         "ambiguous": lambda diff: diff.inferred and diff.inferred.ambiguous,
-        "rules": lambda diff: diff.rules if diff.inferred else LEFT_OUT,
+        "rules": lambda diff: diff.rules if diff.inferred or diff.rules else LEFT_OUT,
     },
     title="ckpttool.diff/1",
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ckpttool.naming.inference.values import SAME_NAME, Inference, Pair, template
-from ckpttool.queries.diff.result import HARMLESS, Diff, Entry
+from ckpttool.queries.diff.result import HARMLESS, STATUSES, Diff, Entry, count_of
 from ckpttool.report.collapse import collapse, first_pattern
 from ckpttool.report.document import (
     Block,
@@ -36,6 +37,8 @@ _ROLES: dict[str, Role] = {
     "extra_state": "dim",
     "renamed": "warn",
 }
+_CAUSES = "Differences, one line for each cause (--all lists every key)"
+_NOT_COUNTED = "Not counted as differences"
 _FEW = 2  # details of a cause, of which a cause with more shows none, unless they are shapes
 _MEANING = {
     "same": "same key, dtype and shape",
@@ -55,6 +58,8 @@ _MEANING = {
 
 def document(diff: Diff, *, all: bool = False) -> Document:
     """The document; with `all` every key has a line of its own."""
+    counted = [entry for entry in diff.entries if entry.status == "same" or _counts(diff, entry)]
+    others = [entry for entry in diff.entries if entry.status != "same" and not _counts(diff, entry)]
     blocks: list[Block] = [
         Facts(
             (
@@ -63,8 +68,9 @@ def document(diff: Diff, *, all: bool = False) -> Document:
                 *coverage(diff.compared, diff.scope),
             )
         ),
-        _summary(diff),
-        _listed(diff.entries) if all else _causes(diff.entries),
+        _summary(counted),
+        _listed("Every key", counted) if all else _causes(_CAUSES, counted),
+        (_listed if all else _causes)(_NOT_COUNTED, others),
     ]
     if diff.inferred is not None:
         blocks += [shortened(_suggested(diff.inferred, all), None if all else _ROWS), _ambiguous(diff.inferred, all)]
@@ -80,13 +86,18 @@ def document(diff: Diff, *, all: bool = False) -> Document:
     return Document("diff", verdict, diff.passes, filled(blocks), _listing(diff))
 
 
+def _counts(diff: Diff, entry: Entry) -> bool:
+    """Whether the verdict, the summary and the table of causes count the entry as a difference."""
+    return entry.status not in HARMLESS if diff.identical else diff.weighs(entry)
+
+
 def _verdict(diff: Diff) -> str:
     if diff.failing_ignores:
         unused = plural(diff.failing_ignores, "unused ignore entry")
         return f"{unused} (--fail-on-unused); {_verdict(replace(diff, accepted=True, failing_ignores=0))}"
     if diff.identical:
         same = "the models are the same" if diff.aside else "the same"
-        count = sum(entry.status not in HARMLESS for entry in diff.entries)
+        count = sum(_counts(diff, entry) for entry in diff.entries)
         return same if not count else f"fits, with {plural(count, 'difference')} that loading takes care of"
     weighing = [entry for entry in diff.entries if diff.weighs(entry)]
     ignored = sum(entry.ignored is not None for entry in weighing)
@@ -96,7 +107,9 @@ def _verdict(diff: Diff) -> str:
         return f"not the same: {plural(len(weighing), 'difference')}, accepted ({', '.join(parts)})"
     if not weighing:
         return diff.beyond or "not the same"
-    return plural(len(weighing), "difference") + (f", {number(ignored)} of them ignored" if ignored else "")
+    said = plural(len(weighing), "difference") + (f", {number(ignored)} of them ignored" if ignored else "")
+    pairs = 0 if diff.inferred is None else len(diff.inferred.pairs)
+    return f"{said} ({plural(pairs, 'pair')} may be the same tensor{'s' * (pairs != 1)})" if pairs else said
 
 
 def _ignored(diff: Diff, all: bool) -> Table:
@@ -125,14 +138,13 @@ def _listing(diff: Diff) -> Listing:
     )
 
 
-def _summary(diff: Diff) -> Table:
-    rows = tuple(
-        (Cell(status, _ROLES.get(status, "bad")), number(n), _MEANING[status]) for status, n in diff.summary.items()
-    )
+def _summary(counted: Iterable[Entry]) -> Table:
+    counts = count_of(STATUSES, Counter(entry.status for entry in counted))
+    rows = tuple((Cell(status, _ROLES.get(status, "bad")), number(n), _MEANING[status]) for status, n in counts.items())
     return Table("Summary", (Column("status"), Column("entries", "number"), Column("meaning")), rows)
 
 
-def _causes(entries: Iterable[Entry]) -> Table:
+def _causes(title: str, entries: Iterable[Entry]) -> Table:
     """A row for each status and cause: how often, why, by which hook, and its keys, repeated layers on one line.
 
     What is ignored has rows of its own: what fails stands in no row behind it.
@@ -150,7 +162,7 @@ def _causes(entries: Iterable[Entry]) -> Table:
         Column("left", "key"),
         Column("right", "key"),
     )
-    return Table("Differences, one line for each cause (--all lists every key)", columns, tuple(rows))
+    return Table(title, columns, tuple(rows))
 
 
 def _cause(group: Sequence[Entry]) -> tuple[str | Cell, ...]:
@@ -176,10 +188,14 @@ def _suggested(inferred: Inference, all: bool) -> Table:
         kind = "" if by_name else tuple(template(key)[0] for key in (*pair.left, *pair.right))
         groups.setdefault(pair if all else (kind, pair.evidence, pair.transposed), []).append(pair)
     rows = tuple(
-        (_joined(pair.left for pair in group), _joined(pair.right for pair in group), _evidence(group[0]))
+        (
+            number(len(group)),
+            *(_joined(getattr(p, side) for p in group) for side in ("left", "right")),
+            _evidence(group[0]),
+        )
         for group in groups.values()
     )
-    columns = (Column("left", "key"), Column("right", "key"), Column("evidence"))
+    columns = (Column("pairs", "number"), Column("left", "key"), Column("right", "key"), Column("evidence"))
     return Table("Suggested: likely one tensor under two names; nothing above rests on it", columns, rows)
 
 
@@ -217,7 +233,7 @@ def _exchangeable(names: tuple[tuple[str, ...], ...]) -> str:
     )
 
 
-def _listed(entries: Iterable[Entry]) -> Table:
+def _listed(title: str, entries: Iterable[Entry]) -> Table:
     rows = tuple(
         (
             Cell(entry.status, _ROLES.get(entry.status, "bad")),
@@ -228,4 +244,4 @@ def _listed(entries: Iterable[Entry]) -> Table:
         for entry in entries
     )
     columns = (Column("status"), Column("left", "key"), Column("right", "key"), Column("why"))
-    return Table("Every key", columns, rows, is_listed=True)
+    return Table(title, columns, rows, is_listed=True)

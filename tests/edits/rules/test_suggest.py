@@ -6,7 +6,9 @@ import json
 import os
 import shlex
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -350,9 +352,96 @@ def test_nothing_to_suggest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "rules.toml").exists()
 
 
-def test_a_model_leaves_nothing_to_suggest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", "a.pt", "--model", "m.py:build", "--suggest", "rules.toml"]) == 2
-    assert "--suggest needs two checkpoints and no model" in capsys.readouterr().err
+MODELS = """from torch import nn
+
+
+def net(first, second):
+    def block():
+        return nn.ModuleDict({first: nn.Linear(3, 5), second: nn.Linear(5, 3)})
+
+    return nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(2)), "head": nn.Linear(3, 7)})
+
+
+def split(*names):
+    return nn.ModuleDict({**{name: nn.Linear(4, 4) for name in names}, "proj": nn.Linear(4, 2)})
+
+
+def attention():
+    return net("wq", "wo")
+
+
+def projections():
+    return net("q_proj", "o_proj")
+
+
+def short():
+    return split("q", "k", "v")
+
+
+def long():
+    return split("query", "key", "value")
+
+
+def fused():
+    return nn.ModuleDict({"qkv": nn.Linear(4, 12), "proj": nn.Linear(4, 2)})
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("attention", "projections"), ("short", "long"), ("long", "fused"), ("fused", "long")],
+)
+def test_a_file_of_rules_leads_from_a_checkpoint_to_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    torch.save({"model": (saved := space[old]()).state_dict(), "epoch": 1}, "a.pt")
+    words = ("diff", "a.pt", "--model", f"models.py:{new}")
+    _, before = asked(capsys, *words)
+    status, found = asked(capsys, *words, "--suggest", "rules.toml")
+    assert (status, Path("rules.toml").read_text()) == (1, found["rules"])
+    assert found["entries"] == before["entries"]
+    for option, rule in pairwise(shlex.split(" ".join(before["fix"]))):  # those that are printed without a file
+        assert option != "--rule" or rule in found["rules"]
+    assert not any("no name of the left leads to" in note for note in found["notes"])
+    (command,) = found["fix"]
+    assert main(shlex.split(command)[1:]) == 0
+    out = torch.load(shlex.split(command)[-1])["model"]
+    space[new]().load_state_dict(out)  # strict
+    flat = [
+        torch.cat([value.flatten() for value in state.values()]).sort().values for state in (saved.state_dict(), out)
+    ]
+    assert torch.equal(*flat)
+
+
+def test_what_a_file_of_rules_for_a_model_leaves_undone_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    torch.save({"q.weight": torch.ones(4, 4), "q.bias": torch.ones(4)}, "part.pt")
+    status, found = asked(capsys, "diff", "part.pt", "--model", "models.py:long", "--suggest", "rules.toml")
+    assert status == 1
+    assert any("the suggested rules do not make 6 keys" in note for note in found["notes"])
+    space: dict[str, Any] = {}
+    exec(MODELS, space)
+    torch.save({**space["short"]().state_dict(), "other": torch.ones(9)}, "more.pt")
+    _, found = asked(capsys, "diff", "more.pt", "--model", "models.py:long", "--suggest", "more.toml")
+    assert "the suggested rules leave 1 key of the left as they are: other" in found["notes"]
+    torch.save({"other": torch.ones(9)}, "other.pt")
+    status, found = asked(capsys, "diff", "other.pt", "--model", "models.py:long", "--suggest", "no.toml")
+    assert status == 1
+    assert any("no.toml was not written" in note for note in found["notes"])
+    assert not Path("no.toml").exists()
+
+
+def test_rules_lead_from_one_checkpoint_to_one_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--model", "m.py:build"], ["a.pt", "b.pt", "--model", "m.py:build"]):
+        assert main(["diff", *words, "--suggest", "rules.toml"]) == 2
+        assert "--suggest needs two checkpoints, or a model and one" in capsys.readouterr().err
 
 
 def other_order(w: torch.Tensor, heads: int) -> torch.Tensor:

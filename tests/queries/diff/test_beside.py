@@ -157,7 +157,7 @@ def test_a_second_name_beside_the_models_is_one_that_a_strict_load_misses(folder
         both = [str(folder / name) for name in pair]
         assert run("diff", *both).status == 0
         whole = run("diff", *both, "--whole")
-        assert (whole.status, whole.out.splitlines()[1]) == (1, BESIDE)
+        assert (whole.status, whole.out.splitlines()[1].partition(";")[0]) == (1, BESIDE)
         (command,) = re.findall(r"ema: 1 difference \(ckpttool (.*)\)", whole.out + whole.err)
         assert run(*shlex.split(command)).status == 1
 

@@ -40,7 +40,7 @@ def state() -> dict[str, torch.Tensor]:
 def written(folder: Path, name: str) -> str:
     out = folder / name
     out.parent.mkdir(exist_ok=True)
-    ckpttool.write(ckpttool.remap(state()).result, str(out))
+    ckpttool.write(ckpttool.open_checkpoint(state()), str(out))
     return str(out if "index" not in name else out.parent)
 
 
