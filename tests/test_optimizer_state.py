@@ -39,11 +39,11 @@ def test_names_of_parameters_are_words_one_for_each(names: object, taken: object
 
 @pytest.mark.parametrize("odd", [3, {"params": [1]}, [1, {"a": torch.ones(1)}], None])
 def test_what_is_left_out_is_left_out_beside_what_is_only_called_groups(odd: Any, tmp_path: Path, run: Run) -> None:
-    own = {"exp_avg": torch.ones(2), "step": torch.ones(()), "param_groups": odd}
-    state = {"state": {0: own}, "param_groups": [{"params": [0]}]}
+    own = {"scale": torch.ones(2), "growth": torch.ones(()), "param_groups": odd}
+    state = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0]}], "scaler": own}
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": state}, tmp_path / "in.pt")
-    done = run("remap", tmp_path / "in.pt", "--drop", "optimizer.state.0.exp_avg", "-o", tmp_path / "out.pt")
+    done = run("remap", tmp_path / "in.pt", "--drop", "optimizer.scaler.scale", "-o", tmp_path / "out.pt")
     assert done.status == 0, done.err
-    own = torch.load(tmp_path / "out.pt")["optimizer"]["state"][0]
-    assert list(own) == ["step", "param_groups"]
+    own = torch.load(tmp_path / "out.pt")["optimizer"]["scaler"]
+    assert list(own) == ["growth", "param_groups"]
     assert str(own["param_groups"]) == str(odd)

@@ -9,15 +9,19 @@ from ckpttool.checkpoint import Checkpoint, ExtraEntry, Section
 from ckpttool.edits.rules.patterns import matches
 from ckpttool.errors import CkptError, Problem, Refused
 from ckpttool.keys import dotted
+from ckpttool.optimizer_state import GROUPS, STATE
 from ckpttool.plan import Dropped
-from ckpttool.words import Info, number, plural
+from ckpttool.words import Info, number, plural, shell
+
+_STATE = (f"{STATE}.", f"{GROUPS}.")
+_BITSANDBYTES = ".quant_state.bitsandbytes__"  # ``0.weight.quant_state.bitsandbytes__nf4``, next to ``0.weight.absmax``
 
 
 def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, list[Dropped]]:
     """`checkpoint` without the entries, sections and other contents that a pattern names, and what these were.
 
     A pattern is matched with the key, and with the dotted way from the file's root. Raises `Refused` for a pattern that
-    names nothing, since it was meant to name something.
+    names nothing, since it was meant to name something, and as `check_whole` does.
     """
     dropped: list[Dropped] = []
     idle = set(patterns)
@@ -47,8 +51,58 @@ def drop(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Checkpoint, l
             hint=f"`ckpttool inspect {checkpoint.source}` lists what is there",
             problems=[Problem("matches nothing", text) for text in patterns if text in idle],
         )
+    check_whole(checkpoint, dropped)
     left = replace(checkpoint, sections=tuple(sections), others=others, unreached=unreached, beside=beside)
     return left, dropped
+
+
+def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
+    """Raise `Refused` if the dropped keys are a part of an optimizer's state, or of a quantized weight.
+
+    torch may load such a state and start again for some parameters. Entries outside of ``state`` and ``param_groups``
+    may go.
+    """
+    gone: dict[str, set[str]] = {}
+    for one in dropped:
+        gone.setdefault(one.section, set()).add(one.key)
+    torn = {section: _state_keys(section, gone.get(section.path, set())) for section in checkpoint.optimizers}
+    torn = {section: keys for section, keys in torn.items() if keys}
+    if torn:
+        titles = ", ".join(section.title for section in torn)
+        counts = f"{sum(map(len, torn.values()))} of {plural(sum(len(one.entries) for one in torn), 'entry')} of {titles}"
+        hint = "drop no key of the optimizer"
+        if all(section.path for section in torn):
+            options = shell(*(word for section in torn for word in ("--drop", section.path)))
+            hint = f"remove all of the optimizer state: {options}; or {hint}"
+        raise Refused(
+            f"--drop would remove a part of the optimizer state, {counts}: torch may load the rest, and start again",
+            hint=hint,
+            problems=[Problem("would go", dotted(one.path, key)) for one, keys in torn.items() for key in keys],
+        )
+    apart = [
+        Problem(f"would go, and {', '.join(kept)} would stay", dotted(section.path, key))
+        for section in checkpoint.state_dicts
+        for parts in _quantized(section)
+        if 0 < len(kept := [key for key in parts if key not in gone.get(section.path, set())]) < len(parts)
+        for key in parts
+        if key not in kept
+    ]
+    if apart:
+        raise Refused(
+            "--drop would remove a part of a quantized weight",
+            hint="drop all of its entries, or none",
+            problems=apart,
+        )
+
+
+def _state_keys(section: Section, gone: Collection[str]) -> list[str]:
+    return [entry.key for entry in section.entries if entry.key in gone and entry.key.startswith(_STATE)]
+
+
+def _quantized(section: Section) -> list[list[str]]:
+    """The keys of each weight of which the file holds bitsandbytes' record."""
+    weights = [key.partition(_BITSANDBYTES)[0] for key in section.keys if _BITSANDBYTES in key]
+    return [[key for key in section.keys if key == own or key.startswith(f"{own}.")] for own in weights]
 
 
 def only(checkpoint: Checkpoint, pattern: str) -> Checkpoint:

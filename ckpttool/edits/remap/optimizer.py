@@ -10,7 +10,7 @@ from typing import Any
 from ckpttool import expression as ex
 from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.groups import new_groups, renamed_groups
-from ckpttool.edits.remap.ruled import Ruled, is_whole
+from ckpttool.edits.remap.ruled import Ruled, copied, is_whole
 from ckpttool.edits.rules.patterns import Renaming
 from ckpttool.errors import Problem, Refused
 from ckpttool.expression import Expression, Op, Ref
@@ -243,7 +243,7 @@ def _as_the_keys(
     prefix = f"{wrappers.root[-1]}." if wrappers.root else ""
     by_name = {strip(key, wrappers.paths): key for key in wanted.keys_beside}
     found = {
-        param: by_name.get(str(param)) or prefix + str(param)
+        param: copied(by_name.get(str(param), "")) or prefix + str(param)
         for param in moved.params
         if param not in keys and not str(param).startswith(prefix or ".")
     }

@@ -11,7 +11,7 @@ from ckpttool.checkpoint import Checkpoint, Section
 from ckpttool.edits.remap.adapter import of_adapter
 from ckpttool.edits.remap.by_model import recorded
 from ckpttool.edits.remap.draft import Draft, Step, carried
-from ckpttool.edits.remap.drop import drop, without
+from ckpttool.edits.remap.drop import check_whole, drop, without
 from ckpttool.edits.remap.optimizer import OptimizerRemap, OptimizerRequest, by_rules, remap_optimizers
 from ckpttool.edits.remap.renaming import ByRuleSteps, Prefixed
 from ckpttool.edits.remap.request import RemapRequest
@@ -245,8 +245,10 @@ def by_plan(source: Checkpoint, plan: Plan, runners: Mapping[str, Runner] = NO_C
     paths.update(found.path for found in source.unreached)
     whole = [d for d in plan.dropped if not d.section and d.key in paths and not _holds(source, d)]
     rest = replace(plan, dropped=tuple(d for d in plan.dropped if d not in whole))
-    made = apply(rest, without(source, [d.key for d in whole]), runners)
+    left = without(source, [d.key for d in whole])
     moves = {move.section: move for move in plan.optimizers}
+    check_whole(left, [one for one in rest.dropped if one.section not in moves])
+    made = apply(rest, left, runners)
     there = {section.path for section in made.optimizers}
     if not moves.keys() <= there:
         raise Refused(

@@ -83,9 +83,7 @@ class Ruled:
                 problems.append(Problem(f"is made of {', '.join(others)} too, which the optimizer has not", output.key))
             elif read and not others:
                 source = ex.substitute(output.source, known.__getitem__)
-                # A string object of its own: pickle would write the key's as a reference, and a saved plan other bytes.
-                name = strip(output.key, paths).encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
-                made.setdefault(source, name)
+                made.setdefault(source, copied(strip(output.key, paths)))
         if problems:
             raise Refused(
                 f"{where}: the rules do not fit its parameters",
@@ -101,6 +99,11 @@ class Ruled:
         stripped = {strip(key, paths): key for key in reversed(keys)}
         there = set(keys)
         return {name: name if name in there else stripped[name] for name in names if name in there or name in stripped}
+
+
+def copied(text: str) -> str:
+    """A string object of its own: pickle writes a key's as a reference, so a saved plan would write other bytes."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
 def _is_counter(key: str) -> bool:
