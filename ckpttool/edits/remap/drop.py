@@ -69,7 +69,9 @@ def check_whole(checkpoint: Checkpoint, dropped: Collection[Dropped]) -> None:
     torn = {section: keys for section, keys in torn.items() if keys}
     if torn:
         titles = ", ".join(section.title for section in torn)
-        counts = f"{sum(map(len, torn.values()))} of {plural(sum(len(one.entries) for one in torn), 'entry')} of {titles}"
+        counts = (
+            f"{sum(map(len, torn.values()))} of {plural(sum(len(one.entries) for one in torn), 'entry')} of {titles}"
+        )
         hint = "drop no key of the optimizer"
         if all(section.path for section in torn):
             options = shell(*(word for section in torn for word in ("--drop", section.path)))
