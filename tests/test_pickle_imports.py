@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import pickle
 import resource
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -213,6 +215,84 @@ def test_code_stays_out_of_safetensors_and_of_one_section(tmp_path: Path, run: R
     edit = ["remap", tmp_path / "evil.pth", "--in-place", "--rule", "w => v"]
     assert run(*edit).status == 1
     assert run(*edit, "--keep-pickled-code").status == 0
+
+
+@pytest.mark.parametrize("way", ["in place", "a copy"])
+@pytest.mark.parametrize("kind", ["zip", "legacy", "dcp", "shards"])
+def test_what_is_left_out_is_no_reason_to_refuse(tmp_path: Path, run: Run, kind: str, way: str) -> None:
+    value = {"w": torch.ones(2), "x": Runs(os.getcwd)}
+    path = tmp_path / ("m" if kind in ("dcp", "shards") else "m.pt")
+    if kind == "dcp":
+        dcp.save(value, checkpoint_id=path, no_dist=True)
+    elif kind == "shards":
+        path.mkdir()
+        names = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+        torch.save(value, path / names[0])
+        torch.save({"v": torch.ones(2)}, path / names[1])
+        index = {"metadata": {}, "weight_map": {"w": names[0], "x": names[0], "v": names[1]}}
+        (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    else:
+        torch.save(value, path, _use_new_zipfile_serialization=kind == "zip")
+    end = {"dcp": ".dcp", "shards": "/"}.get(kind, ".pt")
+    out = ["--in-place"] if way == "in place" else ["-o", f"{tmp_path}/out{end}"]
+    assert run("check", path).status == 1
+    refused = run("remap", path, "--rule", "w => u", *out)
+    assert (refused.status, run("check", path).status) == (1, 1)
+    assert run("remap", path, "--drop", "x", *out).status == 0
+    assert run("check", path if way == "in place" else f"{tmp_path}/out{end}").status == 0
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_what_an_item_of_a_dcp_folder_calls_and_throws_away_stays_with_it(
+    tmp_path: Path, run: Run, twice: bool
+) -> None:
+    """The value of the item says nothing of it, and of two equal items the one that stays may not be the one read."""
+    items = {"model": {"w": torch.ones(2)}, "x": "a" * 200, **({"y": "a" * 200} if twice else {})}
+    dcp.save(items, checkpoint_id=tmp_path / "d", no_dist=True)
+    (data,) = (tmp_path / "d").glob("*.distcp")
+    old = pickle.dumps("a" * 200, 2)
+    runs = b"\x80\x02" + SHAPES["popped"].removesuffix(b"N")
+    new = runs + text("a" * (len(old) - len(runs) - 6)) + b"."
+    content = data.read_bytes()
+    assert content.count(old) == 1 + twice
+    assert len(new) == len(old)
+    sums = [zlib.crc32(one).to_bytes(4, "little") for one in (old, new)]
+    data.write_bytes(content.replace(old, new).replace(*sums))
+    assert "posix.system" in run("check", tmp_path / "d").out
+    for out in (["--in-place"], ["-o", tmp_path / "out.dcp"]):
+        done = run("remap", tmp_path / "d", "--rule", "w => v", *out, *(["--drop", "x"] if twice else []))
+        assert (done.status, "posix.system" in done.err) == (1, True)
+    dropped = ["--drop", "x", *(["--drop", "y"] if twice else [])]
+    assert run("remap", tmp_path / "d", "--rule", "w => v", *dropped, "-o", tmp_path / "out.dcp").status == 0
+
+
+@pytest.mark.parametrize("place", ["sample_inputs", "weights"])
+def test_a_swap_does_not_carry_code_on_unasked(tmp_path: Path, run: Run, place: str) -> None:
+    """Not that of the program, and none of the weights."""
+    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)), tmp_path / "p.pt2")
+    buffer = io.BytesIO()
+    torch.save(((Runs(os.getcwd),), {}), buffer)
+    program = tmp_path / "p.pt2"
+    if place == "sample_inputs":
+        program = tmp_path / "evil.pt2"
+        with zipfile.ZipFile(tmp_path / "p.pt2") as old, zipfile.ZipFile(program, "w") as made:
+            for record in old.infolist():
+                is_input = "sample_inputs/" in record.filename
+                made.writestr(record.filename, buffer.getvalue() if is_input else old.read(record))
+    model = {"model": nn.Linear(2, 2).state_dict()}
+    torch.save({**model, "x": Runs(os.getcwd)} if place == "weights" else model, tmp_path / "w.pt")
+    out = tmp_path / "out.pt2"
+    asked = ["swap-weights", program, f"{tmp_path / 'w.pt'}::model", "-o", out]
+    if place == "sample_inputs":
+        before = program.read_bytes()
+        for words in (asked, [*asked, "--dry-run"], [*asked[:-2], "--in-place"]):
+            refused = run(*words)
+            assert (refused.status, out.exists(), "posix.getcwd" in refused.err) == (1, False, True)
+            assert "--keep-pickled-code" in refused.err
+        assert program.read_bytes() == before
+        asked.append("--keep-pickled-code")
+    assert run(*asked).status == 0
+    assert run("check", out).status == (1 if place == "sample_inputs" else 0)
 
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

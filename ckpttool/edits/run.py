@@ -366,7 +366,7 @@ def _laid_out(options: RemapOptions, target: Target, output: Checkpoint, beside:
     """
     with dangerous_written() as names:
         files = target.lay_out(output, _shard_size(options), beside.files)
-    names |= copied(output.imports, files)
+    names |= copied(output, files)
     if target.format.name == "pt2":
         names |= {one.name for one in dangerous(output.imports)}
     if not options.keep_pickled_code:
@@ -427,7 +427,7 @@ def _edited(
     with dangerous_written() as names:
         files = target.lay_in_place(fitted)
     if files is not None and not options.keep_pickled_code:
-        stays = () if names or target.format.name == "torch_zip" else dangerous(fitted.imports)
+        stays = dangerous(fitted.imports) if target.format.name == "pt2" else ()  # other pickles are all written
         check_code(fitted, names | {one.name for one in stays})
     if files is not None:
         new = {name: content for name, content in beside.files.items() if isinstance(content, bytes)}
