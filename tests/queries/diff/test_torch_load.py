@@ -40,11 +40,11 @@ class Rebuilt:
 
 def values(dtype: torch.dtype) -> dict[str, object]:
     """The tensor as torch.save pickles it, and by hand on a storage without a dtype, and on one of bytes."""
-    saved = {"saved": torch.empty(4, dtype=dtype)}
+    saved: dict[str, object] = {"saved": torch.empty(4, dtype=dtype)}
     if str(dtype)[6:] not in BY_HAND:
         return saved
     data = torch.zeros(64, dtype=torch.uint8)
-    place = (0, (4,), (1,), False, OrderedDict(), dtype)
+    place: tuple[object, ...] = (0, (4,), (1,), False, OrderedDict(), dtype)
     return {
         **saved,
         "untyped": Rebuilt(torch._utils._rebuild_tensor_v3, data.untyped_storage(), *place),
