@@ -16,7 +16,7 @@ from ckpttool.edits.remap.remap import by_plan, remap, with_optimizers
 from ckpttool.edits.remap.request import RemapRequest
 from ckpttool.edits.remap.result import Remap
 from ckpttool.edits.rules.patterns import Renaming, parse
-from ckpttool.edits.unchanged import changes_content, changes_form, is_as_saved, refuse_unchanged
+from ckpttool.edits.unchanged import already_there, changes_content, changes_form, is_as_saved, refuse_unchanged
 from ckpttool.edits.undo import undo, undo_of
 from ckpttool.edits.write import Decided, Writer
 from ckpttool.errors import CkptError, Problem, Refused
@@ -82,7 +82,10 @@ def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) ->
         shard_size = _shard_size(options)
         is_new = target is not None and changes_form(source, target, done, shard_size)
         if not is_new and is_as_saved(source):
-            refuse_unchanged(source, options)
+            already = already_there(options)
+            if already is None or options.in_place:
+                refuse_unchanged(source, options)
+            done = replace(done, notes=(*done.notes, Info(f"{already}: nothing renamed")))
     return done if target is None else _write(source, options, writer, target, done, model)
 
 

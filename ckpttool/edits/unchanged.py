@@ -75,15 +75,26 @@ def is_as_saved(source: Checkpoint) -> bool:
     return places[0] == places[1]
 
 
+def already_there(options: RemapOptions) -> str | None:
+    """Return what the source already is, if the options name the names that OUT must have; then a copy is an answer."""
+    if options.plan is not None:
+        return "the plan changes nothing"
+    if options.like is not None:
+        return "the keys are already those of --like"
+    if options.form is not None:
+        return f"the keys are already {options.form}"
+    if options.to_model is not None:
+        return "the keys are already those of --to-model"
+    if options.optimizer_keys is not None or options.to_optimizer is not None:
+        return "the optimizer is already as requested"
+    return None
+
+
 def refuse_unchanged(source: Checkpoint, options: RemapOptions) -> None:
     """Raise `Refused`, with the wrappers that the keys show and the command that removes them."""
     form, out = options.form, options.target(source.source)
-    already = f"the keys are already {form}" if form is not None else None
-    if options.like is not None:
-        already = "the keys are already those of --like"
-    if options.plan is not None:
-        already = "the plan changes nothing"
-    already = already or (f"{out} would hold what {source.source} holds" if out else "no option asks for a change")
+    same = f"{out} would hold what {source.source} holds" if out else "no option asks for a change"
+    already = already_there(options) or same
     wrapped = [(section, found) for section in source.state_dicts if (found := _wrappers(source, section)).form]
     command = None if form is ModelForm.SERIALIZED or not wrapped else _unwrapping(source, options)
     problems = [

@@ -75,19 +75,15 @@ NOTHING = [
     "wrapped.pt -o out.pt --torch-format zip",
     "wrapped.safetensors -o out.safetensors",
     "wrapped.pt -o out.pt --rules optional.toml",
-    "wrapped.pt -o out.pt --like wrapped.safetensors",
-    "wrapped.pt -o out.pt --to ddp(compile)",
     "train.pt -o out.pt",
     "train.pt -o out.pt --sections model,ema",
     "last.ckpt -o out.ckpt",
     "hf -o out/",
     "hf --in-place",
     "plain.pt -o out.pt",
-    "plain.pt -o out.pt --to serialized",
-    "plain.pt -o out.pt --to serialized MODEL",
-    "plain.pt -o out.pt --to runtime MODEL",
+    "plain.pt --in-place --to serialized",
+    "plain.pt --in-place --to runtime MODEL",
     "plain.pt -o out.pt MODEL",
-    "plain.pt -o out.pt --plan identity.json",
     "'plain.p*' -o out.pt",
     "saved.dcp -o out.dcp",
     "program.pt2 -o out.pt2",
@@ -124,6 +120,27 @@ def test_a_remap_that_changes_nothing_is_refused(line: str, run: Run) -> None:
     assert all(set(section.keys) == set(PLAIN) for section in found.state_dicts)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "wrapped.pt -o out.pt --like wrapped.safetensors",
+        "wrapped.pt -o out.pt --to ddp(compile)",
+        "plain.pt -o out.pt --to serialized",
+        "plain.pt -o out.pt --to serialized MODEL",
+        "plain.pt -o out.pt --to runtime MODEL",
+        "plain.pt -o out.pt --plan identity.json",
+    ],
+)
+def test_names_that_are_already_as_requested_are_copied_and_it_is_said(line: str, run: Run) -> None:
+    run("remap", "plain.pt", "-o", "x.safetensors", "--save-plan", "identity.json")
+    done = run("remap", *words_of(line))
+    assert done.status == 0, done.said
+    assert ("already" in done.out + done.err) != ("--plan" in line)
+    left, right = torch.load(words_of(line)[0]), torch.load("out.pt")
+    assert list(left) == list(right)
+    assert all(torch.equal(value, right[key]) for key, value in left.items())
+
+
 CHANGES = [
     "wrapped.pt -o out.safetensors",
     "wrapped.pt -o out/",
@@ -153,9 +170,7 @@ def test_from_python_too() -> None:
     calls: list[tuple[Any, dict[str, Any]]] = [
         ("wrapped.pt", {}),
         ("wrapped.pt", {"out": "out.pt"}),
-        (ckpttool.open_checkpoint("plain.pt"), {"out": "out.pt", "to": "serialized"}),
         (PLAIN, {}),
-        (PLAIN, {"to": "serialized"}),
     ]
     for ckpt, options in calls:
         with pytest.raises(ckpttool.Refused, match="nothing to change"):
