@@ -84,6 +84,8 @@ def swap_weights(
     *,
     model: Any = None,
     cast: bool = False,
+    constants: bool = False,
+    keep_constants: bool = False,
     in_place: bool | None = None,
 ) -> Swapped: ...
 

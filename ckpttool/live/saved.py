@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.storage import TypedStorage
@@ -45,7 +45,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, TypedStorage):
             untyped, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()
             kind = getattr(torch, obj._pickle_storage_type())
-        elif torch.is_storage(obj):
+        elif isinstance(obj, torch.UntypedStorage):
             untyped, dtype, numel = obj, torch.uint8, obj.nbytes()
             kind = torch.serialization.normalize_storage_type(type(obj))
         else:
@@ -105,6 +105,7 @@ def model_in(state: Mapping[str, object]) -> Mapping[str, object]:
     checkpoint = checkpoint_of(state)
     path = model_section(checkpoint).path
     found: Any = state
+    assert isinstance(checkpoint.container, Container)
     for _, key in checkpoint.container.tree.places[path].steps:
         found = found[key]
     if not isinstance(found, Mapping):
@@ -121,9 +122,9 @@ def _tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, value
         elif _is_container(value) and id(value) not in seen:
             seen.add(id(value))
-            inside = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[call-overload]
+            inside = value.items() if isinstance(value, Mapping) else enumerate(value)
             todo += [(dotted(path, str(key)), part) for key, part in inside]
 
 
-def _is_container(value: object) -> bool:
+def _is_container(value: object) -> TypeGuard[Mapping[Any, Any] | list[Any] | tuple[Any, ...]]:
     return isinstance(value, (Mapping, list, tuple))

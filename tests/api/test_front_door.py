@@ -28,7 +28,7 @@ STATE = {"weight": torch.ones(1, 1)}
         (lambda path: ckpttool.remap(cast(Any, {1, 2})), "a set is not a checkpoint"),
         (lambda path: ckpttool.trace(3), "an int is no model"),
         (
-            lambda path: ckpttool.swap_weights(nn.Linear(1, 1, bias=False), STATE, str(path)),
+            lambda path: cast(Any, ckpttool.swap_weights)(nn.Linear(1, 1, bias=False), STATE, str(path)),
             "a Linear is in memory: the swap writes no out.pt",
         ),
     ],
@@ -86,12 +86,13 @@ def test_an_index_is_not_read_on_in_another_file(tmp_path: Path, place: str) -> 
 
 
 def test_a_string_is_one_value_of_an_option_that_may_be_repeated(tmp_path: Path) -> None:
-    state = {"model": {"a.w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3}
+    state: dict[str, Any] = {"model": {"a.w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3}
     torch.save(state, tmp_path / "a.pt")
     (tmp_path / "size.toml").write_text('[[rule]]\nreshape = "b"\nshape = ["{n}"]\nfrom_shape = [1]\n')
     given = str(tmp_path / "a.pt")
     for option, value in (("rule", "a.w => c"), ("drop", "epoch")):
-        one, many = (ckpttool.remap(given, **{option: value}) for value in (value, [value]))
+        asked: list[dict[str, Any]] = [{option: value}, {option: [value]}]
+        one, many = (ckpttool.remap(given, **options) for options in asked)
         assert one.plan == many.plan
         assert one.counts["renamed"] or one.dropped == ["epoch"]
     sized = ckpttool.remap({"b": torch.ones(1)}, rules=str(tmp_path / "size.toml"), size="n=1")

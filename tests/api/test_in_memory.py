@@ -105,7 +105,8 @@ def test_an_object_and_its_file_get_one_answer(name: str, tmp_path: Path) -> Non
     torch.save(obj, path)
     for called, verb in VERBS.items():
         assert answer(verb, obj, path) == answer(verb, path, path), called
-    for options in ({"rule": ["0.* => first.*"]}, {}):  # some have nothing to rename, or too much
+    ways: list[dict[str, Any]] = [{"rule": ["0.* => first.*"]}, {}]
+    for options in ways:  # some have nothing to rename, or too much
         try:
             ckpttool.remap(path, str(tmp_path / "of_file.pt"), force=True, **options)
         except CkptError as error:

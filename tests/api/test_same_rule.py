@@ -65,7 +65,7 @@ def test_a_rule_means_the_same_everywhere(seed: int, tmp_path: Path, monkeypatch
     rule = chance.choice(["a.{x} => x.{x}", "{n}.weight => {n}.w", "{p*}.a.{x} => {p*}.x.{x}", "nowhere => w"])
     Path("rules.toml").write_text(f"[[rule]]\nrename = {json.dumps(rule)}\n")
     found = [
-        answer(lambda own=own: ckpttool.remap("old.pt", **options, **own))
+        answer(partial(ckpttool.remap, "old.pt", **options, **own))
         for own in ({"rule": rule}, {"rule": [rule]}, {"rules": "rules.toml"})
     ]
     assert found[0] == found[1] == found[2], (rule, sorted(options))

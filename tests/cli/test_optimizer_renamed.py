@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ WRAPS = {
     "serialized": lambda model: model,
     "ddp": Wrapped,
     "compile": torch.compile,
-    "ddp(compile)": lambda model: Wrapped(torch.compile(model)),
+    "ddp(compile)": lambda model: Wrapped(cast(nn.Module, torch.compile(model))),
 }
 
 
@@ -220,7 +220,7 @@ def test_a_renamed_and_reordered_run_goes_on_as_it_would_have(
     expected = {f"{called.get(n[0], n[0])}{n[1:]}": parameter for n, parameter in model.named_parameters()}
     old = ("--model", "renamed_net:old", "--optimizer", "renamed_net:make")
     new = ("--to-model", "renamed_net:new", "--to-optimizer", "renamed_net:make")
-    ways = [(*old, *new)]
+    ways: list[tuple[str, ...]] = [(*old, *new)]
     if form != "id":  # the file names its parameters: the old model is not needed
         keys = "id" if form == "param_names" else "fqn"
         ways += [new, ("--model", "renamed_net:new", "--optimizer", "renamed_net:make", "--optimizer-keys", keys)]

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def optimizer(model: nn.Module, kind: str, groups: int, named: bool = False) -> 
     slow = [groups == 2 and name.startswith("a") for name, _ in model.named_parameters()]
     params = list(zip(slow, model.named_parameters()))
     parts = [[pair if named else pair[1] for own, pair in params if own == which] for which in (False, True)]
-    options = {"momentum": 0.9} if kind == "SGD" else {}
+    options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
     return CLASSES[kind]([{"params": part} for part in parts if part], **options)
 
 
@@ -120,10 +121,10 @@ def test_the_verdict_on_a_state_is_torchs(kind: str, tmp_path: Path, run: Run, m
     for which, form, groups, layers in ways(kind):
         code = types.ModuleType("net_of_states")
         code.net = lambda: Net("abc")  # type: ignore[attr-defined]
-        code.make = lambda model, groups=groups: optimizer(model, kind, groups)  # type: ignore[attr-defined]
+        code.make = partial(optimizer, kind=kind, groups=groups)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "net_of_states", code)
         state, path = saved(kind, which, form, groups, layers), tmp_path / "saved.pt"
         torch.save(state, path)
-        right = resumes(state, lambda model, n=groups: optimizer(model, kind, n), form == "fqn")
+        right = resumes(state, partial(optimizer, kind=kind, groups=groups), form == "fqn")
         done = run("diff", "--model", "net_of_states:net", "--optimizer", "net_of_states:make", path)
         assert done.status == (0 if right else 1), (which, form, groups, layers, done.out, done.err)

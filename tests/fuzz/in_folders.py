@@ -28,7 +28,7 @@ from ckpttool.cli import pyproject
 from ckpttool.cli.app import main
 from ckpttool.formats.deepspeed import files
 from ckpttool.formats.open import open_checkpoint
-from ckpttool.io import edit_journal, journal
+from ckpttool.io import edit_journal, journal, old_files
 from ckpttool.queries.diff.options import DiffOptions
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8"
@@ -102,7 +102,7 @@ def _edited(folder: Path) -> tuple[Path, bytes]:
     path = folder / "m.safetensors"
     save_file({"a.w": torch.ones(4), "b": torch.zeros(2, 2)}, path)
     assert main(["remap", str(path), "--rule", "a.{x} => z.{x}", "--in-place", "--quiet"]) == 0
-    return path, edit_journal.record_of(path).read_bytes()
+    return path, old_files.record_of(path).read_bytes()
 
 
 def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
@@ -119,7 +119,7 @@ def edits(folder: Path) -> tuple[Reader, Callable[[], list[bytes]]]:
     def read(data: bytes) -> object:
         path = folder / "m.safetensors"
         path.write_bytes(kept["file"])
-        record = edit_journal.record_of(path)
+        record = old_files.record_of(path)
         record.write_bytes(data)
         edit_journal.undo(path, fsync=False)
         assert (folder / "other").read_bytes() == b"kept"

@@ -311,13 +311,13 @@ def test_a_source_that_only_the_bytes_lead_to_is_not_written_over(tmp_path: Path
         with pytest.raises(CkptError, match="is a source itself"):
             write([Piece(b"x"), Piece(Span(str(source), 0, 5))], str(out), in_place=False)
         with pytest.raises(CkptError, match="is a source itself"):
-            put_ready(ready, str(out), replace=True, in_place=False, readers_of=(), fsync=False)
+            put_ready(ready, str(out), replace=True, in_place=False, keep=False, readers_of=(), fsync=False)
     assert source.read_bytes() == before
     (tmp_path / "other").write_bytes(b"another")
     other = Ready(str(tmp_path / "other"), (str(source),))
-    put_ready(other, str(tmp_path / "made"), replace=False, in_place=False, readers_of=(), fsync=False)
+    put_ready(other, str(tmp_path / "made"), replace=False, in_place=False, keep=False, readers_of=(), fsync=False)
     assert (tmp_path / "made").read_bytes() == b"another"
-    put_ready(ready, str(source), replace=True, in_place=True, readers_of=(), fsync=False)
+    put_ready(ready, str(source), replace=True, in_place=True, keep=False, readers_of=(), fsync=False)
     assert source.read_bytes() == b"other"
     assert names(tmp_path) == ["linked", "made", "source"]
 

@@ -69,8 +69,9 @@ def planned(plan: Plan) -> Document:
 
 
 def _undo(done: Remap) -> str:
-    changes = done.written is not None and (done.written.way == "copied" or done.written.nbytes > 0)
-    return str(done.undo or NO_UNDO) if changes and done.written.way != "undone" else ""
+    written = done.written
+    changes = written is not None and written.way != "undone" and (written.way == "copied" or written.nbytes > 0)
+    return str(done.undo or NO_UNDO) if changes else ""
 
 
 def undone(done: Undone) -> Document:

@@ -352,8 +352,18 @@ def test_what_no_tensor_is_made_into_is_said_where_a_strict_load_wants_it(tmp_pa
     model = Versioned()
     torch.save(dict(model.named_parameters()), tmp_path / "runtime.pt")
     torch.save(model.state_dict(), tmp_path / "whole.pt")
-    asked = ("--model", f"{__file__}:Versioned", "--torch-format", "legacy", "-o", tmp_path / "out.pt", "--force")
-    asked += ("--format", "json", "--to")
+    asked = (
+        "--model",
+        f"{__file__}:Versioned",
+        "--torch-format",
+        "legacy",
+        "-o",
+        tmp_path / "out.pt",
+        "--force",
+        "--format",
+        "json",
+        "--to",
+    )
     assert run("remap", tmp_path / "runtime.pt", *asked, "serialized").status == 1
     done = run("remap", tmp_path / "runtime.pt", "--partial", *asked, "serialized")
     assert done.data["missing"] == ["v", "_extra_state"]

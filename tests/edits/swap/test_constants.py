@@ -80,9 +80,10 @@ def test_what_a_swap_calls_equal_computes_what_the_model_does(seed: int, tmp_pat
     parts = " ".join(part for part in PARTS if rng.random() < 0.5) or "buffer"
     old, new = 2.0, rng.choice([2.0, 3.0])
     program, weights, want = saved(parts, old, new, tmp_path)
-    model = {"model": f"{__file__}:build", "model_kwargs": {"parts": parts, "k": new}}
+    model: dict[str, Any] = {"model": f"{__file__}:build", "model_kwargs": {"parts": parts, "k": new}}
     decided = {part for part in ("buffer", "attribute", "nested") if part in parts.split() and old != new}
-    for options in ({}, {"constants": True}, {"keep_constants": True}):
+    ways: list[dict[str, Any]] = [{}, {"constants": True}, {"keep_constants": True}]
+    for options in ways:
         out = str(tmp_path / f"{'-'.join(options) or 'none'}.pt2")
         try:
             done: Any = ckpttool.swap_weights(program, weights, out, **model, **options)
