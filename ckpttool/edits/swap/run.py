@@ -11,8 +11,8 @@ from ckpttool.edits.swap.options import SwapOptions
 from ckpttool.edits.swap.swap import Swap, swap
 from ckpttool.edits.undo import undo_of
 from ckpttool.edits.write import Writer
-from ckpttool.errors import CkptError
-from ckpttool.evaluate.compare import fingerprints
+from ckpttool.errors import CkptError, Refused
+from ckpttool.evaluate.compare import fingerprints, same_values
 from ckpttool.formats.containers.pickle_tree import collected
 from ckpttool.formats.pt2.archive import read_program, read_scripted
 from ckpttool.formats.recognise_file import sniff
@@ -60,7 +60,13 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
         keep_constants=options.keep_constants,
         code=model if model is not None and model.is_definition else None,
     )
+    if not swapped.sources and all(one.verdict != "from_model" for one in swapped.compared):
+        raise Refused(
+            f"nothing to swap: no key of {weights.source} is a weight of {path}",
+            hint="compare the two: " + shell("ckpttool", "diff", program, weights.source),
+        )
     swapped = replace(swapped, source=program, weights=weights.source, output=options.target(path) or "")
+    swapped = replace(swapped, unchanged=_same(deployed, swapped.program))
     if options.in_place and not options.no_undo:
         swapped = replace(swapped, undo=undo_of(path, size(path)))
     if target is None:
@@ -70,6 +76,17 @@ def run(program: str, weights: Checkpoint, options: SwapOptions) -> Swap:
     if options.verify:
         swapped = replace(swapped, verified=writer.prove(target, expected, _read(target, name, weights, options.out)))
     return swapped
+
+
+def _same(before: Checkpoint, after: Checkpoint) -> bool:
+    """Whether the program has all the values that it had; reads up to the first that differs."""
+    pairs = (
+        (old, new)
+        for left, right in zip(before.sections, after.sections)
+        for old, new in zip(left.tensors, right.tensors)
+        if old is not new
+    )
+    return all(same_values(old, new) for old, new in pairs)
 
 
 def _read(path: str, name: str | None, weights: Checkpoint, out: str | None) -> Checkpoint:

@@ -22,7 +22,7 @@ from ckpttool.evaluate.compare import same_values
 from ckpttool.expression import Expression, Ref
 from ckpttool.formats.pt2.aotinductor import INSIDE, OUTSIDE, is_inlined
 from ckpttool.formats.pt2.program import program_of
-from ckpttool.json_schema import COUNT, TEXT, TEXTS, list_of, nullable, one_of, record, unless_empty
+from ckpttool.json_schema import COUNT, FLAG, TEXT, TEXTS, list_of, nullable, one_of, record, unless_empty
 from ckpttool.names import Names
 from ckpttool.naming.match import match
 from ckpttool.naming.model_form import Form, ModelForm
@@ -50,7 +50,7 @@ class Constant(NamedTuple):
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
-    `compared` says of each constant that NEW does not hold how it compares with the model's.
+    `unchanged`: the program had all of these values before. `compared` says of each constant that NEW does not hold how it compares with the model's.
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
     is what a dry run found it to take, `verified` how the output is known to be right, `undo` how a swap in place is
@@ -69,6 +69,7 @@ class Swap:
     source: str = ""
     weights: str = ""
     output: str = ""
+    unchanged: bool = False
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -101,6 +102,7 @@ SWAP = record(
     {
         **dict.fromkeys(("program", "weights", "output"), TEXT),
         "swapped": COUNT,
+        "unchanged": FLAG,
         **dict.fromkeys(("kept", "constants"), TEXTS),
         "constant_values": list_of(
             record(

@@ -116,6 +116,7 @@ def swapped(done: Swap) -> Document:
     if dry_run:
         blocks.append(Note("dry run: nothing was written"))
     verdict = f"{plural(len(done.sources), 'weight')} {'fit' if dry_run else 'swapped'}"
+    verdict += ", all with the values that the program has" if done.unchanged else ""
     return Document("swap-weights", verdict, True, filled(blocks))
 
 
