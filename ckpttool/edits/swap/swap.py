@@ -50,7 +50,8 @@ class Constant(NamedTuple):
 class Swap:
     """The program with its new weights. `sources`: FQN -> expression over the checkpoint's keys.
 
-    `unchanged`: the program had all of these values before. `compared` says of each constant that NEW does not hold how it compares with the model's.
+    `unchanged`: the program had all of these values before.
+    `compared` says of each constant that NEW does not hold how it compares with the model's.
     `form` is the form that the checkpoint's keys were read in; `ignored` are its entries that no program holds, `kept`
     what the program has and no checkpoint of the model: counters of AveragedModels, buffers that are not saved. `cost`
     is what a dry run found it to take, `verified` how the output is known to be right, `undo` how a swap in place is
