@@ -398,7 +398,12 @@ def test_two_parameters_do_not_get_one_name(tmp_path: Path, capsys: pytest.Captu
             0,
             "",
         ),
-        (trained_under({}), ("--to-model", "torch.nn:Module"), 1, "pass --model MODEL too"),
+        (
+            trained_under({}),
+            ("--to-model", "torch.nn:Module"),
+            1,
+            "none of its parameters has a name of torch.nn:Module",
+        ),
     ],
 )
 def test_what_there_is_of_optimizers_is_asked_first(
