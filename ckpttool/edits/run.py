@@ -74,7 +74,7 @@ def run(source: Checkpoint, options: RemapOptions, *, may_copy: bool = False) ->
         output=options.target(source.source) or "",
         dry_run=options.dry_run,
     )
-    if done.missing and not options.partial:
+    if done.missing and not (options.partial or options.to_ranks):  # rank files are checked with their parts
         raise _missing(done.missing, _to_operand(options, model) or model)
     if options.to_ranks and model is not None:
         return _write_ranks(options, writer, model, done)

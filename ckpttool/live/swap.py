@@ -92,10 +92,9 @@ def swap_weights(
     """
     if constants and keep_constants:
         raise CkptError("constants and keep_constants exclude each other", hint="choose one")
-    wanted = _Wanted(state_dict, model, cast, constants, keep_constants)
     if not isinstance(state_dict, Mapping):
-        raise CkptError(f"{a(state_dict)} is no state dict", hint="pass model.state_dict()")
-    state_dict = model_in(state_dict)
+        raise CkptError(f"{a(state_dict)} is not a state_dict", hint="pass model.state_dict()")
+    wanted = _Wanted(model_in(state_dict), model, cast, constants, keep_constants)
     if isinstance(target, nn.Module):
         return _into_module(target, wanted, in_place is not False)
     if isinstance(target, ExportedProgram):

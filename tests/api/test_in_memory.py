@@ -95,7 +95,9 @@ def answer(verb: Callable[[Any], Any], ckpt: Any, path: str) -> Any:
 def _without_names(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_names(one) for key, one in value.items() if key not in ITS_OWN}
-    return [_without_names(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):  # a fix for an object in memory has CKPT in its place, and is not tried
+        return [_without_names(one) for one in value if not str(one).startswith("not tried")]
+    return value
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -105,7 +107,7 @@ def test_an_object_and_its_file_get_one_answer(name: str, tmp_path: Path) -> Non
     torch.save(obj, path)
     for called, verb in VERBS.items():
         assert answer(verb, obj, path) == answer(verb, path, path), called
-    ways: list[dict[str, Any]] = [{"rule": ["0.* => first.*"]}, {}]
+    ways: list[dict[str, Any]] = [{"rule": ["0.* => first.*"]}, {"to": "serialized"}]
     for options in ways:  # some have nothing to rename, or too much
         try:
             ckpttool.remap(path, str(tmp_path / "of_file.pt"), force=True, **options)

@@ -325,7 +325,7 @@ def test_the_model_says_what_hooks_renamed() -> None:
     ("target", "state", "says"),
     [
         (object(), {}, "an object holds no weights that can be swapped"),
-        (nn.Linear(1, 1), [1], "a list is no state dict"),
+        (nn.Linear(1, 1), [1], "a list is not a state_dict"),
         (nn.Linear(1, 1), {1: torch.ones(1)}, "the state dict has a key that is no string: 1"),
         (nn.LazyLinear(1), {}, "the module is not initialised yet: it has 2 lazy parameters"),
     ],
