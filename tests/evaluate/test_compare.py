@@ -250,6 +250,8 @@ def test_a_file_that_is_replaced_can_be_proved(tmp_path: Path, name: str) -> Non
     """Every byte of the source has moved, or is gone, when the output is read back."""
     save_file({"x": torch.arange(6.0), "y": torch.ones(4)}, tmp_path / "in.safetensors")
     out = f"{tmp_path}/{name}" + ("/" if name == "shards" else "")
-    assert main(["remap", str(tmp_path / "in.safetensors"), "-o", out, "--rule", "x => z", "--max-shard-size", "30"]) == 0
+    assert (
+        main(["remap", str(tmp_path / "in.safetensors"), "-o", out, "--rule", "x => z", "--max-shard-size", "30"]) == 0
+    )
     rule = "{k} => " + "a_long_name." * 20 + "{k}"
     assert main(["remap", out.rstrip("/"), "--in-place", "--rule", rule, "--verify"]) == 0
