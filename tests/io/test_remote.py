@@ -584,7 +584,7 @@ def test_web_servers(failing: Any) -> None:
         assert same(tensors(open_checkpoint(f"{server.url}/a.pt")), STATE)
         assert "no such file" in failing("inspect", f"{server.url}/b.pt")
         assert "credentials" in failing("inspect", f"{server.url}/secret.pt")
-        assert "cannot do this" in failing("remap", f"{server.url}/a.pt", "-o", f"{server.url}/c.pt")
+        assert "cannot do this" in failing("remap", f"{server.url}/a.pt", "-o", f"{server.url}/c.pt", "--to", "ddp")
     with web_server({"/a.pt": data * 100}, ranges=False) as server:
         assert "its server cannot send a part" in failing("inspect", f"{server.url}/a.pt")
 
